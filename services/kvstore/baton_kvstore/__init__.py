@@ -1,0 +1,1 @@
+"""The kvstore service of Baton."""

@@ -1,0 +1,82 @@
+"""The seam of the router: above it text (HTTP, gRPC, tokenizer), below it placement (registry, index, policy, streams)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.api.v1 import common_pb2, router_pb2
+from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated."""
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedDelta:
+    """New tokens of one of the request's sequences."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedChunk:
+    """What one message of the decode instance brought.
+
+    Attributes:
+        trace: With the first chunk and with the last one.
+        decision: With the first chunk.
+        prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
+    """
+
+    deltas: list[RoutedDelta]
+    trace: common_pb2.RequestTrace | None = None
+    decision: router_pb2.RouteDecision | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that the instances serve, as they report it."""
+
+    name: str
+    path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+class Dispatcher(Protocol):
+    """Places requests on instances and carries their streams, over the death of instances too."""
+
+    def model_info(self) -> ModelInfo:
+        """Return what is served.
+
+        Raises:
+            UnavailableError: No instance is ready.
+        """
+
+    def stream(self, request: RoutedRequest) -> AsyncIterator[RoutedChunk]:
+        """Run a request; ``aclose()`` of the iterator cancels it everywhere.
+
+        Raises:
+            QueueFullError: Everybody is full; says when to try again.
+            UnavailableError: No decode instance is left.
+            InvalidRequestError: An instance refused the request; names the field.
+        """
+
+    async def route(self, request: RoutedRequest) -> router_pb2.RouteDecision:
+        """Say where the request would go, and reserve nothing."""

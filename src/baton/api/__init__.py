@@ -1,0 +1,1 @@
+"""Generated wire code, one package per API version."""

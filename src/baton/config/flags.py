@@ -1,0 +1,98 @@
+"""Command-line flags from a configuration dataclass, with the environment as their default.
+
+A field ``kv_blocks: int | None`` described by ``metadata={"help": ...}`` becomes ``--kv-blocks`` and
+``BATON_KV_BLOCKS``. Order of precedence: flag, environment, the dataclass's default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from baton.errors import ConfigError
+
+T = TypeVar("T")
+ENV_PREFIX = "BATON_"
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    """Declare a configuration field with its help text."""
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: frozenset[str] = frozenset()) -> None:
+    """Add one flag per field of ``cls`` that has a help text; absent flags parse to ``argparse.SUPPRESS``."""
+    hints = typing.get_type_hints(cls)
+    group = parser.add_argument_group(cls.__name__)
+    for item in dataclasses.fields(cls):
+        text = item.metadata.get("help")
+        if text is None or item.name in skip:
+            continue
+        kind = _base_type(hints[item.name])
+        default = None if item.default is dataclasses.MISSING else item.default
+        suffix = "" if default in (None, "", ()) else f" (default: {default})"
+        flag = "--" + item.name.replace("_", "-")
+        options: dict[str, Any] = {
+            "dest": item.name,
+            "default": argparse.SUPPRESS,
+            "help": (text + suffix).replace("%", "%%"),
+        }
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        else:
+            choices = item.metadata.get("choices")
+            parse = (lambda s: tuple(p for p in s.split(",") if p)) if kind is tuple else kind
+            group.add_argument(flag, type=parse, choices=choices, metavar=None if choices else _metavar(kind), **options)
+
+
+def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str] | None = None) -> T:
+    """Build ``cls`` from parsed flags and the environment.
+
+    Raises:
+        ConfigError: A value in the environment cannot be read; names the variable.
+    """
+    source = os.environ if env is None else env
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if hasattr(args, item.name):
+            values[item.name] = getattr(args, item.name)
+            continue
+        variable = ENV_PREFIX + item.name.upper()
+        if item.metadata.get("help") is not None and variable in source:
+            values[item.name] = _parse(source[variable], _base_type(hints[item.name]), variable)
+    return cls(**values)
+
+
+def _parse(text: str, kind: type, variable: str) -> Any:
+    if kind is tuple:
+        return tuple(part for part in text.split(",") if part)
+    if kind is bool:
+        if text.lower() in {"1", "true", "yes", "on"}:
+            return True
+        if text.lower() in {"0", "false", "no", "off", ""}:
+            return False
+        raise ConfigError(f"{variable} must be a boolean, got {text!r}", field=variable)
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{variable} must be {kind.__name__}, got {text!r}", field=variable) from error
+
+
+def _base_type(hint: Any) -> Any:
+    """``int | None`` -> ``int``; ``tuple[str, ...]`` -> ``tuple``."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    return typing.get_origin(hint) or hint
+
+
+def _metavar(kind: type) -> str:
+    return {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}.get(kind, kind.__name__.upper())

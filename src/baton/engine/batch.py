@@ -1,0 +1,54 @@
+"""One step's work, flattened: the seam between scheduler and model runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.kv.arena import KVArena
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.layout import KVLayout
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A ragged batch of S sequences with T tokens in all; prompt chunks and decodes mix freely.
+
+    Attributes:
+        token_ids: int64 [T], the sequences' new tokens one after the other.
+        positions: int64 [T], each token's position in its sequence.
+        query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
+        context_lens: int32 [S], tokens of each sequence with this step's included.
+        block_tables: int32 [S, W], block ids from the first token on, rows padded with 0.
+        logit_rows: int64 [R], indices into the T tokens whose logits are wanted, ascending.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    query_starts: IntArray
+    context_lens: IntArray
+    block_tables: IntArray
+    logit_rows: npt.NDArray[np.int64]
+
+
+class Runner(Protocol):
+    """What the engine core needs of a model; ``ModelRunner`` is the real one."""
+
+    layout: KVLayout
+    fingerprint: Fingerprint
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    attention_backend: str
+
+    def bind(self, arena: KVArena) -> None:
+        """Use an arena of ``layout`` as the KV pool."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one step: write the new tokens' KV into the pool and return logits [R, vocab], float32 or model dtype."""

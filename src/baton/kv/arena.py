@@ -1,0 +1,98 @@
+"""The memory a KV pool lies in: one shareable mapping, allocated once, with a generation number per block.
+
+The mapping is anonymous shared memory (``memfd_create``): another process on the host maps it from a passed file
+descriptor and copies blocks from pool to pool, and the kernel frees it with its last user, also after SIGKILL.
+
+Generations fence one-sided reads. The owner raises a block's generation before it hands the block to a new user,
+so a reader who finds the generation unchanged *after* its copy knows that nobody wrote into the block meanwhile.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import ConfigError
+from baton.types import Epoch
+
+HEADER_BYTES = 4096
+MAGIC = b"BATONKV1"
+
+
+class KVArena:
+    """A pool's memory: ``num_blocks`` blocks of ``block_bytes`` bytes behind a header and the generations.
+
+    Layout of the mapping: header page (magic, epoch, num_blocks, block_bytes), generations (uint64 per block, padded
+    to a page), blocks.
+
+    Attributes:
+        epoch: 16 random bytes of this arena; a restarted process has another.
+        generations: uint64 array [num_blocks], shared with readers.
+        blocks: uint8 array [num_blocks, block_bytes].
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int, *, epoch: Epoch | None = None) -> None:
+        if num_blocks < 1 or block_bytes < 1:
+            raise ConfigError(f"an arena needs blocks and bytes, got {num_blocks} x {block_bytes}", field="kv_blocks")
+        self.epoch = epoch or Epoch(secrets.token_bytes(16))
+        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, arena_bytes(num_blocks, block_bytes))
+        self._map(num_blocks, block_bytes)
+        header = MAGIC + self.epoch + num_blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")
+        self._mapping[: len(header)] = header
+
+    @classmethod
+    def attach(cls, fd: int) -> KVArena:
+        """Map another process's arena from a file descriptor, which this object then owns.
+
+        Raises:
+            ConfigError: The descriptor is not an arena.
+        """
+        self = cls.__new__(cls)
+        self._fd = fd
+        header = os.pread(fd, 40, 0)
+        num_blocks = int.from_bytes(header[24:32], "little")
+        block_bytes = int.from_bytes(header[32:40], "little")
+        if header[:8] != MAGIC or os.fstat(fd).st_size != arena_bytes(num_blocks, block_bytes):
+            raise ConfigError("the file descriptor received is not a KV arena")
+        self.epoch = Epoch(header[8:24])
+        self._map(num_blocks, block_bytes)
+        return self
+
+    def _map(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self._mapping = mmap.mmap(self._fd, arena_bytes(num_blocks, block_bytes))
+        whole = np.frombuffer(self._mapping, dtype=np.uint8)
+        start = HEADER_BYTES + _page_up(8 * num_blocks)
+        self.generations: npt.NDArray[np.uint64] = whole[HEADER_BYTES : HEADER_BYTES + 8 * num_blocks].view(np.uint64)
+        self.blocks: npt.NDArray[np.uint8] = whole[start : start + num_blocks * block_bytes].reshape(
+            num_blocks, block_bytes
+        )
+
+    @property
+    def fd(self) -> int:
+        """The memory's file descriptor, to be passed to readers on the same host."""
+        return self._fd
+
+    def touch(self) -> None:
+        """Fault every page in, so that no first transfer pays for it (about 1.4 GB/s instead of 20)."""
+        self.blocks[:, ::4096] = 0
+
+    def close(self) -> None:
+        """Release the file descriptor; the mapping goes with the last array that refers to it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def arena_bytes(num_blocks: int, block_bytes: int) -> int:
+    """Bytes of the whole mapping."""
+    return HEADER_BYTES + _page_up(8 * num_blocks) + _page_up(num_blocks * block_bytes)
+
+
+def _page_up(size: int) -> int:
+    return -(-size // 4096) * 4096

@@ -1,0 +1,157 @@
+"""What the engine knows of the outside world of KV: where more of a prompt may come from, and who wants it.
+
+The engine's scheduler calls a connector; transports implement it; services put the two together.
+
+Life of a load (decode): ``plan_load`` says how many tokens could come from outside -> the scheduler reserves blocks
+-> ``start_load`` -> the connector writes into those blocks and reports through ``poll_loads`` -> the request runs.
+A load that failed reports how many leading tokens are valid; the engine computes the rest.
+
+Life of a save (prefill): after every step ``blocks_computed`` tells which blocks are complete -> at the end
+``request_finished`` returns ``True`` if the connector wants the blocks kept -> ``poll_releases`` gives them back.
+
+Every method is called in the engine's thread and must not block. ``wake`` (given to the connector by whoever builds
+it) may be called from any thread to make the engine poll.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.types import BlockHash, BlockId, PrefillPath, RequestId, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What moving one request's KV took."""
+
+    path: PrefillPath = PrefillPath.LOCAL
+    source: str = ""
+    """Instance the KV came from."""
+    pipe: str = ""
+    kv_bytes: int = 0
+    transfer_us: int = 0
+    transferred_tokens: int = 0
+    source_cached_tokens: int = 0
+    """Prefix hits at the source."""
+    failures: tuple[str, ...] = ()
+    """Sources that were tried in vain: ``"instance: reason"``."""
+    local_reason: str = ""
+    """Why nothing came from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a connector needs to know of a request.
+
+    Attributes:
+        token_ids: Prompt and resumed output: all tokens whose KV is wanted.
+        num_output_tokens: How many of them were generated before.
+        hashes: Chained hashes of its full blocks.
+        candidates: Addresses of instances to ask, best first.
+        threshold: Missing tokens from which a remote prefill pays; ``None``: the connector's own.
+    """
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    num_output_tokens: int
+    sampling: SamplingParams
+    hashes: Sequence[BlockHash]
+    candidates: tuple[str, ...] = ()
+    threshold: int | None = None
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Tokens that may come from outside.
+
+    Attributes:
+        num_tokens: Leading tokens of the request whose KV will be there when the load has ended well, those found
+            locally included; blocks for all of them are reserved before ``start_load``.
+        with_first_token: Whether the load brings the next token too.
+    """
+
+    num_tokens: int
+    with_first_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadUpdate:
+    """The end of a load, good or bad.
+
+    Attributes:
+        num_valid_tokens: Leading tokens whose KV is in the pool now, the local ones included.
+        first_token: The next token, if the source sampled it.
+        error: Why the load fell short, for log and metrics; ``None`` if it did not.
+    """
+
+    request_id: RequestId
+    num_valid_tokens: int
+    first_token: TokenLogprob | None = None
+    stats: TransferStats = field(default_factory=TransferStats)
+    error: str | None = None
+
+
+class KVConnector(ABC):
+    """Moves KV between an engine's pool and the outside."""
+
+    @abstractmethod
+    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
+        """Say how much could come from outside, or ``None`` if nothing should.
+
+        Args:
+            request: The request.
+            num_local_tokens: Leading tokens found in the engine's own prefix cache.
+        """
+
+    @abstractmethod
+    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """Begin to fill blocks.
+
+        Args:
+            request: The request.
+            num_local_tokens: Leading tokens already there; blocks before them must not be written.
+            block_ids: All blocks of the request, from its first token on.
+        """
+
+    @abstractmethod
+    def cancel_load(self, request_id: RequestId) -> None:
+        """Stop a load. Its ``LoadUpdate`` still comes, once nobody writes into the blocks any more."""
+
+    @abstractmethod
+    def poll_loads(self) -> list[LoadUpdate]:
+        """Return the loads that ended since the last call."""
+
+    @abstractmethod
+    def blocks_computed(
+        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
+    ) -> None:
+        """Tell that KV is complete up to a token.
+
+        Called after each step in which a prompt made progress.
+
+        Args:
+            request_id: The request.
+            block_ids: All blocks of the request, from its first token on.
+            hashes: Hashes of its full blocks, as far as they are complete.
+            num_tokens: Leading tokens whose KV is complete.
+        """
+
+    @abstractmethod
+    def request_finished(self, request_id: RequestId) -> bool:
+        """Tell that a request ended; ``True``: keep its blocks until ``poll_releases`` names it."""
+
+    @abstractmethod
+    def poll_releases(self) -> list[RequestId]:
+        """Return finished requests whose blocks are not needed any more."""
+
+    @abstractmethod
+    def has_pending(self) -> bool:
+        """Whether loads or held blocks are outstanding."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all loads and give everything back."""

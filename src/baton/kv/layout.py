@@ -1,0 +1,90 @@
+"""The order of bytes inside a KV block.
+
+A block holds ``block_size`` consecutive tokens of all layers, one layer after the other; within a layer first K,
+then V; within each (kv_head, token, dim). So a block is one descriptor and one store value, one layer of it is
+contiguous (layer-wise transfer), and so is one head's slice of it (tensor-parallel resharding). Layers may differ
+in shape (MLA has other dims for K and V, some models vary heads per layer): each has its own offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from baton.errors import ConfigError
+
+LAYOUT_NAME = "block-layer-kv-head-token-dim-v1"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BLOCK_ALIGNMENT = 64
+"""Blocks begin at multiples of a cache line (bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """KV of one layer: ``kv_heads`` heads with ``k_dim`` and ``v_dim`` elements per token."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of K and V together for one token."""
+        return self.kv_heads * (self.k_dim + self.v_dim)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Geometry of a block: sizes in elements unless a name says bytes."""
+
+    layers: tuple[LayerShape, ...]
+    block_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {self.block_size}", field="block_size")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"KV dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}", field="kv_dtype")
+        if not self.layers:
+            raise ConfigError("a KV layout needs at least one layer", field="layers")
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes per element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Per layer, the element at which its K begins within a block; V follows K."""
+        offsets, at = [], 0
+        for layer in self.layers:
+            offsets.append(at)
+            at += layer.elements_per_token * self.block_size
+        return tuple(offsets)
+
+    def v_offset(self, layer: int) -> int:
+        """Element at which a layer's V begins within a block."""
+        shape = self.layers[layer]
+        return self.layer_offsets[layer] + shape.kv_heads * shape.k_dim * self.block_size
+
+    @cached_property
+    def block_elements(self) -> int:
+        """Elements from one block to the next, padding included."""
+        used = sum(layer.elements_per_token for layer in self.layers) * self.block_size
+        unit = max(1, BLOCK_ALIGNMENT // self.dtype_bytes)
+        return -(-used // unit) * unit
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes from one block to the next, padding included."""
+        return self.block_elements * self.dtype_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token without padding (kappa in the sizing rules)."""
+        return sum(layer.elements_per_token for layer in self.layers) * self.dtype_bytes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)

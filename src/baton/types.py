@@ -1,0 +1,152 @@
+"""Words that every part of Baton shares: identifiers, roles, sampling parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NewType
+
+from baton.errors import InvalidRequestError
+
+RequestId = NewType("RequestId", str)
+InstanceId = NewType("InstanceId", str)
+BlockId = NewType("BlockId", int)
+BlockHash = NewType("BlockHash", bytes)
+Epoch = NewType("Epoch", bytes)
+"""16 random bytes, drawn once per process: tells a restarted instance from the one before."""
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+
+
+class Role(enum.StrEnum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class PrefillPath(enum.StrEnum):
+    """Where the KV of a prompt came from."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probabilities (natural log, of the unscaled distribution after penalties and bias) of one token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen; the same fields, defaults and meaning everywhere.
+
+    Raises:
+        InvalidRequestError: From :meth:`validate`, naming the field.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    """Stop strings; workers never see them, whoever holds the tokenizer applies them."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def replace(self, **changes: object) -> SamplingParams:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def validate(self, *, vocab_size: int | None = None, prefix: str = "") -> None:
+        """Check every field's range.
+
+        Args:
+            vocab_size: Token ids must be below it, if given.
+            prefix: Put before field names in errors, e.g. ``"sampling."``.
+
+        Raises:
+            InvalidRequestError: Names the first field that is out of range.
+        """
+
+        def need(ok: bool, name: str, what: str) -> None:
+            if not ok:
+                raise InvalidRequestError(f"{name} must be {what}, got {getattr(self, name)!r}", field=prefix + name)
+
+        def between(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            need(math.isfinite(value) and low <= value <= high, name, f"between {low:g} and {high:g}")
+
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(self.min_tokens >= 0, "min_tokens", "at least 0")
+        if self.max_tokens is not None:
+            need(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})")
+        between("temperature", 0.0, 100.0)
+        need(math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
+        need(self.top_k >= -1, "top_k", "-1, 0 or positive")
+        between("min_p", 0.0, 1.0)
+        need(
+            math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 100.0,
+            "repetition_penalty",
+            "above 0 and at most 100",
+        )
+        between("presence_penalty", -2.0, 2.0)
+        between("frequency_penalty", -2.0, 2.0)
+        need(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2^64 - 1")
+        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"between 0 and {MAX_LOGPROBS}")
+        need(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            "prompt_logprobs",
+            f"between 0 and {MAX_LOGPROBS}",
+        )
+        need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}")
+        need(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        need(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            ok = token >= 0 and (vocab_size is None or token < vocab_size) and -100.0 <= bias <= 100.0
+            if not ok:
+                raise InvalidRequestError(
+                    f"logit_bias of token {token} is {bias!r}: the id must be in the vocabulary, the bias in [-100, 100]",
+                    field=f"{prefix}logit_bias",
+                )
+        for token in self.stop_token_ids:
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                raise InvalidRequestError(
+                    f"stop_token_ids has {token}, which is not in the vocabulary", field=f"{prefix}stop_token_ids"
+                )
