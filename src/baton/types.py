@@ -142,7 +142,7 @@ class SamplingParams:
             ok = token >= 0 and (vocab_size is None or token < vocab_size) and -100.0 <= bias <= 100.0
             if not ok:
                 raise InvalidRequestError(
-                    f"logit_bias of token {token} is {bias!r}: the id must be in the vocabulary, the bias in [-100, 100]",
+                    f"logit_bias of token {token} is {bias!r}: the id must be a known token, the bias in [-100, 100]",
                     field=f"{prefix}logit_bias",
                 )
         for token in self.stop_token_ids:

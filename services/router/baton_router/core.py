@@ -1,4 +1,4 @@
-"""The seam of the router: above it text (HTTP, gRPC, tokenizer), below it placement (registry, index, policy, streams)."""
+"""The seam of the router: above it text (HTTP, gRPC, tokenizer), below it placement (index, policy, streams)."""
 
 from __future__ import annotations
 

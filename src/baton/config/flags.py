@@ -50,7 +50,9 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: frozenset[str
         else:
             choices = item.metadata.get("choices")
             parse = (lambda s: tuple(p for p in s.split(",") if p)) if kind is tuple else kind
-            group.add_argument(flag, type=parse, choices=choices, metavar=None if choices else _metavar(kind), **options)
+            group.add_argument(
+                flag, type=parse, choices=choices, metavar=None if choices else _metavar(kind), **options
+            )
 
 
 def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str] | None = None) -> T:

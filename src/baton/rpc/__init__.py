@@ -1,0 +1,1 @@
+"""gRPC plumbing: servers with health, reflection, auth and error mapping; channels; conversions."""

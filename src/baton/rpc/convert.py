@@ -1,0 +1,163 @@
+"""Wire messages to Baton's own types and back."""
+
+from __future__ import annotations
+
+from baton.api.v1 import common_pb2
+from baton.errors import InvalidRequestError
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.layout import LayerShape
+from baton.types import FinishReason, PrefillPath, Role, SamplingParams, TokenLogprob
+
+_ROLES: dict[Role, common_pb2.Role] = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+_FINISH: dict[FinishReason, common_pb2.FinishReason] = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_PATHS: dict[PrefillPath, common_pb2.PrefillPath] = {
+    PrefillPath.LOCAL: common_pb2.PREFILL_PATH_LOCAL,
+    PrefillPath.REMOTE: common_pb2.PREFILL_PATH_REMOTE,
+    PrefillPath.STORE: common_pb2.PREFILL_PATH_STORE,
+}
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
+_PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+
+
+def role_to_pb(role: Role) -> common_pb2.Role:
+    """Role to its wire value."""
+    return _ROLES[role]
+
+
+def role_from_pb(value: int) -> Role:
+    """Wire value to role.
+
+    Raises:
+        InvalidRequestError: Unspecified or unknown.
+    """
+    for role, wire in _ROLES.items():
+        if wire == value:
+            return role
+    raise InvalidRequestError(f"role must be prefill or decode, got {value}", field="role")
+
+
+def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason:
+    """Finish reason to its wire value; ``None`` (not ended) is unspecified."""
+    return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
+
+
+def finish_from_pb(value: int) -> FinishReason | None:
+    """Wire value to finish reason; unspecified means not ended."""
+    return next((reason for reason, wire in _FINISH.items() if wire == value), None)
+
+
+def path_to_pb(path: PrefillPath) -> common_pb2.PrefillPath:
+    """Prefill path to its wire value."""
+    return _PATHS[path]
+
+
+def path_from_pb(value: int) -> PrefillPath | None:
+    """Wire value to prefill path; unspecified is ``None``."""
+    return next((path for path, wire in _PATHS.items() if wire == value), None)
+
+
+def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Sampling parameters to the wire; stop strings stay behind, workers have no text."""
+    message = common_pb2.SamplingParams(
+        stop_token_ids=params.stop_token_ids, logit_bias=dict(params.logit_bias), n=params.n
+    )
+    for name in (*_WITH_DEFAULT, *_PLAIN):
+        setattr(message, name, getattr(params, name))
+    for name in _OPTIONAL:
+        value = getattr(params, name)
+        if value is not None:
+            setattr(message, name, value)
+    return message
+
+
+def sampling_from_pb(message: common_pb2.SamplingParams, *, stop: tuple[str, ...] = ()) -> SamplingParams:
+    """Sampling parameters from the wire, not validated yet.
+
+    float32 fields come back rounded to 7 significant digits, so that 0.1 stays 0.1.
+    """
+    values: dict[str, object] = {name: _clean(getattr(message, name)) for name in _PLAIN}
+    for name in (*_WITH_DEFAULT, *_OPTIONAL):
+        if message.HasField(name):  # type: ignore[arg-type]
+            values[name] = _clean(getattr(message, name))
+    return SamplingParams(
+        stop=stop,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias={token: _clean(bias) for token, bias in message.logit_bias.items()},
+        n=message.n or 1,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def _clean(value: float) -> float:
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def logprob_to_pb(item: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Log probability to the wire."""
+    return common_pb2.TokenLogprob(
+        token_id=item.token_id,
+        logprob=item.logprob,
+        rank=item.rank,
+        top_token_ids=[token for token, _ in item.top],
+        top_logprobs=[value for _, value in item.top],
+    )
+
+
+def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Log probability from the wire."""
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprob(message.token_id, message.logprob, message.rank, top)
+
+
+def prompt_logprobs_to_pb(items: list[TokenLogprob | None]) -> list[common_pb2.TokenLogprob]:
+    """Prompt log probabilities to the wire; the first token's ``None`` is an empty message (rank 0)."""
+    return [common_pb2.TokenLogprob() if item is None else logprob_to_pb(item) for item in items]
+
+
+def prompt_logprobs_from_pb(messages: list[common_pb2.TokenLogprob]) -> list[TokenLogprob | None]:
+    """Prompt log probabilities from the wire."""
+    return [logprob_from_pb(message) if message.rank else None for message in messages]
+
+
+_FINGERPRINT_PLAIN = (
+    "model",
+    "model_digest",
+    "adapter",
+    "kv_dtype",
+    "kv_scales",
+    "rope",
+    "block_size",
+    "layout",
+    "block_bytes",
+    "tp_size",
+    "tp_rank",
+    "pp_size",
+    "pp_rank",
+    "hash_scheme",
+)
+
+
+def fingerprint_to_pb(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
+    """Fingerprint to the wire."""
+    shapes = [n for s in fingerprint.layer_shapes for n in (s.kv_heads, s.k_dim, s.v_dim)]
+    plain = {name: getattr(fingerprint, name) for name in _FINGERPRINT_PLAIN}
+    return common_pb2.Fingerprint(layer_shapes=shapes, **plain)
+
+
+def fingerprint_from_pb(message: common_pb2.Fingerprint) -> Fingerprint:
+    """Fingerprint from the wire.
+
+    Raises:
+        InvalidRequestError: The layer shapes are not triples.
+    """
+    flat = list(message.layer_shapes)
+    if len(flat) % 3:
+        raise InvalidRequestError("layer_shapes must be triples", field="fingerprint.layer_shapes")
+    shapes = tuple(LayerShape(*flat[i : i + 3]) for i in range(0, len(flat), 3))
+    return Fingerprint(layer_shapes=shapes, **{name: getattr(message, name) for name in _FINGERPRINT_PLAIN})

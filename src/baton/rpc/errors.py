@@ -1,0 +1,70 @@
+"""Errors on the wire: a :class:`BatonError` becomes a gRPC status with details, and the other way round.
+
+The details travel as ``google.rpc.Status`` in ``grpc-status-details-bin``: Baton's own ``ErrorDetail`` and, where a
+field is to blame, the standard ``google.rpc.BadRequest`` that generic clients understand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from baton.api.v1 import common_pb2
+from baton.errors import BatonError, CancelledError, DeadlineError, InternalError, UnavailableError, all_errors
+
+DETAILS_KEY = "grpc-status-details-bin"
+_BY_STATUS: dict[str, type[BatonError]] = {
+    "CANCELLED": CancelledError,
+    "DEADLINE_EXCEEDED": DeadlineError,
+    "UNAVAILABLE": UnavailableError,
+}
+
+
+def status_code(error: BatonError) -> grpc.StatusCode:
+    """Return the gRPC status code of an error."""
+    return grpc.StatusCode[error.grpc_status]
+
+
+def status_details(error: BatonError) -> bytes:
+    """Return the serialized ``google.rpc.Status`` of an error."""
+    status = status_pb2.Status(code=status_code(error).value[0], message=error.message)
+    detail = common_pb2.ErrorDetail(
+        code=error.code, field=error.field or "", retry_after_ms=round(1000 * (error.retry_after_s or 0))
+    )
+    status.details.add().Pack(detail)
+    if error.field:
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field=error.field, description=error.message)
+        status.details.add().Pack(bad)
+    return bytes(status.SerializeToString())
+
+
+def from_rpc_error(error: grpc.RpcError) -> BatonError:
+    """Rebuild the error that a peer raised; statuses without Baton's details map by their code."""
+    call: Any = error
+    code: grpc.StatusCode = call.code()
+    message = call.details() or code.name
+    for key, value in call.trailing_metadata() or ():
+        if key == DETAILS_KEY:
+            rebuilt = _from_details(value)
+            if rebuilt is not None:
+                return rebuilt
+    for cls in all_errors().values():
+        if cls.grpc_status == code.name and code.name not in _BY_STATUS and code is not grpc.StatusCode.INTERNAL:
+            return cls(message)
+    return _BY_STATUS.get(code.name, InternalError)(message)
+
+
+def _from_details(value: bytes) -> BatonError | None:
+    status = status_pb2.Status.FromString(value)
+    item: any_pb2.Any
+    for item in status.details:
+        detail = common_pb2.ErrorDetail()
+        if item.Unpack(detail):
+            cls = all_errors().get(detail.code, InternalError)
+            retry = detail.retry_after_ms / 1000 if detail.retry_after_ms else None
+            return cls(status.message, field=detail.field or None, retry_after_s=retry)
+    return None

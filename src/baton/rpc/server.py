@@ -1,0 +1,169 @@
+"""A gRPC server as every Baton service runs it: health, reflection, auth, errors as statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.errors import BatonError, ConfigError, UnauthenticatedError
+from baton.rpc.auth import HEADER, matches, require_safe_bind
+from baton.rpc.errors import DETAILS_KEY, status_code, status_details
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class GrpcServer:
+    """A ``grpc.aio`` server.
+
+    Args:
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        services: Full names of the services, for health and reflection.
+        token: Shared token that callers must show; health checks need none.
+
+    Raises:
+        ConfigError: Off loopback without a token.
+    """
+
+    def __init__(self, *, host: str, port: int, services: Sequence[str], token: str | None = None) -> None:
+        require_safe_bind(host, token)
+        self._host, self._port, self._services = host, port, list(services)
+        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [_ErrorInterceptor()]
+        if token is not None:
+            interceptors.insert(0, _AuthInterceptor(token))
+        self.server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.server)
+
+    async def start(self) -> int:
+        """Listen and return the port.
+
+        Raises:
+            ConfigError: The port is in use or the address is not ours.
+        """
+        address = f"{self._host}:{self._port}"
+        try:
+            port = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: the port is in use or not ours", field="port") from error
+        await self.server.start()
+        return port
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell health checks whether this server wants traffic."""
+        kind = health_pb2.HealthCheckResponse
+        for name in ["", *self._services]:
+            await self._health.set(name, kind.SERVING if serving else kind.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""
+        await self.set_serving(False)
+        await self.server.stop(grace_s)
+
+
+class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    async def _refuse(self, request: Any, context: Any) -> None:
+        await abort_with(context, UnauthenticatedError("this call needs the shared token"))
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        if handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            return await continuation(handler_call_details)
+        given = next((v for k, v in handler_call_details.invocation_metadata or () if k == HEADER), None)
+        if matches(self._token, given):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Turns exceptions of handlers into statuses with details."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/baton."):
+            return handler
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                _guard_unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except BatonError as error:
+            await abort_with(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _abort_internal(context, error)
+
+    return call
+
+
+def _guard_stream(behavior: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        responses = behavior(request, context)
+        try:
+            async for response in responses:
+                yield response
+        except BatonError as error:
+            await abort_with(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _abort_internal(context, error)
+        finally:
+            # The handler's own clean-up must run now, not when the garbage collector finds it.
+            close = getattr(responses, "aclose", None)
+            if close is not None:
+                await close()
+
+    return call
+
+
+async def abort_with(context: Any, error: BatonError) -> None:
+    """End a call with an error's status and details."""
+    await context.abort(status_code(error), error.message, ((DETAILS_KEY, status_details(error)),))
+
+
+async def _abort_internal(context: Any, error: Exception) -> None:
+    log.exception("a handler failed")
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
