@@ -8,14 +8,14 @@ from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
 from baton.types import FinishReason, PrefillPath, Role, SamplingParams, TokenLogprob
 
-_ROLES: dict[Role, common_pb2.Role] = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
-_FINISH: dict[FinishReason, common_pb2.FinishReason] = {
+_ROLES: dict[Role, common_pb2.Role.ValueType] = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+_FINISH: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
-_PATHS: dict[PrefillPath, common_pb2.PrefillPath] = {
+_PATHS: dict[PrefillPath, common_pb2.PrefillPath.ValueType] = {
     PrefillPath.LOCAL: common_pb2.PREFILL_PATH_LOCAL,
     PrefillPath.REMOTE: common_pb2.PREFILL_PATH_REMOTE,
     PrefillPath.STORE: common_pb2.PREFILL_PATH_STORE,
@@ -25,7 +25,7 @@ _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
 _PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
 
-def role_to_pb(role: Role) -> common_pb2.Role:
+def role_to_pb(role: Role) -> common_pb2.Role.ValueType:
     """Role to its wire value."""
     return _ROLES[role]
 
@@ -42,7 +42,7 @@ def role_from_pb(value: int) -> Role:
     raise InvalidRequestError(f"role must be prefill or decode, got {value}", field="role")
 
 
-def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason:
+def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
     """Finish reason to its wire value; ``None`` (not ended) is unspecified."""
     return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
 
@@ -52,7 +52,7 @@ def finish_from_pb(value: int) -> FinishReason | None:
     return next((reason for reason, wire in _FINISH.items() if wire == value), None)
 
 
-def path_to_pb(path: PrefillPath) -> common_pb2.PrefillPath:
+def path_to_pb(path: PrefillPath) -> common_pb2.PrefillPath.ValueType:
     """Prefill path to its wire value."""
     return _PATHS[path]
 
