@@ -64,6 +64,11 @@ class RouterServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_router__pb2.ListInstancesRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ListInstancesResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/baton.api.v1.RouterService/ListModels',
+                request_serializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -109,6 +114,13 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """The models that requests can name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +153,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ListInstances,
                     request_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ListInstancesRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_router__pb2.ListInstancesResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +322,33 @@ class RouterService(object):
             '/baton.api.v1.RouterService/ListInstances',
             baton_dot_api_dot_v1_dot_router__pb2.ListInstancesRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_router__pb2.ListInstancesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.RouterService/ListModels',
+            baton_dot_api_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class RouterServiceStub:
     Deregister: _grpc.UnaryUnaryMultiCallable[_router_pb2.DeregisterRequest, _router_pb2.DeregisterResponse]
     ListInstances: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListInstancesRequest, _router_pb2.ListInstancesResponse]
     """Every instance the router knows."""
+    ListModels: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]
+    """The models that requests can name."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -55,6 +57,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Deregister: _aio.UnaryUnaryMultiCallable[_router_pb2.DeregisterRequest, _router_pb2.DeregisterResponse]  # type: ignore[assignment]
     ListInstances: _aio.UnaryUnaryMultiCallable[_router_pb2.ListInstancesRequest, _router_pb2.ListInstancesResponse]  # type: ignore[assignment]
     """Every instance the router knows."""
+    ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
+    """The models that requests can name."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -102,5 +106,13 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListInstancesResponse, _abc.Awaitable[_router_pb2.ListInstancesResponse]]:
         """Every instance the router knows."""
+
+    @_abc_1.abstractmethod
+    def ListModels(
+        self,
+        request: _router_pb2.ListModelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ListModelsResponse, _abc.Awaitable[_router_pb2.ListModelsResponse]]:
+        """The models that requests can name."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
