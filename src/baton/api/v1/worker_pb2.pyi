@@ -295,20 +295,16 @@ class PrefillAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
-    prefix_hit_tokens: _builtins.int
-    """leading tokens that the prefill instance had in its cache"""
     @_builtins.property
     def source(self) -> _common_pb2.KvSource: ...
     def __init__(
         self,
         *,
         source: _common_pb2.KvSource | None = ...,
-        prefix_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_hit_tokens", b"prefix_hit_tokens", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,9 +318,12 @@ class PrefillResult(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
     COMPUTE_US_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     queue_us: _builtins.int
     compute_us: _builtins.int
+    prefix_hit_tokens: _builtins.int
+    """leading tokens that the prefill instance had in its cache"""
     @_builtins.property
     def logprob(self) -> _common_pb2.TokenLogprob:
         """if asked for"""
@@ -336,10 +335,11 @@ class PrefillResult(_message.Message):
         logprob: _common_pb2.TokenLogprob | None = ...,
         queue_us: _builtins.int = ...,
         compute_us: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "first_token_id", b"first_token_id", "logprob", b"logprob", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "first_token_id", b"first_token_id", "logprob", b"logprob", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
