@@ -1,0 +1,58 @@
+"""What a KV store can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.config.flags import option
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KVStoreConfig:
+    """Configuration of one KV store process. Times in seconds, sizes in bytes."""
+
+    host: str = option("127.0.0.1", "address to listen on; off loopback only with --token-file")
+    port: int = option(0, "gRPC port; 0: a free one")
+    instance_id: str = option("", "name of this store; default: kvstore-<random>")
+    capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
+    pipes: tuple[str, ...] = option(("shm", "tcp"), "pipes to serve blocks over and to pull them by, in order")
+    token_file: str = option("", "file with the shared token that callers must show")
+    metrics_port: int | None = option(None, "port for Prometheus metrics; 0: a free one; default: no metrics server")
+    max_blocks_per_call: int = option(4096, "hashes that one call may name")
+    max_leases: int = option(4096, "leases that may live at once")
+    max_fingerprints: int = option(16, "kinds of KV (model, rank, layout) held at once")
+    default_lease_s: float = option(10.0, "lease of a Get that asks for none")
+    max_lease_s: float = option(60.0, "longest lease that a Get is given")
+    pull_workers: int = option(2, "Puts whose blocks are fetched at the same time")
+    max_pending_puts: int = option(64, "Puts running or waiting; more are refused")
+    pull_timeout_s: float = option(30.0, "longest time that one Put may take")
+    drain_timeout_s: float = option(5.0, "time that running calls have at shutdown")
+    log_level: str = option("INFO", "what to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+
+    def __post_init__(self) -> None:
+        for name in (
+            "capacity_bytes",
+            "max_blocks_per_call",
+            "max_leases",
+            "max_fingerprints",
+            "pull_workers",
+            "max_pending_puts",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
+        for name in ("default_lease_s", "max_lease_s", "pull_timeout_s"):
+            if not 0.0 < getattr(self, name) <= 3600.0:
+                raise ConfigError(f"{name} must be above 0 and at most 3600, got {getattr(self, name)}", field=name)
+        if not 0.0 <= self.drain_timeout_s <= 3600.0:
+            raise ConfigError(
+                f"drain_timeout_s must be in [0, 3600], got {self.drain_timeout_s}", field="drain_timeout_s"
+            )
+        if self.default_lease_s > self.max_lease_s:
+            raise ConfigError("default_lease_s must be at most max_lease_s", field="default_lease_s")
+        if not self.pipes:
+            raise ConfigError("pipes must name at least one kind of pipe", field="pipes")
+        for name in ("port", "metrics_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                raise ConfigError(f"{name} must be between 0 and 65535, got {value}", field=name)
