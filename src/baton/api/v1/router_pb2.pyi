@@ -148,6 +148,7 @@ class RouterGenerateResponse(_message.Message):
     DELTAS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextDelta]: ...
@@ -159,6 +160,10 @@ class RouterGenerateResponse(_message.Message):
     def decision(self) -> Global___RouteDecision:
         """with the first message"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """with the first message, if asked for; entry 0 has no log probability"""
+
     def __init__(
         self,
         *,
@@ -166,10 +171,11 @@ class RouterGenerateResponse(_message.Message):
         deltas: _abc.Iterable[Global___TextDelta] | None = ...,
         trace: _common_pb2.RequestTrace | None = ...,
         decision: Global___RouteDecision | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "deltas", b"deltas", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "deltas", b"deltas", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
