@@ -1,0 +1,163 @@
+"""The fall-back in plain torch: decodes batched by gathering their blocks, prompt chunks one by one through SDPA.
+
+The pool may lie on another device than the model (a host pool beside a CUDA model): blocks are gathered where the
+pool is and copied to the queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.paged_attention.types import AttentionSpec, LayerPool, RaggedBatch
+
+GATHER_BYTES = 1 << 28
+"""Bytes of K and V that one group of decodes may gather at a time."""
+SCORE_ELEMENTS = 1 << 24
+"""Elements of a materialized score matrix, where SDPA cannot be used (soft cap, sinks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A prompt chunk: rows ``first`` to ``last`` of the batch, at positions that end with ``context``."""
+
+    first: int
+    last: int
+    context: int
+    blocks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """A batch as index tensors.
+
+    Attributes:
+        blocks: int64 [T], the block each new token goes to; ``offsets`` its place in it.
+        chunks: Sequences with more than one new token.
+        decode_rows: int64 [D], rows of sequences with one; ``decode_lens`` [D] and ``decode_tables`` [D, W] theirs.
+    """
+
+    block_size: int
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    chunks: tuple[Chunk, ...]
+    decode_rows: torch.Tensor
+    decode_lens: torch.Tensor
+    decode_tables: torch.Tensor
+
+
+class TorchPagedAttention:
+    """See the module's docstring."""
+
+    name = "torch"
+
+    def prepare(self, batch: RaggedBatch) -> TorchPlan:
+        """Split a batch into decodes and prompt chunks and find each new token's place in the pool."""
+        size = batch.block_size
+        counts = np.diff(batch.query_starts)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        blocks = batch.block_tables[sequence, batch.positions // size].astype(np.int64)
+        decodes = np.flatnonzero(counts == 1)
+        lens = batch.context_lens[decodes].astype(np.int64)
+        width = -(-int(lens.max()) // size) if len(lens) else 0
+        chunks = []
+        for seq in np.flatnonzero(counts > 1).tolist():
+            context = int(batch.context_lens[seq])
+            table = batch.block_tables[seq, : -(-context // size)].astype(np.int64)
+            chunks.append(
+                Chunk(int(batch.query_starts[seq]), int(batch.query_starts[seq + 1]), context, torch.from_numpy(table))
+            )
+        return TorchPlan(
+            block_size=size,
+            blocks=torch.from_numpy(blocks),
+            offsets=torch.from_numpy(batch.positions % size),
+            chunks=tuple(chunks),
+            decode_rows=torch.from_numpy(batch.query_starts[decodes].astype(np.int64)),
+            decode_lens=torch.from_numpy(lens),
+            decode_tables=torch.from_numpy(batch.block_tables[decodes, :width].astype(np.int64)),
+        )
+
+    def run(
+        self, plan: TorchPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`PagedAttention.run`."""
+        pool.k[plan.blocks, :, plan.offsets] = k.to(pool.k.device, pool.k.dtype)
+        pool.v[plan.blocks, :, plan.offsets] = v.to(pool.v.device, pool.v.dtype)
+        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
+        if len(plan.decode_rows):
+            self._decode(plan, spec, pool, q, out)
+        for chunk in plan.chunks:
+            self._chunk(chunk, spec, pool, q, out)
+        return out
+
+    def _decode(
+        self, plan: TorchPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        length = plan.decode_tables.shape[1] * plan.block_size
+        per_row = length * spec.kv_heads * (spec.k_dim + spec.v_dim) * pool.k.element_size()
+        step = max(1, GATHER_BYTES // max(1, per_row))
+        positions = torch.arange(length)
+        for at in range(0, len(plan.decode_rows), step):
+            rows = plan.decode_rows[at : at + step].to(q.device)
+            lens = plan.decode_lens[at : at + step, None]
+            keys, values = _gather(pool, plan.decode_tables[at : at + step], q)
+            mask = positions < lens
+            if spec.window:
+                mask &= positions >= lens - spec.window
+            mask = mask.to(q.device)[:, None, None]
+            out[rows] = _attend(spec, q[rows][:, :, None], keys, values, mask)[:, :, 0]
+
+    def _chunk(self, chunk: Chunk, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, out: torch.Tensor) -> None:
+        keys, values = _gather(pool, chunk.blocks[None], q)
+        keys, values = keys[:, :, : chunk.context], values[:, :, : chunk.context]
+        key_positions = torch.arange(chunk.context, device=q.device)
+        step = max(1, SCORE_ELEMENTS // (chunk.context * spec.num_heads)) if _needs_scores(spec) else 1024
+        start = chunk.context - (chunk.last - chunk.first)
+        for at in range(chunk.first, chunk.last, step):
+            end = min(chunk.last, at + step)
+            first = start + at - chunk.first
+            stop = first + end - at
+            query_positions = torch.arange(first, stop, device=q.device)[:, None]
+            mask = key_positions[:stop] <= query_positions
+            if spec.window:
+                mask &= key_positions[:stop] > query_positions - spec.window
+            rows = q[at:end].transpose(0, 1)[None]
+            out[at:end] = _attend(spec, rows, keys[:, :, :stop], values[:, :, :stop], mask[None, None])[0].transpose(
+                0, 1
+            )
+
+
+def _gather(pool: LayerPool, tables: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [B, W] -> K and V as [B, kv_heads, W * block_size, dim] on the device of ``like``, in its dtype."""
+
+    def one(cache: torch.Tensor) -> torch.Tensor:
+        blocks = cache[tables].permute(0, 2, 1, 3, 4)
+        return blocks.reshape(tables.shape[0], cache.shape[1], -1, cache.shape[3]).to(like.device, like.dtype)
+
+    return one(pool.k), one(pool.v)
+
+
+def _needs_scores(spec: AttentionSpec) -> bool:
+    return spec.softcap > 0 or spec.sinks is not None
+
+
+def _attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention of q [B, heads, Tq, Dk] over k, v [B, kv_heads, L, D] under a boolean mask [B, 1, Tq, L]."""
+    grouped = spec.num_heads != spec.kv_heads
+    if not _needs_scores(spec):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=grouped)
+    if grouped:
+        k = k.repeat_interleave(spec.num_heads // spec.kv_heads, dim=1)
+        v = v.repeat_interleave(spec.num_heads // spec.kv_heads, dim=1)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * spec.scale
+    if spec.softcap:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(scores.device, scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
+    return (weights @ v.float()).to(q.dtype)

@@ -1,0 +1,82 @@
+"""What every paged-attention backend is given: the batch, the layer's numbers and its part of the KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """S sequences with T new tokens in all, flattened; prompt chunks and decodes mix freely.
+
+    Attributes:
+        positions: int64 [T], each new token's position in its sequence.
+        query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
+        context_lens: int32 [S], tokens of each sequence, the new ones included.
+        block_tables: int32 [S, W], ids of each sequence's blocks from its first token on.
+        block_size: Tokens per block.
+    """
+
+    positions: npt.NDArray[np.int64]
+    query_starts: npt.NDArray[np.int32]
+    context_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The numbers of one attention layer.
+
+    Attributes:
+        num_heads: Query heads; a multiple of ``kv_heads``.
+        scale: Factor of the scores.
+        window: Keys a query sees, itself included; 0: all before it.
+        softcap: ``softcap * tanh(score / softcap)`` where above 0.
+        sinks: float32 [num_heads], a logit per head that takes part in the softmax and has no value, or ``None``.
+    """
+
+    num_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPool:
+    """One layer of the KV pool as strided views: k [blocks, kv_heads, block_size, k_dim], v likewise with v_dim."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class PagedAttention(Protocol):
+    """A backend: writes the new tokens' KV into the pool and attends over it.
+
+    ``prepare`` is called once per step, ``run`` once per layer with what it returned.
+    """
+
+    name: str
+
+    def prepare(self, batch: RaggedBatch) -> Any:
+        """Turn a batch into whatever ``run`` needs; the batch's arrays stay alive and unchanged until the step ends."""
+
+    def run(
+        self, plan: Any, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] and return attention of q [T, num_heads, k_dim].
+
+        The inputs' last dimension is contiguous, the others have any stride.
+
+        Returns:
+            Contiguous [T, num_heads, v_dim] in q's dtype on q's device.
+        """

@@ -1,0 +1,1 @@
+"""Helpers for tests of Baton and of what is built on it: tiny real checkpoints, processes, faults."""
