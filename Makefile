@@ -1,0 +1,54 @@
+# The one entry point: `make demo` and `make test` need nothing done before.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_FLAGS ?=
+
+.PHONY: help install demo up test lint format protos bench test-gpu clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with Baton and its scripts in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer; try make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module; as root: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## 1P1D, router and KV store; a chat answer; tokens compared with Hugging Face
+	@$(BIN)/baton demo
+
+up: $(STAMP) ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
+	$(BIN)/baton up $(ARGS)
+
+test: $(STAMP) ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
+
+lint: $(STAMP) ## ruff, mypy strict, import contracts, generated code up to date
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/gen_protos.py --check
+
+format: $(STAMP) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(STAMP) ## regenerate src/baton/api from protos/
+	$(BIN)/python scripts/gen_protos.py
+
+bench: $(STAMP) ## benchmarks; results under benchmarks/results
+	$(BIN)/python benchmarks/engine.py --write
+	$(BIN)/python benchmarks/transfer.py --write
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,52 @@
+"""``baton-decode``: a decode instance."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from baton.transport.blocks import BlockFetcher
+from baton.transport.connector.p2p_load import P2PLoader
+from baton.types import Role
+from baton.worker.dialer import GrpcPrefillDialer
+from baton.worker.runtime import Parts, RoleParts
+from baton.worker.runtime import main as run_worker
+from baton.worker.servicer import WorkerContext
+from baton_decode.servicer import DecodeServicer
+
+
+class DecodeParts(RoleParts):
+    """A decode instance fetches KV from prefill instances."""
+
+    def __init__(self, parts: Parts) -> None:
+        config, fingerprint = parts.config, parts.runner.fingerprint
+        self._fetcher = BlockFetcher(parts.arena, fingerprint, kinds=config.pipes, token=parts.token)
+        self._dialer = GrpcPrefillDialer(fingerprint, parts.token)
+        self.connector = P2PLoader(
+            fetcher=self._fetcher,
+            dialer=self._dialer,
+            loop=parts.loop,
+            wake=parts.wake,
+            block_size=parts.engine_config.block_size,
+            threshold=config.remote_prefill_threshold,
+            stall_s=config.prefill_stall_s,
+        )
+
+    def servicer(self, context: WorkerContext) -> DecodeServicer:
+        """Build the decode calls."""
+        return DecodeServicer(context, self.connector)
+
+    async def close(self) -> None:
+        """Close connections."""
+        self.connector.close()
+        await self._dialer.close()
+        self._fetcher.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_worker(Role.DECODE, DecodeParts, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

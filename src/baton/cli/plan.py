@@ -1,0 +1,136 @@
+"""Which processes make up a deployment on this machine."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.cli.process import ProcessSpec
+from baton.errors import ConfigError
+
+HOST = "127.0.0.1"
+MAX_INSTANCES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """x prefill and y decode instances, written ``xPyD``."""
+
+    prefill: int
+    decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> Ratio:
+        """Read ``2P3D``.
+
+        Raises:
+            ConfigError: Not of that form, or no decode instance.
+        """
+        match = re.fullmatch(r"(\d+)[pP](\d+)[dD]", text)
+        if match is None:
+            raise ConfigError(f"--ratio must look like 2P3D, got {text!r}", field="ratio")
+        ratio = cls(int(match[1]), int(match[2]))
+        if ratio.decode < 1:
+            raise ConfigError(f"--ratio {text} has no decode instance", field="ratio")
+        if ratio.prefill + ratio.decode > MAX_INSTANCES:
+            raise ConfigError(f"--ratio {text} has more than {MAX_INSTANCES} instances", field="ratio")
+        return ratio
+
+    def __str__(self) -> str:
+        return f"{self.prefill}P{self.decode}D"
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """The processes in the order of their start: every group is ready before the next one begins."""
+
+    kvstore: ProcessSpec | None
+    router: ProcessSpec
+    workers: tuple[ProcessSpec, ...]
+    http_address: str
+    grpc_address: str
+
+    @property
+    def groups(self) -> list[tuple[ProcessSpec, ...]]:
+        """Groups in the order of start."""
+        first = () if self.kvstore is None else (self.kvstore,)
+        return [group for group in (first, (self.router,), self.workers) if group]
+
+
+def make_plan(
+    *,
+    ratio: Ratio,
+    port: int,
+    grpc_port: int = 0,
+    pipes: str = "shm,tcp",
+    kvstore: bool = False,
+    worker_args: Sequence[str] = (),
+    router_args: Sequence[str] = (),
+    prefill_args: Sequence[str] = (),
+    decode_args: Sequence[str] = (),
+    load_from_store: bool = False,
+) -> DeploymentPlan:
+    """Lay out a deployment on loopback.
+
+    Args:
+        ratio: How many instances.
+        port: HTTP port of the router; 0 takes a free one.
+        grpc_port: gRPC port of the router; 0 takes a free one.
+        pipes: Comma-separated kinds, in order of preference.
+        kvstore: Whether a KV store runs too.
+        worker_args: Flags for every instance.
+        router_args: Flags for the router.
+        prefill_args: Flags for prefill instances.
+        decode_args: Flags for decode instances.
+        load_from_store: Whether instances load from and save to the store.
+    """
+    num_workers = ratio.prefill + ratio.decode
+    free = iter(_free_ports(2 * num_workers + 4))
+    http = f"{HOST}:{port or next(free)}"
+    grpc = f"{HOST}:{grpc_port or next(free)}"
+    store = _kvstore_spec(next(free), next(free), pipes) if kvstore else None
+    shared = ["--routers", grpc, "--pipes", pipes, *worker_args]
+    if store is not None and load_from_store:
+        shared += ["--kvstore", store.health_address]
+    workers = []
+    for role, count, extra in (("prefill", ratio.prefill, prefill_args), ("decode", ratio.decode, decode_args)):
+        for index in range(count):
+            workers.append(_worker_spec(role, index, next(free), next(free), [*shared, *extra]))
+    host, http_port = http.rsplit(":", 1)
+    router = ProcessSpec(
+        name="router",
+        module="baton_router.main",
+        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *router_args),
+        health_address=grpc,
+        role="router",
+        listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),
+    )
+    return DeploymentPlan(store, router, tuple(workers), http, grpc)
+
+
+def _worker_spec(role: str, index: int, port: int, metrics_port: int, args: Sequence[str]) -> ProcessSpec:
+    address, name = f"{HOST}:{port}", f"{role}-{index}"
+    own = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", name)
+    listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
+    return ProcessSpec(name, f"baton_{role}.main", (*own, *args), address, role, listens)
+
+
+def _kvstore_spec(port: int, metrics_port: int, pipes: str) -> ProcessSpec:
+    address = f"{HOST}:{port}"
+    args = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--pipes", pipes)
+    listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
+    return ProcessSpec("kvstore", "baton_kvstore.main", args, address, "kvstore", listens)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Distinct ports that are free now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for item in sockets:
+            item.bind((HOST, 0))
+        return [item.getsockname()[1] for item in sockets]
+    finally:
+        for item in sockets:
+            item.close()

@@ -1,0 +1,45 @@
+"""What a prefill or a decode service can be told, beside its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.config.flags import option
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Configuration of one prefill or decode service."""
+
+    host: str = option("127.0.0.1", "address to listen on; off loopback it needs --token-file")
+    port: int = option(0, "gRPC port; 0 takes a free one")
+    metrics_port: int = option(0, "port of /metrics; 0: none")
+    instance_id: str = option("", "name of this instance; default: role, host and port")
+    advertise: str = option("", "host:port under which others reach this instance; default: where it listens")
+    routers: tuple[str, ...] = option((), "gRPC addresses of routers to register with")
+    pipes: tuple[str, ...] = option(("shm", "tcp"), "pipes for KV, in order of preference: shm, tcp")
+    token_file: str = option("", "file with the token that services show each other")
+    kvstore: str = option("", "gRPC address of a KV store to load from and save to; default: none")
+    remote_prefill_threshold: int = option(64, "missing prompt tokens from which decode asks a prefill instance")
+    prefill_stall_s: float = option(30.0, "seconds without progress after which a prefill instance is given up")
+    lease_s: float = option(120.0, "seconds that finished blocks are kept for a reader that does not come")
+    max_leases: int = option(256, "Prefill calls that may be open at once; more are refused with 429")
+    load_interval_ms: int = option(100, "shortest time between two load reports")
+    drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
+    log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            if not 0 <= getattr(self, name) < 65536:
+                raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
+        for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", field=name)
+        unknown = sorted(set(self.pipes) - {"shm", "tcp"})
+        if unknown or not self.pipes:
+            raise ConfigError(f"pipes must name some of shm, tcp; got {','.join(self.pipes) or 'none'}", field="pipes")
+        for address in (*self.routers, *filter(None, (self.kvstore, self.advertise))):
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit():
+                raise ConfigError(f"{address!r} is not host:port", field="routers")

@@ -1,0 +1,327 @@
+"""The decode side of point-to-point hand-over: ask a prefill instance, fetch what it offers while it computes.
+
+One coroutine per load, one state: it tries the candidates in order, fetches each offer as it comes (block by block,
+only what is missing), and reports how many leading tokens are valid. Whatever ends it (success, failure, cancel), the
+report comes only after the last copy into our blocks has ended, so the engine may reuse them at once.
+
+Fencing: a block counts only if its generation was unchanged after the copy *and* the Prefill stream, which is the
+lease, was still open then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from baton.errors import BatonError, DeadlineError, StaleBlockError
+from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.transport.blocks import BlockFetcher, BlockSource
+from baton.types import BlockHash, BlockId, PrefillPath, RequestId, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The prefill instance took the request; its blocks lie in ``source``."""
+
+    source: BlockSource
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks that may be fetched now.
+
+    Attributes:
+        first_block: Index of the first of them in the prompt.
+        block_ids: Where they lie in the source's pool.
+        generations: Parallel to ``block_ids``.
+        num_tokens: Leading tokens whose KV is complete.
+    """
+
+    first_block: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The prompt is computed."""
+
+    first_token: TokenLogprob
+    prefix_hit_tokens: int
+
+
+PrefillEvent = Accepted | Offer | Finished
+
+
+class PrefillDialer(Protocol):
+    """Opens Prefill streams; the transport does not know the wire."""
+
+    def open(
+        self, address: str, request: LoadRequest, num_held_tokens: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[PrefillEvent]]:
+        """Ask the instance at ``address``; leaving the context closes the stream and with it the lease."""
+
+
+@dataclass
+class _Load:
+    """What one load knows."""
+
+    request: LoadRequest
+    num_local_tokens: int
+    block_ids: tuple[BlockId, ...]
+    valid: np.ndarray
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    task: asyncio.Task[None] | None = None
+    failures: list[str] = field(default_factory=list)
+    kv_bytes: int = 0
+    transfer_s: float = 0.0
+    pipe: str = ""
+    source: str = ""
+    source_cached_tokens: int = 0
+    first_token: TokenLogprob | None = None
+    num_ready_tokens: int = 0
+
+
+class P2PLoader(KVConnector):
+    """Connector of a decode instance.
+
+    Args:
+        fetcher: Copies blocks into this instance's pool.
+        dialer: Opens Prefill streams.
+        loop: Where loads run.
+        wake: Makes the engine poll.
+        block_size: Tokens per block.
+        threshold: Missing prompt tokens from which a remote prefill is used.
+        stall_s: Seconds without progress after which a candidate is given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        fetcher: BlockFetcher,
+        dialer: PrefillDialer,
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], None],
+        block_size: int,
+        threshold: int,
+        stall_s: float,
+    ) -> None:
+        self._fetcher, self._dialer, self._loop, self._wake = fetcher, dialer, loop, wake
+        self._block_size, self._threshold, self._stall_s = block_size, threshold, stall_s
+        self._loads: dict[RequestId, _Load] = {}
+        self._done: deque[LoadUpdate] = deque()
+        self._local_reasons: dict[RequestId, str] = {}
+
+    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
+        """Plan a remote prefill of everything that is missing, if that is enough to pay."""
+        missing = len(request.token_ids) - num_local_tokens
+        threshold = self._threshold if request.threshold is None else request.threshold
+        if not request.candidates:
+            self._local_reasons[request.request_id] = "no_candidates"
+            return None
+        if missing < threshold:
+            self._local_reasons[request.request_id] = "short" if num_local_tokens == 0 else "cached"
+            return None
+        return LoadPlan(num_tokens=len(request.token_ids), with_first_token=True)
+
+    def local_reason(self, request_id: RequestId) -> str:
+        """Return why a request was not loaded from outside; empty: it was, or nobody asked."""
+        return self._local_reasons.get(request_id, "")
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop what is kept for a request that ended."""
+        self._local_reasons.pop(request_id, None)
+
+    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """Start the load's coroutine."""
+        num_held = num_local_tokens // self._block_size
+        valid = np.zeros(-(-len(request.token_ids) // self._block_size), dtype=bool)
+        valid[:num_held] = True
+        load = _Load(request, num_held * self._block_size, tuple(block_ids), valid)
+        self._loads[request.request_id] = load
+        self._loop.call_soon_threadsafe(self._start, load)
+
+    def _start(self, load: _Load) -> None:
+        load.task = self._loop.create_task(self._run(load), name=f"load {load.request.request_id}")
+
+    def cancel_load(self, request_id: RequestId) -> None:
+        """Stop a load; its update still comes."""
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.cancelled.set()
+            self._loop.call_soon_threadsafe(lambda: load.task is not None and load.task.cancel())
+
+    def poll_loads(self) -> list[LoadUpdate]:
+        """Return the loads that ended."""
+        updates = []
+        while self._done:
+            update = self._done.popleft()
+            self._loads.pop(update.request_id, None)
+            updates.append(update)
+        return updates
+
+    def blocks_computed(
+        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
+    ) -> None:
+        """Nobody fetches from a decode instance."""
+
+    def request_finished(self, request_id: RequestId) -> bool:
+        """Keep nothing."""
+        return False
+
+    def poll_releases(self) -> list[RequestId]:
+        """Nothing was kept."""
+        return []
+
+    def has_pending(self) -> bool:
+        """Whether loads run."""
+        return bool(self._loads)
+
+    def close(self) -> None:
+        """Cancel all loads."""
+        for request_id in list(self._loads):
+            self.cancel_load(request_id)
+
+    async def _run(self, load: _Load) -> None:
+        error: str | None = None
+        try:
+            for address in load.request.candidates:
+                try:
+                    await self._try(load, address)
+                    break
+                except BatonError as failure:
+                    load.failures.append(f"{address}: {failure.message}")
+                    log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
+            else:
+                error = "; ".join(load.failures)
+        except asyncio.CancelledError:
+            error = "cancelled"
+        except Exception as failure:
+            log.exception("load of %s failed", load.request.request_id)
+            error = f"{type(failure).__name__}: {failure}"
+        self._done.append(self._update(load, error))
+        self._wake()
+
+    async def _try(self, load: _Load, address: str) -> None:
+        """Run one candidate to its end; on return everything is valid."""
+        held = self._leading_tokens(load)
+        fetches: list[asyncio.Task[None]] = []
+        load.num_ready_tokens = held
+        try:
+            async with self._dialer.open(address, load.request, held) as events:
+                source: BlockSource | None = None
+                while True:
+                    event = await self._next(events, fetches)
+                    if isinstance(event, Accepted):
+                        source = event.source
+                    elif isinstance(event, Offer):
+                        if source is None:
+                            raise StaleBlockError("an offer came before its source")
+                        self._check(load, event)
+                        fetches.append(self._loop.create_task(self._fetch(load, source, event)))
+                        load.num_ready_tokens = max(load.num_ready_tokens, event.num_tokens)
+                    else:
+                        # Every fetch has to end while the stream, the lease, is open.
+                        await asyncio.gather(*fetches)
+                        break
+            if not load.valid.all() or load.num_ready_tokens != len(load.request.token_ids):
+                raise StaleBlockError("the prefill instance did not offer every block")
+            load.first_token = event.first_token
+            load.source_cached_tokens = event.prefix_hit_tokens
+        finally:
+            # Nobody may write into our blocks after the report: stop the copies, then wait for them.
+            if any(not task.done() for task in fetches):
+                load.cancelled.set()
+                await _settle(fetches)
+                if not _being_cancelled():
+                    load.cancelled.clear()
+
+    async def _next(self, events: AsyncIterator[PrefillEvent], fetches: list[asyncio.Task[None]]) -> PrefillEvent:
+        for task in fetches:
+            if task.done():
+                task.result()
+        try:
+            async with asyncio.timeout(self._stall_s):
+                return await anext(events)
+        except TimeoutError:
+            raise DeadlineError(f"no progress for {self._stall_s:g} s") from None
+        except StopAsyncIteration:
+            raise StaleBlockError("the stream ended before the prompt was computed") from None
+
+    def _check(self, load: _Load, offer: Offer) -> None:
+        end = offer.first_block + len(offer.block_ids)
+        if len(offer.generations) != len(offer.block_ids) or end > len(load.valid):
+            raise StaleBlockError(f"an offer of blocks {offer.first_block} to {end} does not fit the request")
+
+    async def _fetch(self, load: _Load, source: BlockSource, offer: Offer) -> None:
+        wanted = [i for i in range(len(offer.block_ids)) if not load.valid[offer.first_block + i]]
+        if not wanted:
+            return
+        started = time.perf_counter()
+        result = await self._fetcher.fetch_async(
+            source,
+            [offer.block_ids[i] for i in wanted],
+            [offer.generations[i] for i in wanted],
+            [load.block_ids[offer.first_block + i] for i in wanted],
+            deadline=time.monotonic() + self._stall_s,
+            cancelled=load.cancelled,
+        )
+        load.transfer_s += time.perf_counter() - started
+        load.kv_bytes += result.num_bytes
+        load.pipe, load.source = result.pipe_kind, source.instance_id
+        for i, ok in zip(wanted, result.valid, strict=True):
+            load.valid[offer.first_block + i] = bool(ok)
+        if not all(result.valid):
+            raise StaleBlockError(f"{int((~result.valid).sum())} blocks changed while they were fetched")
+
+    def _leading_tokens(self, load: _Load) -> int:
+        """Leading tokens in full valid blocks."""
+        blocks = len(load.valid) if load.valid.all() else int(load.valid.argmin())
+        return min(blocks * self._block_size, len(load.request.token_ids) // self._block_size * self._block_size)
+
+    def _update(self, load: _Load, error: str | None) -> LoadUpdate:
+        complete = error is None
+        num_valid = len(load.request.token_ids) if complete else max(load.num_local_tokens, self._leading_tokens(load))
+        moved = num_valid - load.num_local_tokens
+        stats = TransferStats(
+            path=PrefillPath.REMOTE if complete else PrefillPath.LOCAL,
+            source=load.source,
+            pipe=load.pipe,
+            kv_bytes=load.kv_bytes,
+            transfer_us=round(1e6 * load.transfer_s),
+            transferred_tokens=moved,
+            source_cached_tokens=load.source_cached_tokens,
+            failures=tuple(load.failures),
+            local_reason="" if complete else "prefill_failed",
+        )
+        first = load.first_token if complete else None
+        return LoadUpdate(load.request.request_id, num_valid, first_token=first, stats=stats, error=error)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _settle(tasks: list[asyncio.Task[None]]) -> None:
+    """Wait for tasks whatever they end with, also while this task is being cancelled."""
+    for task in tasks:
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue
+        if not task.cancelled():
+            task.exception()  # retrieved: the load's own error tells the story

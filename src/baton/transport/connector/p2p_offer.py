@@ -1,0 +1,180 @@
+"""The prefill side of point-to-point hand-over: offers go into the lookup buffer as chunks finish, streams take them out.
+
+A *lease* is an open Prefill stream. While it is open the engine keeps the request's blocks; when it closes, for
+whatever reason, the blocks go back. An offer names blocks and their generations, never bytes: the reader copies from
+the pool itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+
+from baton.errors import QueueFullError
+from baton.kv.arena import KVArena
+from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
+from baton.transport.connector.p2p_load import Offer
+from baton.transport.lookup_buffer import LookupBuffer
+from baton.types import BlockHash, BlockId, RequestId
+
+
+class Lease:
+    """One open Prefill stream.
+
+    Attributes:
+        lease_id: Unique in this process.
+        num_held_tokens: Leading tokens the reader has: not offered.
+    """
+
+    def __init__(self, lease_id: int, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int) -> None:
+        self.lease_id, self.request_id = lease_id, request_id
+        self.token_ids, self.num_held_tokens = token_ids, num_held_tokens
+        self.num_offered_blocks = 0
+        self.num_offers = 0
+
+
+class P2POfferer(KVConnector):
+    """Connector of a prefill instance.
+
+    Args:
+        arena: The pool's memory, for the generations.
+        buffer: Holds offers until their stream takes them.
+        wake: Makes the engine poll.
+        block_size: Tokens per block.
+        lease_s: How long an offer waits for its stream.
+        max_leases: Streams that may be open at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena: KVArena,
+        buffer: LookupBuffer[Offer],
+        wake: Callable[[], None],
+        block_size: int,
+        lease_s: float,
+        max_leases: int,
+    ) -> None:
+        self._arena, self._buffer, self._wake = arena, buffer, wake
+        self._block_size, self._lease_s, self._max_leases = block_size, lease_s, max_leases
+        self._lock = threading.Lock()
+        self._leases: dict[RequestId, Lease] = {}
+        self._finished: set[RequestId] = set()
+        self._releases: deque[RequestId] = deque()
+        self._ids = itertools.count(1)
+
+    def open_lease(self, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int) -> Lease:
+        """Open a lease before its request is submitted.
+
+        Args:
+            request_id: The request.
+            token_ids: uint32 [tokens], everything that will be computed.
+            num_held_tokens: Leading tokens the reader has; rounded down to blocks.
+
+        Raises:
+            QueueFullError: Too many leases are open.
+        """
+        with self._lock:
+            if len(self._leases) >= self._max_leases:
+                raise QueueFullError(f"{self._max_leases} leases are open", retry_after_s=1.0)
+            lease = Lease(next(self._ids), request_id, token_ids, num_held_tokens)
+            lease.num_offered_blocks = num_held_tokens // self._block_size
+            self._leases[request_id] = lease
+        return lease
+
+    async def offers(self, lease: Lease) -> AsyncIterator[Offer]:
+        """Yield the lease's offers in order until the whole prompt has been offered.
+
+        Raises:
+            DeadlineError: The engine computed nothing for ``lease_s`` seconds.
+        """
+        total, at = len(lease.token_ids), 0
+        while True:
+            offer = await self._buffer.drop_select_async(self._key(lease, at), deadline_s=self._lease_s)
+            yield offer
+            at += 1
+            if offer.num_tokens >= total:
+                return
+
+    def close_lease(self, lease: Lease) -> None:
+        """Give the lease back: the engine may reuse the blocks. Safe to call twice."""
+        with self._lock:
+            if self._leases.get(lease.request_id) is not lease:
+                return
+            del self._leases[lease.request_id]
+            if lease.request_id in self._finished:
+                self._finished.remove(lease.request_id)
+                self._releases.append(lease.request_id)
+        for at in range(lease.num_offers):
+            self._buffer.withdraw(self._key(lease, at))
+        self._wake()
+
+    def num_leases(self) -> int:
+        """Open leases."""
+        return len(self._leases)
+
+    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
+        """A prefill instance computes."""
+        return None
+
+    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """Never called: nothing is planned."""
+
+    def cancel_load(self, request_id: RequestId) -> None:
+        """Nothing to cancel."""
+
+    def poll_loads(self) -> list[LoadUpdate]:
+        """Nothing is loaded."""
+        return []
+
+    def blocks_computed(
+        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
+    ) -> None:
+        """Offer the blocks that became complete; the last one may be partly filled."""
+        with self._lock:
+            lease = self._leases.get(request_id)
+            if lease is None:
+                return
+            first, total = lease.num_offered_blocks, len(lease.token_ids)
+            end = -(-num_tokens // self._block_size) if num_tokens >= total else num_tokens // self._block_size
+            if end <= first and num_tokens < total:
+                return
+            ids = tuple(int(b) for b in block_ids[first:end])
+            generations = tuple(int(g) for g in self._arena.generations[list(ids)]) if ids else ()
+            lease.num_offered_blocks = end
+            key = self._key(lease, lease.num_offers)
+            lease.num_offers += 1
+        roi = slice(first * self._block_size, min(num_tokens, total))
+        offer = Offer(first, ids, generations, num_tokens)
+        self._buffer.insert(key, lease.token_ids, roi, offer, nbytes=64 * (1 + len(ids)), lease_s=self._lease_s)
+
+    def request_finished(self, request_id: RequestId) -> bool:
+        """Keep the blocks as long as the lease is open."""
+        with self._lock:
+            if request_id not in self._leases:
+                return False
+            self._finished.add(request_id)
+            return True
+
+    def poll_releases(self) -> list[RequestId]:
+        """Return finished requests whose lease has closed."""
+        released = []
+        while self._releases:
+            released.append(self._releases.popleft())
+        return released
+
+    def has_pending(self) -> bool:
+        """Whether blocks are kept or about to be given back."""
+        return bool(self._finished or self._releases)
+
+    def close(self) -> None:
+        """Close all leases."""
+        for lease in list(self._leases.values()):
+            self.close_lease(lease)
+
+    def _key(self, lease: Lease, at: int) -> RequestId:
+        return RequestId(f"{lease.request_id}/{lease.lease_id}/{at}")

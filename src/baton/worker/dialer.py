@@ -1,0 +1,116 @@
+"""Prefill streams over gRPC, as the point-to-point connector wants them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.errors import TransferError
+from baton.kv.connector import LoadRequest
+from baton.kv.fingerprint import Fingerprint
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import fingerprint_from_pb, fingerprint_to_pb, logprob_from_pb, sampling_to_pb
+from baton.rpc.errors import from_rpc_error
+from baton.transport.blocks import BlockSource, Endpoint
+from baton.transport.connector.p2p_load import Accepted, Finished, Offer, PrefillEvent
+from baton.types import Epoch, InstanceId, TokenLogprob
+
+MAX_CHANNELS = 256
+
+
+class GrpcPrefillDialer:
+    """Opens Prefill streams and keeps a channel per address.
+
+    Args:
+        fingerprint: Of this instance's pool; the prefill instance compares it with its own.
+        token: Shared token, if the services use one.
+    """
+
+    def __init__(self, fingerprint: Fingerprint, token: str | None) -> None:
+        self._fingerprint = fingerprint_to_pb(fingerprint)
+        self._token = token
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @asynccontextmanager
+    async def open(
+        self, address: str, request: LoadRequest, num_held_tokens: int
+    ) -> AsyncIterator[AsyncIterator[PrefillEvent]]:
+        """Open a stream; leaving the context cancels it, which is how a lease is given back."""
+        stub = worker_pb2_grpc.WorkerServiceStub(await self._channel(address))
+        call = stub.Prefill(
+            worker_pb2.PrefillRequest(
+                request_id=request.request_id,
+                prompt_token_ids=request.token_ids,
+                num_output_tokens=request.num_output_tokens,
+                sampling=sampling_to_pb(request.sampling),
+                num_held_tokens=num_held_tokens,
+                fingerprint=self._fingerprint,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+            )
+        )
+        try:
+            yield _events(call)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close every channel."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    async def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.pop(address, None) or open_channel(address, token=self._token)
+        self._channels[address] = channel  # most recently used last
+        if len(self._channels) > MAX_CHANNELS:
+            oldest = next(iter(self._channels))
+            await self._channels.pop(oldest).close(grace=60.0)
+        return channel
+
+
+async def _events(call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]) -> (
+    AsyncIterator[PrefillEvent]
+):
+    try:
+        async for response in call:
+            kind = response.WhichOneof("event")
+            if kind == "accepted":
+                yield Accepted(source_from_pb(response.accepted.source))
+            elif kind == "offer":
+                offer = response.offer
+                yield Offer(offer.first_block, tuple(offer.block_ids), tuple(offer.generations), offer.num_tokens)
+            elif kind == "result":
+                result = response.result
+                first = logprob_from_pb(result.logprob) if result.HasField("logprob") else None
+                token = first or TokenLogprob(result.first_token_id, 0.0, 0)
+                yield Finished(token, result.prefix_hit_tokens)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except grpc.aio.UsageError as error:  # the channel was closed under us
+        raise TransferError(f"the prefill stream broke: {error}") from error
+
+
+def source_from_pb(message: common_pb2.KvSource) -> BlockSource:
+    """Read where blocks live from the wire."""
+    return BlockSource(
+        instance_id=InstanceId(message.instance_id),
+        epoch=Epoch(message.epoch),
+        endpoints=tuple(Endpoint(item.kind, item.address) for item in message.endpoints),
+        fingerprint=fingerprint_from_pb(message.fingerprint),
+        num_blocks=message.num_blocks,
+    )
+
+
+def source_to_pb(source: BlockSource) -> common_pb2.KvSource:
+    """Write where blocks live to the wire."""
+    return common_pb2.KvSource(
+        instance_id=source.instance_id,
+        epoch=source.epoch,
+        endpoints=[common_pb2.KvEndpoint(kind=item.kind, address=item.address) for item in source.endpoints],
+        fingerprint=fingerprint_to_pb(source.fingerprint),
+        num_blocks=source.num_blocks,
+    )

@@ -1,0 +1,85 @@
+"""Prometheus metrics of a prefill or decode instance; the list stands in ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.api.v1 import common_pb2
+from baton.engine.request import EngineStats
+from baton.rpc.convert import path_from_pb
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class WorkerMetrics:
+    """Everything an instance counts. ``registry`` is its own, so that several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        make = {"registry": self.registry}
+        self.requests = Counter("baton_worker_requests", "Calls by method and outcome", ["method", "code"], **make)
+        self.prefills = Counter("baton_worker_prefills", "Requests by where the prompt was computed", ["path"], **make)
+        self.local_reasons = Counter("baton_worker_local_prefills", "Local prefills by reason", ["reason"], **make)
+        self.failed_prefills = Counter("baton_worker_failed_remote_prefills", "Prefill candidates in vain", **make)
+        self.transfer_bytes = Counter("baton_kv_transfer_bytes", "KV bytes fetched", ["pipe"], **make)
+        self.transfer_tokens = Counter("baton_kv_transfer_tokens", "Tokens whose KV was fetched", ["pipe"], **make)
+        self.transfer_seconds = Histogram(
+            "baton_kv_transfer_seconds", "Time in fetches per request", ["pipe"], buckets=_SECONDS, **make
+        )
+        self.ttft = Histogram("baton_worker_ttft_seconds", "Admission to first token", buckets=_SECONDS, **make)
+        self.queue = Histogram("baton_worker_queue_seconds", "Admission to first work", buckets=_SECONDS, **make)
+        self.leases = Gauge("baton_worker_leases", "Prefill streams that hold blocks", **make)
+
+    def watch(self, stats: Callable[[], EngineStats], steps: Callable[[], tuple[int, float]]) -> None:
+        """Export an engine's statistics, read at scrape time."""
+        self.registry.register(_EngineCollector(stats, steps))
+
+    def trace(self, trace: common_pb2.RequestTrace) -> None:
+        """Count a request's trace, once, at its first token."""
+        path = path_from_pb(trace.path)
+        self.prefills.labels(path.value if path else "unknown").inc()
+        if trace.local_reason:
+            self.local_reasons.labels(trace.local_reason).inc()
+        self.failed_prefills.inc(len(trace.failed_prefills))
+        if trace.pipe:
+            self.transfer_bytes.labels(trace.pipe).inc(trace.kv_bytes)
+            self.transfer_tokens.labels(trace.pipe).inc(trace.transferred_tokens)
+            self.transfer_seconds.labels(trace.pipe).observe(trace.transfer_us / 1e6)
+        self.ttft.observe(trace.ttft_us / 1e6)
+        self.queue.observe(trace.queue_us / 1e6)
+
+
+class _EngineCollector(Collector):
+    _GAUGES = {
+        "num_running": "Sequences in the batch",
+        "num_waiting": "Sequences in the queue",
+        "num_loading": "Sequences that wait for KV from outside",
+        "blocks_total": "KV blocks in the pool",
+        "blocks_active": "KV blocks held by requests or leases",
+        "blocks_cached": "KV blocks that are free but can be hit",
+        "waiting_prompt_tokens": "Prompt tokens not computed yet",
+    }
+    _COUNTERS = {
+        "num_preemptions": "Sequences preempted",
+        "prefill_tokens": "Prompt tokens computed",
+        "decode_tokens": "Tokens generated",
+        "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+        "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
+    }
+
+    def __init__(self, stats: Callable[[], EngineStats], steps: Callable[[], tuple[int, float]]) -> None:
+        self._stats, self._steps = stats, steps
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        for name, text in self._GAUGES.items():
+            yield GaugeMetricFamily(f"baton_engine_{name}", text, value=getattr(stats, name))
+        for name, text in self._COUNTERS.items():
+            yield CounterMetricFamily(f"baton_engine_{name}", text, value=getattr(stats, name))
+        steps, seconds = self._steps()
+        yield CounterMetricFamily("baton_engine_steps", "Engine steps", value=steps)
+        yield CounterMetricFamily("baton_engine_step_seconds", "Time in engine steps", value=seconds)
