@@ -4,6 +4,7 @@
 
     BatonError
     ├── InvalidRequestError        the request is wrong; names the field       400  INVALID_ARGUMENT
+    │   └── ContextLengthError     it does not fit into the model's context
     ├── NotFoundError              no such model, instance or request          404  NOT_FOUND
     ├── QueueFullError             no room now, try again later                429  RESOURCE_EXHAUSTED
     ├── UnavailableError           nobody who could do it is there             503  UNAVAILABLE
@@ -51,6 +52,12 @@ class InvalidRequestError(BatonError):
     code = "invalid_request"
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together are longer than the model's context; a code of its own, which clients look for."""
+
+    code = "context_length_exceeded"
 
 
 class NotFoundError(BatonError):

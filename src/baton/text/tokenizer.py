@@ -1,0 +1,151 @@
+"""A model's tokenizer, from its ``tokenizer.json`` alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import ConfigError
+from baton.text.files import model_directory, read_json, token_content
+from baton.text.token_bytes import ByteScheme, byte_scheme
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads.
+
+    Attributes:
+        vocab_size: Ids are below it, as far as the tokenizer knows; a model may have more (padded embeddings).
+        special_ids: Ids that are left out of decoded text unless asked for.
+        special_tokens: Named special tokens (``bos_token`` and so on), as chat templates want them.
+        eos_token_ids: Ids that end a text, by ``generation_config.json``, else by the named end token.
+        scheme: How tokens become bytes, or ``None`` where only the general way of decoding is right.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str] | None = None,
+        eos_token_ids: frozenset[int] | None = None,
+    ) -> None:
+        """Wrap a tokenizer of the ``tokenizers`` library, whose truncation and padding are switched off."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        eos = self.token_id(self.special_tokens.get("eos_token"))
+        self.eos_token_ids = eos_token_ids or frozenset(() if eos is None else (eos,))
+        self.scheme: ByteScheme | None = byte_scheme(json.loads(backend.to_str()).get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Load from a model's directory or hub name.
+
+        Args:
+            path: A directory with ``tokenizer.json``, or a hub name such as ``org/name``.
+
+        Raises:
+            ConfigError: No such model, or a file of it that cannot be read.
+        """
+        directory = model_directory(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{directory} has no tokenizer.json; write one with transformers: "
+                f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})",
+                field="model",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception for anything wrong in the file
+            raise ConfigError(f"{file} cannot be read: {error}", field="model") from error
+        named = _named_tokens(directory)
+        return cls(backend, special_tokens=named, eos_token_ids=_configured_eos(directory))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text. Releases the GIL while it works.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special_tokens: Let the post-processor add what it adds, mostly the begin token.
+        """
+        # The batch call that skips offsets: half the time of encode(), and it gives up the GIL, which encode() doesn't.
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids; ids that the tokenizer doesn't know have none, bytes that are no text are U+FFFD."""
+        if self.scheme is None or not self.scheme.byte_fallback:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # The library turns a whole run of byte tokens into U+FFFD if any of it is broken, which no stream that has
+        # already delivered the run's good beginning can follow; for text that is well formed there is no difference.
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.token_bytes(item) for item in ids if item not in hidden).decode(errors="replace")
+        spaces = len(text) - len(text.lstrip(" "))
+        return text[min(spaces, self.scheme.strip_start) :]
+
+    def token_id(self, token: str | None) -> int | None:
+        """Return the id of a token as the vocabulary spells it."""
+        return None if token is None else self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; empty for an id that the tokenizer doesn't know."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._backend.id_to_token(token_id) if token_id < self.vocab_size else None
+            if token is None:
+                return b""
+            scheme = self.scheme
+            known = scheme.to_bytes(token) if scheme else self.decode([token_id], skip_special_tokens=False).encode()
+            self._bytes[token_id] = known  # at most one entry per id of the vocabulary
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token's text; bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the begin token, if the model names one."""
+        return self.token_id(self.special_tokens.get("bos_token"))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the named end token; :attr:`eos_token_ids` may hold more."""
+        return self.token_id(self.special_tokens.get("eos_token"))
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of the padding token, if the model names one."""
+        return self.token_id(self.special_tokens.get("pad_token"))
+
+
+def _named_tokens(directory: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        values = read_json(directory / file)
+        for name in _NAMED_TOKENS:
+            content = token_content(values.get(name))
+            if content is not None:
+                found[name] = content
+    return found
+
+
+def _configured_eos(directory: Path) -> frozenset[int] | None:
+    for file in ("generation_config.json", "config.json"):
+        value: Any = read_json(directory / file).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if ids and all(isinstance(item, int) for item in ids):
+            return frozenset(ids)
+    return None
