@@ -1,0 +1,200 @@
+"""What the SDK answers with: plain frozen dataclasses, none of the wire's messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from baton.api.v1 import common_pb2, router_pb2
+from baton.errors import InvalidRequestError
+from baton.rpc.convert import path_from_pb, role_from_pb
+from baton.types import FinishReason, PrefillPath, Role, TokenLogprob
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """How a request came to its KV. Times in microseconds, counts in prompt tokens unless a name says otherwise."""
+
+    path: PrefillPath | None = None
+    prefill_instance: str = ""
+    decode_instance: str = ""
+    pipe: str = ""
+    kv_bytes: int = 0
+    transfer_us: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    transferred_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    queue_us: int = 0
+    ttft_us: int = 0
+    failed_prefills: tuple[str, ...] = ()
+    num_preemptions: int = 0
+    local_reason: str = ""
+    num_migrations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCandidate:
+    """An instance that could have taken the request; the highest score wins."""
+
+    instance_id: str
+    role: Role | None
+    match_rate: float
+    load: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """A placement, and what spoke for it. ``prefill_instance`` is empty if decode prefills by itself."""
+
+    prefill_instance: str
+    decode_instance: str
+    prompt_tokens: int
+    candidates: tuple[RouteCandidate, ...]
+    policy: str
+    prefill_addresses: tuple[str, ...]
+    index_state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy an instance is."""
+
+    num_running: int
+    num_waiting: int
+    num_loading: int
+    blocks_total: int
+    blocks_active: int
+    blocks_cached: int
+    waiting_prompt_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    num_preemptions: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An instance that the router knows."""
+
+    instance_id: str
+    address: str
+    role: Role | None
+    healthy: bool
+    index_state: str
+    load: Load
+    in_flight: int
+    indexed_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that requests can name. ``max_model_len`` counts prompt and output tokens."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New output of one of a request's sequences; the last one of a sequence has a ``finish_reason``.
+
+    Attributes:
+        index: Which of the ``n`` sequences.
+        text: New text, never a broken character; may be empty while a character is incomplete.
+        logprobs: Parallel to ``token_ids``, if asked for.
+        stop_reason: The stop string that ended the sequence, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One whole sequence."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer to a request; ``text``, ``token_ids``, ``finish_reason`` and ``logprobs`` are the first choice's."""
+
+    request_id: str
+    choices: list[Choice]
+    trace: Trace | None = None
+    decision: RouteDecision | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Log probabilities of the first choice, if asked for."""
+        return self.choices[0].logprobs
+
+
+def _read(cls: type[T], message: Message, **special: Any) -> T:
+    """Build a dataclass from the message whose fields have the same names, except for those given."""
+    names = [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: special[name] if name in special else getattr(message, name) for name in names})
+
+
+def _role(value: int) -> Role | None:
+    try:
+        return role_from_pb(value)
+    except InvalidRequestError:  # a role that a newer router knows and this SDK does not
+        return None
+
+
+def read_trace(message: common_pb2.RequestTrace) -> Trace:
+    """Trace from the wire."""
+    return _read(Trace, message, path=path_from_pb(message.path), failed_prefills=tuple(message.failed_prefills))
+
+
+def read_decision(message: router_pb2.RouteDecision) -> RouteDecision:
+    """Placement from the wire."""
+    candidates = tuple(_read(RouteCandidate, item, role=_role(item.role)) for item in message.candidates)
+    return _read(RouteDecision, message, candidates=candidates, prefill_addresses=tuple(message.prefill_addresses))
+
+
+def read_instance(message: router_pb2.InstanceStatus) -> Instance:
+    """Instance from the wire."""
+    return _read(Instance, message, role=_role(message.role), load=_read(Load, message.load))
+
+
+def read_model(message: router_pb2.ModelDescription) -> Model:
+    """Model from the wire."""
+    return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids))
