@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import socket
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    FingerprintMismatchError,
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    UnauthenticatedError,
+    UnavailableError,
+    all_errors,
+)
+from baton.rpc.auth import is_loopback, read_token
+from baton.rpc.channel import check_health, open_channel
+from baton.rpc.errors import DETAILS_KEY, from_rpc_error
+from baton.rpc.server import GrpcServer
+
+SERVICE = "baton.api.v1.RouterService"
+
+
+class Servicer(router_pb2_grpc.RouterServiceServicer):
+    """Raises what it is told to, and counts the clean-ups of its streams."""
+
+    def __init__(self):
+        self.error: Exception | None = None
+        self.closed = 0
+
+    async def Route(self, request, context):
+        if self.error is not None:
+            raise self.error
+        return router_pb2.RouteResponse()
+
+    async def Generate(self, request, context):
+        try:
+            yield router_pb2.RouterGenerateResponse(request_id="1")
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+async def server():
+    servicer = Servicer()
+    made = GrpcServer(host="127.0.0.1", port=0, services=[SERVICE], token="secret")
+    router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, made.server)
+    port = await made.start()
+    await made.set_serving(True)
+    yield servicer, f"127.0.0.1:{port}", made
+    await made.stop(0)
+
+
+async def call(address: str, token: str | None = "secret") -> BatonError | None:
+    async with open_channel(address, token=token) as channel:
+        try:
+            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+    return None
+
+
+@pytest.mark.parametrize("cls", list(all_errors().values()), ids=lambda c: c.code)
+async def test_every_error_comes_through_whole(server, cls):
+    servicer, address, _ = server
+    servicer.error = cls("what was wrong", field="some.field", retry_after_s=1.5)
+    got = await call(address)
+    assert type(got) is cls
+    assert (got.message, got.field, got.retry_after_s) == ("what was wrong", "some.field", 1.5)
+
+
+async def test_generic_clients_find_the_field_in_bad_request(server):
+    servicer, address, _ = server
+    servicer.error = InvalidRequestError("no", field="top_p")
+    async with open_channel(address, token="secret") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    raw = next(value for key, value in caught.value.trailing_metadata() if key == DETAILS_KEY)
+    bad = error_details_pb2.BadRequest()
+    detail: any_pb2.Any
+    found = [detail.Unpack(bad) for detail in status_pb2.Status.FromString(raw).details]
+    assert any(found)
+    assert bad.field_violations[0].field == "top_p"
+
+
+async def test_an_error_in_mid_stream_ends_the_stream_and_cleans_up(server):
+    servicer, address, _ = server
+    servicer.error = QueueFullError("full", retry_after_s=2.0)
+    async with open_channel(address, token="secret") as channel:
+        stream = router_pb2_grpc.RouterServiceStub(channel).Generate(router_pb2.RouterGenerateRequest())
+        assert (await stream.read()).request_id == "1"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, QueueFullError)
+    assert error.retry_after_s == 2.0
+    assert servicer.closed == 1
+
+
+async def test_a_bug_in_a_handler_is_internal(server, caplog):
+    servicer, address, _ = server
+    servicer.error = ZeroDivisionError("oops")
+    got = await call(address)
+    assert isinstance(got, InternalError)
+    assert "ZeroDivisionError" in got.message
+    assert "a handler failed" in caplog.text
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+async def test_without_the_token_nothing_is_answered_but_health(server, token):
+    _, address, _ = server
+    assert isinstance(await call(address, token), UnauthenticatedError)
+    assert await check_health(address)
+
+
+async def test_health_follows_set_serving(server):
+    _, address, made = server
+    assert await check_health(address)
+    await made.set_serving(False)
+    assert not await check_health(address)
+
+
+async def test_reflection_lists_the_service(server):
+    _, address, _ = server
+    async with open_channel(address, token="secret") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for answer in stub.ServerReflectionInfo(iter([request]), metadata=(("authorization", "Bearer secret"),)):
+            assert SERVICE in [item.name for item in answer.list_services_response.service]
+            break
+
+
+async def test_nobody_there_is_unavailable():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert isinstance(await call(f"127.0.0.1:{port}"), UnavailableError)
+    assert not await check_health(f"127.0.0.1:{port}")
+
+
+async def test_a_port_in_use_is_one_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        second = GrpcServer(host="127.0.0.1", port=taken.getsockname()[1], services=[SERVICE])
+        with pytest.raises(ConfigError, match="in use"):
+            await second.start()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)]
+)
+def test_off_loopback_needs_a_token(host, loopback):
+    assert is_loopback(host) is loopback
+    if not loopback:
+        with pytest.raises(ConfigError) as caught:
+            GrpcServer(host=host, port=0, services=[SERVICE])
+        assert caught.value.field == "host"
+
+
+def test_token_files(tmp_path):
+    assert read_token("") is None
+    (tmp_path / "t").write_text(" abc\n")
+    assert read_token(str(tmp_path / "t")) == "abc"
+    (tmp_path / "e").write_text("\n")
+    for bad in ("e", "missing"):
+        with pytest.raises(ConfigError) as caught:
+            read_token(str(tmp_path / bad))
+        assert caught.value.field == "token_file"
+
+
+def test_a_mismatch_keeps_its_status():
+    assert FingerprintMismatchError("x", field="kv_dtype").grpc_status == "FAILED_PRECONDITION"
