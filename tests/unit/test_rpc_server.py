@@ -5,7 +5,6 @@ import socket
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -88,7 +87,6 @@ async def test_generic_clients_find_the_field_in_bad_request(server):
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     raw = next(value for key, value in caught.value.trailing_metadata() if key == DETAILS_KEY)
     bad = error_details_pb2.BadRequest()
-    detail: any_pb2.Any
     found = [detail.Unpack(bad) for detail in status_pb2.Status.FromString(raw).details]
     assert any(found)
     assert bad.field_violations[0].field == "top_p"

@@ -23,6 +23,7 @@ from baton.types import RequestId
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+STATS_INTERVAL_S = 0.02
 IDLE_WAIT_S = 1.0
 """A bound on every wait; the engine is woken by commands and by its connector."""
 
@@ -34,6 +35,9 @@ class EngineThread:
         core: The engine; after :meth:`start` only its own thread touches it.
         loop: The loop that outputs are delivered to.
         on_failure: Called in the loop when the engine cannot go on.
+
+    Attributes:
+        stats: The engine's statistics, as of the last step but for 20 ms; safe to read from any thread.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class EngineThread:
         self._stopping = False
         self._streams: dict[RequestId, RequestStream] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.stats = core.stats()
+        self._stats_due = 0.0
         self.step_seconds = 0.0
         self.num_steps = 0
         self.failure: BaseException | None = None
@@ -136,19 +142,27 @@ class EngineThread:
                 self._wakeup.clear()
                 while self._commands:
                     self._commands.popleft()()
-                started = time.perf_counter()
-                outputs = self._core.step() if self._core.has_work() else []
-                if outputs:
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
-                if self._core.made_progress:
-                    self.num_steps += 1
-                    self.step_seconds += time.perf_counter() - started
-                else:
+                if self._core.has_work() or self._core.wants_poll:
+                    self._step()
+                idle = not self._core.has_work()
+                now = time.monotonic()
+                if idle or now >= self._stats_due:
+                    self.stats = self._core.stats()
+                    self._stats_due = now + STATS_INTERVAL_S
+                if idle:
                     self._wakeup.wait(IDLE_WAIT_S)
         except BaseException as error:
             self.failure = error
             log.critical("the engine failed and stops", exc_info=error)
             self._loop.call_soon_threadsafe(self._fail_all, error)
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        outputs = self._core.step()
+        if outputs:
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+        self.num_steps += 1
+        self.step_seconds += time.perf_counter() - started
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         by_request: dict[RequestId, list[SequenceOutput]] = {}

@@ -133,7 +133,7 @@ async def _run(
         admission=Admission(),
         metrics=WorkerMetrics(),
     )
-    context.metrics.watch(core.stats, lambda: (engine.num_steps, engine.step_seconds))
+    context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(block_server.close)
         stack.push_async_callback(role_parts.close)

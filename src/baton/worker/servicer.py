@@ -113,14 +113,14 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
         def take() -> None:
             # Events of earlier steps reach the log through the same queue of callbacks, so they are counted
             # by the time this one runs: the sequence number fits the snapshot exactly.
-            events = engine.core.snapshot()
+            events: list[KVEvent] = list(engine.core.cache_snapshot())
             loop.call_soon_threadsafe(lambda: done.done() or done.set_result((log.sequence, events)))
 
         await engine.call(take)
         return await done
 
     def _load_report(self) -> common_pb2.LoadReport:
-        stats = self._worker.engine.core.stats()
+        stats = self._worker.engine.stats
         prefill_rate, decode_rate = self._rates.update(stats)
         return common_pb2.LoadReport(
             num_running=stats.num_running,
