@@ -1,0 +1,115 @@
+"""The text side of the gRPC router service: Generate and Route."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from baton.api.v1 import router_pb2
+from baton.errors import InvalidRequestError
+from baton.rpc.convert import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb, sampling_from_pb
+from baton.types import SamplingParams
+from baton_router.text_pipeline import TextPipeline
+from baton_router.text_request import ChatPrompt, Prompt, TextChunk, TextDelta, TextRequest
+
+
+async def generate(
+    pipeline: TextPipeline, request: router_pb2.RouterGenerateRequest, context: Any
+) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
+    """Serve ``RouterService.Generate``; a call that is cancelled cancels the request everywhere.
+
+    Args:
+        pipeline: Does the work.
+        request: The call's request.
+        context: The call's context; errors are raised, and an interceptor turns them into statuses.
+
+    Raises:
+        BatonError: Whatever :meth:`TextPipeline.prepare` and :meth:`TextPipeline.stream` raise.
+    """
+    sampling = sampling_from_pb(request.sampling, stop=tuple(request.stop))
+    text_request = TextRequest(
+        prompt=_prompt(request),
+        sampling=sampling,
+        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+        model=request.model,
+        add_special_tokens=request.WhichOneof("prompt") == "text",
+        include_stop=request.include_stop_in_output,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        prompt_field=request.WhichOneof("prompt") or "prompt",
+        field_prefix="sampling.",
+    )
+    prepared = await pipeline.prepare(text_request)
+    async with aclosing(pipeline.stream(prepared)) as chunks:
+        async for chunk in chunks:
+            yield _response(text_request.request_id, chunk)
+
+
+async def route(pipeline: TextPipeline, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
+    """Serve ``RouterService.Route``.
+
+    Raises:
+        BatonError: Whatever :meth:`TextPipeline.prepare` raises.
+    """
+    text_request = TextRequest(
+        prompt=_prompt(request),
+        sampling=SamplingParams(),
+        model=request.model,
+        add_special_tokens=request.WhichOneof("prompt") == "text",
+        cache_salt=request.cache_salt,
+        prompt_field=request.WhichOneof("prompt") or "prompt",
+    )
+    prepared = await pipeline.prepare(text_request)
+    return router_pb2.RouteResponse(decision=await pipeline.route(prepared))
+
+
+def list_models(pipeline: TextPipeline) -> router_pb2.ListModelsResponse:
+    """Serve ``RouterService.ListModels``.
+
+    Raises:
+        UnavailableError: No instance is ready.
+    """
+    info = pipeline.model_info()
+    model = router_pb2.ModelDescription(
+        name=info.name,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=sorted(info.eos_token_ids),
+    )
+    return router_pb2.ListModelsResponse(models=[model])
+
+
+def _prompt(request: router_pb2.RouterGenerateRequest | router_pb2.RouteRequest) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids":
+        return list(request.token_ids.ids)
+    if kind == "chat":
+        return ChatPrompt([{"role": item.role, "content": item.content} for item in request.chat.messages])
+    raise InvalidRequestError("the request has no prompt: set text, token_ids or chat", field="prompt")
+
+
+def _response(request_id: str, chunk: TextChunk) -> router_pb2.RouterGenerateResponse:
+    response = router_pb2.RouterGenerateResponse(
+        request_id=request_id,
+        deltas=[_delta(delta) for delta in chunk.deltas],
+        trace=chunk.trace,
+        decision=chunk.decision,
+    )
+    if chunk.prompt_logprobs is not None:
+        response.prompt_logprobs.extend(prompt_logprobs_to_pb(chunk.prompt_logprobs))
+    return response
+
+
+def _delta(delta: TextDelta) -> router_pb2.TextDelta:
+    return router_pb2.TextDelta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=[logprob_to_pb(item) for item in delta.logprobs],
+        finish_reason=finish_to_pb(delta.finish_reason),
+        stop_reason=delta.stop_reason if isinstance(delta.stop_reason, str) else "",
+    )

@@ -1,0 +1,126 @@
+"""Requests and answers above the router's seam: with text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from baton.api.v1 import common_pb2, router_pb2
+from baton.text import StopStrings, TextModel
+from baton.types import FinishReason, SamplingParams, TokenLogprob
+from baton_router.core import ModelInfo, RoutedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, to be rendered by the model's chat template.
+
+    Attributes:
+        messages: Plain JSON objects with ``role`` and ``content``.
+        add_generation_prompt: End with what begins the assistant's answer.
+        continue_final_message: Leave the last message open instead.
+        variables: More names for the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt: TypeAlias = str | list[int] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A request as an interface of the router takes it; nothing in it is checked yet.
+
+    Attributes:
+        prompt: Text, token ids or a conversation.
+        sampling: ``max_tokens`` and ``seed`` may be missing.
+        request_id: What the caller calls it; the id that instances see begins with it and is unique.
+        model: Empty: the one that is served.
+        default_max_tokens: Where ``sampling`` has none; ``None``: what is left of the context.
+        add_special_tokens: Let the tokenizer add what it adds to a text (the begin token); a rendered conversation
+            has its special tokens already.
+        include_stop: Whether the stop string or token that ended a sequence belongs to its text.
+        cache_salt: Separates the prefix caches of tenants.
+        priority: Lower runs first.
+        prompt_field: What errors call the prompt.
+        max_tokens_field: What errors call ``max_tokens``.
+        field_prefix: Put before the names of sampling fields in errors, e.g. ``"sampling."``.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    request_id: str = ""
+    model: str = ""
+    default_max_tokens: int | None = None
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    prompt_field: str = "prompt"
+    max_tokens_field: str = "max_tokens"
+    field_prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that is checked, tokenized and ready to be placed.
+
+    Attributes:
+        arrived: When it came, by ``time.perf_counter()``.
+    """
+
+    request: TextRequest
+    routed: RoutedRequest
+    info: ModelInfo
+    text_model: TextModel
+    stops: StopStrings | None
+    arrived: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.routed.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one message brought to one sequence.
+
+    Attributes:
+        text: New text; empty while a character or a possible stop string is incomplete.
+        token_ids: New tokens, a stop token included; none after the token that completed a stop string.
+        logprobs: Parallel to ``token_ids``, if asked for.
+        offsets: Parallel to ``token_ids``, if ``logprobs`` were asked for: characters of the sequence before the token.
+        finish_reason: Stop or length when the sequence ended.
+        stop_reason: The stop string or the stop token (asked for by id) that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class TextChunk:
+    """What one message brought to a request.
+
+    Attributes:
+        trace: With the first chunk and with the last one.
+        decision: With the first chunk.
+        prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
+    """
+
+    deltas: list[TextDelta]
+    trace: common_pb2.RequestTrace | None = None
+    decision: router_pb2.RouteDecision | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
