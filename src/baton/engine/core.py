@@ -1,0 +1,345 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+One thread owns an :class:`EngineCore` and calls all of its methods. A step polls the connector, schedules, runs one
+forward pass over all chosen tokens, samples, and returns what each sequence got.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.admission import check_request
+from baton.engine.batch import Runner
+from baton.engine.batch_builder import PromptRows, StepBatch, build_batch
+from baton.engine.exchange import KVExchange
+from baton.engine.logprobs import token_logprobs
+from baton.engine.outputs import end_output, token_output
+from baton.engine.parallel_sampling import spawn_siblings
+from baton.engine.request import EngineRequest, EngineStats, SequenceOutput
+from baton.engine.sampler import Sampler
+from baton.engine.scheduler import Scheduler, StepPlan
+from baton.engine.sequence import RequestGroup, Sequence, SequenceState
+from baton.errors import ConfigError, InvalidRequestError, QueueFullError
+from baton.hashing import root_hash
+from baton.kv.arena import KVArena
+from baton.kv.block_pool import BlockPool
+from baton.kv.connector import KVConnector, LoadUpdate
+from baton.kv.events import BlocksStored, KVEvent
+from baton.kv.prefix_cache import merge_events
+from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+
+_log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Continuous batching over one model and one KV pool.
+
+    Attributes:
+        max_model_len: Most tokens of prompt and output together: of the model, the configuration and the pool.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        arena: KVArena,
+        connector: KVConnector | None = None,
+        on_events: Callable[[list[KVEvent]], None] | None = None,
+    ) -> None:
+        """Put an engine together.
+
+        Args:
+            config: Scheduler limits, prefix caching, seed.
+            runner: The model, bound to ``arena``.
+            arena: The KV pool's memory.
+            connector: Where KV may come from and go to.
+            on_events: Called with each step's KV events, in order, in the engine's thread.
+
+        Raises:
+            ConfigError: ``max_model_len`` is more than the model can do, or ``block_size`` is not the pool's.
+        """
+        if config.max_model_len is not None and config.max_model_len > runner.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, but the model can do {runner.max_model_len}",
+                field="max_model_len",
+            )
+        if config.block_size != runner.layout.block_size:
+            raise ConfigError(
+                f"block_size is {config.block_size}, but the model's pool has {runner.layout.block_size}",
+                field="block_size",
+            )
+        self._config = config
+        self._runner = runner
+        self._on_events = on_events
+        self._events: list[KVEvent] = []
+        self._block_size = runner.layout.block_size
+        self._pool = BlockPool(arena.num_blocks, arena.generations, self._events.append if on_events else None)
+        self._exchange = KVExchange(connector, self._pool, self._block_size)
+        self._scheduler = Scheduler(config, self._pool, self._exchange)
+        self._sampler = Sampler()
+        self._groups: dict[RequestId, RequestGroup] = {}
+        self._early: list[SequenceOutput] = []
+        self._progressed = False
+        self._arrivals = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._content_key = runner.fingerprint.content_key()
+        limit = config.max_model_len or runner.max_model_len
+        self.max_model_len = min(limit, arena.num_blocks * self._block_size)
+
+    # Requests
+
+    def validate(self, request: EngineRequest) -> SamplingParams:
+        """Check a request without queuing it; return its parameters with what it left open filled in.
+
+        Raises:
+            InvalidRequestError: The request is wrong; names the field.
+        """
+        return check_request(
+            request,
+            vocab_size=self._runner.vocab_size,
+            max_model_len=self.max_model_len,
+            seed=self._config.seed,
+        )
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: The request is wrong; names the field.
+            QueueFullError: Too many wait already.
+        """
+        request_id = request.request_id
+        sampling = self.validate(request)
+        if request_id in self._groups or request_id in self._exchange.held or request_id in self._exchange.loading:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use", field="request_id")
+        if len(self._scheduler.waiting) >= self._config.max_queue:
+            raise QueueFullError(f"{self._config.max_queue} requests wait already", retry_after_s=1.0)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        group = RequestGroup(
+            request=request,
+            sampling=sampling,
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._runner.eos_token_ids,
+            root=root_hash(self._content_key, request.cache_salt),
+            priority=request.priority if self._config.policy == "priority" else 0,
+            arrival=self._arrivals,
+            arrived_ns=time.monotonic_ns(),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
+        )
+        self._arrivals += 1
+        self._groups[request_id] = group
+        group.sequences.append(Sequence(group, 0))
+        self._scheduler.waiting.push(group.sequences[0])
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request, or give back the blocks that are held for it.
+
+        The next step reports its sequences with ``FinishReason.ABORT``. Blocks that are being written from outside
+        are given back when the connector says that the load has ended.
+
+        Returns:
+            Whether there was such a request.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return self.release(request_id)
+        self._end_group(group, FinishReason.ABORT, None, self._early)
+        return True
+
+    def release(self, request_id: RequestId) -> bool:
+        """Give back the blocks held for a finished request; ``False`` if there are none."""
+        return self._exchange.release(request_id)
+
+    def clear_cache(self) -> None:
+        """Forget all cached KV; running requests keep theirs."""
+        self._pool.clear()
+        self._flush_events()
+
+    # State
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished, or any block held for others: :meth:`step` has something to look at."""
+        scheduler = self._scheduler
+        return bool(self._early or scheduler.running or len(scheduler.waiting)) or self._exchange.pending
+
+    @property
+    def made_progress(self) -> bool:
+        """Whether the next step may do something at once.
+
+        ``False`` after a step that did nothing, because everything waits for the connector, and when no work is left:
+        the caller sleeps until a request comes or the connector wakes it.
+        """
+        return self._progressed and self.has_work()
+
+    @property
+    def wants_poll(self) -> bool:
+        """Whether loads or held blocks are outstanding: when the connector wakes the engine, call :meth:`step`."""
+        return self._exchange.pending
+
+    def stats(self) -> EngineStats:
+        """Return a view of this moment; may be called from any thread."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_loading=len(self._exchange.loading),
+            blocks_total=self._pool.num_blocks,
+            blocks_active=self._pool.num_active,
+            blocks_cached=self._pool.num_cached,
+            waiting_prompt_tokens=sum(sequence.num_missing for sequence in scheduler.waiting),
+            num_preemptions=scheduler.num_preemptions,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+        )
+
+    def snapshot(self) -> list[BlocksStored]:
+        """Return what is in the prefix cache, parents before children."""
+        return self._pool.snapshot()
+
+    def check_integrity(self) -> None:
+        """Check that all blocks add up; that none is held if no request is there.
+
+        Raises:
+            AssertionError: A block leaked or is owned twice.
+        """
+        idle = not (self._groups or self._exchange.loading or self._exchange.held)
+        self._pool.check_integrity(idle=idle)
+
+    # Steps
+
+    def step(self) -> list[SequenceOutput]:
+        """Do one step and return what sequences got; an empty list if there was nothing to do or to report.
+
+        A failure of the model or the sampler ends the sequences of that step with ``FinishReason.ERROR``; the engine
+        goes on.
+        """
+        outputs, self._early = self._early, []
+        loads = self._exchange.poll()
+        for sequence, update in loads:
+            self._finish_load(sequence, update, outputs)
+        plan = self._scheduler.schedule()
+        if plan:
+            try:
+                self._run(plan, outputs)
+            except Exception as error:
+                _log.exception("step of %d sequences failed", len(plan))
+                for sequence in plan:
+                    self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
+        self._progressed = bool(plan or outputs or loads)
+        self._flush_events()
+        return outputs
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
+        batch = build_batch(plan, self._block_size)
+        logits = self._runner.forward(batch.forward)
+        for rows in batch.prompt_rows:
+            self._score_prompt(rows, logits)
+        for sequence, count in plan.items():
+            prompt = max(0, min(count, sequence.num_prompt - sequence.num_computed))
+            self._prefill_tokens += prompt
+            sequence.advance(count)
+            self._scheduler.commit(sequence)
+            self._exchange.progress(sequence)
+        self._sample(batch, logits, outputs)
+
+    def _sample(self, batch: StepBatch, logits: torch.Tensor, outputs: list[SequenceOutput]) -> None:
+        if not batch.sampled:
+            return
+        if len(batch.sample_rows) != len(logits):
+            logits = logits[batch.sample_rows]
+        found = self._sampler.sample(logits, [sequence.sampler for sequence in batch.sampled])
+        logprobs = found.logprobs or [None] * len(batch.sampled)
+        for i, sequence in enumerate(batch.sampled):
+            if i in found.bad_rows:
+                self._fail(sequence, "the model's logits are not finite", outputs)
+            else:
+                self._accept(sequence, found.token_ids[i], logprobs[i], outputs)
+
+    def _score_prompt(self, rows: PromptRows, logits: torch.Tensor) -> None:
+        group = rows.sequence.group
+        if group.prompt_logprobs is not None:
+            count = group.sampling.prompt_logprobs or 0
+            found = token_logprobs(logits[rows.rows], rows.token_ids, [count] * len(rows.rows))
+            group.prompt_logprobs.extend(found)
+
+    def _finish_load(self, sequence: Sequence, update: LoadUpdate, outputs: list[SequenceOutput]) -> None:
+        """Go on with a sequence whose load ended, with as much as arrived."""
+        if sequence.state is SequenceState.FINISHED:
+            self._exchange.finish(sequence)
+            return
+        group = sequence.group
+        group.transfer = update.stats
+        if update.error is not None:
+            _log.warning("load of request %s fell short: %s", update.request_id, update.error)
+        first = update.first_token
+        if first is not None and not 0 <= first.token_id < self._runner.vocab_size:
+            _log.error("request %s: first token %d is not in the vocabulary", update.request_id, first.token_id)
+            first = None
+        # Without the next token the last one is computed again, for its logits.
+        most = sequence.num_tokens if first is not None else sequence.num_tokens - 1
+        local = sequence.num_computed
+        valid = max(local, min(update.num_valid_tokens, most))
+        sequence.num_transferred = max(0, min(update.num_valid_tokens, sequence.num_tokens) - local)
+        sequence.skip_to(valid)
+        self._scheduler.commit(sequence)
+        self._exchange.progress(sequence)
+        self._scheduler.run(sequence)
+        if first is not None:
+            logprob = first if group.sampling.logprobs is not None else None
+            self._accept(sequence, first.token_id, logprob, outputs)
+
+    # Tokens and ends
+
+    def _accept(
+        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, outputs: list[SequenceOutput]
+    ) -> None:
+        """Add a token to a sequence, end the sequence if it must, and report both."""
+        group = sequence.group
+        sequence.append_token(token)
+        self._decode_tokens += 1
+        first = sequence.index == 0 and not group.first_token_ns
+        if first:
+            group.first_token_ns = time.monotonic_ns()
+        stopped = token in group.stop_ids
+        if stopped or sequence.num_output >= sequence.max_output:
+            sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        outputs.append(token_output(sequence, token, logprob, first=first))
+        if first and group.sampling.n > 1:
+            for sibling in spawn_siblings(group):
+                self._scheduler.waiting.push(sibling)
+        if sequence.finish_reason is not None:
+            self._scheduler.finish(sequence)
+            if group.finished:
+                del self._groups[group.request.request_id]
+
+    def _fail(self, sequence: Sequence, error: str, outputs: list[SequenceOutput]) -> None:
+        """End the request of a sequence with an error."""
+        group = sequence.group
+        if self._groups.get(group.request.request_id) is group:
+            self._end_group(group, FinishReason.ERROR, error, outputs)
+
+    def _end_group(
+        self, group: RequestGroup, reason: FinishReason, error: str | None, outputs: list[SequenceOutput]
+    ) -> None:
+        """End all sequences of a request that have not ended; those not begun are reported too."""
+        del self._groups[group.request.request_id]
+        spawn_siblings(group)
+        for sequence in group.sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                sequence.finish_reason = reason
+                self._scheduler.finish(sequence)
+                outputs.append(end_output(sequence, error))
+
+    def _flush_events(self) -> None:
+        if self._events and self._on_events is not None:
+            events = merge_events(self._events)
+            self._events.clear()
+            self._on_events(events)

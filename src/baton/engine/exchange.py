@@ -1,0 +1,134 @@
+"""The engine's side of its connector: which sequences load, and whose blocks are held for others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from baton.engine.sequence import Sequence
+from baton.kv.block_pool import BlockPool
+from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
+from baton.types import BlockId, RequestId
+
+_log = logging.getLogger(__name__)
+
+
+class KVExchange:
+    """Calls a connector and keeps the books of what it uses; does nothing without one.
+
+    Attributes:
+        loading: Sequences whose blocks are being written from outside, by request id; also aborted ones, until the
+            connector says that nobody writes any more.
+        held: Blocks of ended requests that the connector still offers to others.
+    """
+
+    def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._block_size = block_size
+        self.loading: dict[RequestId, Sequence] = {}
+        self.held: dict[RequestId, list[BlockId]] = {}
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connector."""
+        return self._connector is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether something will come from outside: polling makes sense."""
+        return bool(self.loading or self.held) or (self._connector is not None and self._connector.has_pending())
+
+    def plan(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
+        """Ask how much of a sequence could come from outside.
+
+        Asked once per request, at its first admission: what is preempted later is computed again here. A connector
+        that fails costs a local prefill, and the request's metrics say so.
+        """
+        if self._connector is None or sequence.admitted or sequence.index or sequence.wants_prompt_logprobs:
+            return None
+        try:
+            return self._connector.plan_load(self._load_request(sequence), num_local)
+        except Exception as error:
+            self._note_failure(sequence, error)
+            return None
+
+    def start(self, sequence: Sequence, num_local: int) -> bool:
+        """Begin a load into a sequence's blocks; ``False``: it could not begin."""
+        if self._connector is None:
+            return False
+        try:
+            self._connector.start_load(self._load_request(sequence), num_local, tuple(sequence.block_ids))
+        except Exception as error:
+            self._note_failure(sequence, error)
+            return False
+        self.loading[sequence.group.request.request_id] = sequence
+        return True
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop a load; the sequence stays in :attr:`loading` until its update comes."""
+        if self._connector is not None:
+            self._connector.cancel_load(sequence.group.request.request_id)
+
+    def poll(self) -> list[tuple[Sequence, LoadUpdate]]:
+        """Return the loads that ended, and give back blocks that are held no more."""
+        if self._connector is None:
+            return []
+        ended = []
+        for update in self._connector.poll_loads():
+            sequence = self.loading.pop(update.request_id, None)
+            if sequence is not None:
+                ended.append((sequence, update))
+        for request_id in self._connector.poll_releases():
+            self.release(request_id)
+        return ended
+
+    def progress(self, sequence: Sequence) -> None:
+        """Tell the connector how far a prompt's KV is, if others may fetch it."""
+        if self._connector is None or not sequence.pinned:
+            return
+        done = sequence.num_computed
+        self._connector.blocks_computed(
+            sequence.group.request.request_id,
+            tuple(sequence.block_ids),
+            tuple(sequence.hash_blocks(done, self._block_size)),
+            done,
+        )
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take back an ended sequence's blocks, or hold them if the connector wants that."""
+        request_id = sequence.group.request.request_id
+        held = self._connector is not None and sequence.pinned and self._connector.request_finished(request_id)
+        blocks = sequence.take_blocks()
+        if held:
+            self.held[request_id] = blocks
+        else:
+            self._pool.release(blocks)
+
+    def release(self, request_id: RequestId) -> bool:
+        """Give back held blocks; ``False`` if there are none under that id."""
+        blocks = self.held.pop(request_id, None)
+        if blocks is None:
+            return False
+        self._pool.release(blocks)
+        return True
+
+    def _load_request(self, sequence: Sequence) -> LoadRequest:
+        group = sequence.group
+        request = group.request
+        return LoadRequest(
+            request_id=request.request_id,
+            token_ids=sequence.tokens.tolist(),
+            num_output_tokens=sequence.num_output,
+            sampling=group.sampling,
+            hashes=tuple(sequence.hash_blocks(sequence.num_tokens, self._block_size)),
+            candidates=request.candidates,
+            threshold=request.threshold,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+
+    def _note_failure(self, sequence: Sequence, error: Exception) -> None:
+        group = sequence.group
+        _log.exception("connector failed for request %s: prefilling locally", group.request.request_id)
+        group.transfer = replace(group.transfer, local_reason=f"connector: {error}")

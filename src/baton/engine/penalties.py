@@ -1,0 +1,149 @@
+"""What changes single logits before sampling: bias, banned tokens, and the three penalties.
+
+All of it is sparse: per row a few (token, value) pairs against a vocabulary of up to hundreds of thousands. So the
+pairs of all rows are joined, each kind of edit is one gather and one scatter, and a row without edits costs nothing.
+
+For a token with ``n`` occurrences in the output, logit ``x``:
+
+* repetition (tokens of prompt or output): ``x / r`` if ``x > 0``, else ``x * r``
+* frequency and presence (tokens of the output): ``x - n * frequency - presence``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.types import SamplingParams
+
+Pairs = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence, each with its number of occurrences in the output.
+
+    Kept up to date token by token, so that a step costs the same at any length.
+    """
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int], capacity: int = 64) -> None:
+        self._slots: dict[int, int] = {}
+        self._ids = np.zeros(capacity, np.int64)
+        self._counts = np.zeros(capacity, np.float32)
+        for token in prompt:
+            self._slot(token)
+        for token in output:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Count one more output token."""
+        self._counts[self._slot(token)] += 1.0
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = len(self._slots)
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token
+        return slot
+
+    @property
+    def pairs(self) -> Pairs:
+        """Token ids int64 [N] and their output counts float32 [N]."""
+        count = len(self._slots)
+        return self._ids[:count], self._counts[:count]
+
+
+class LogitEdits:
+    """One sequence's edits; immutable but for the token counts.
+
+    Attributes:
+        min_tokens: Output tokens before which :attr:`banned` can't be chosen.
+    """
+
+    def __init__(self, params: SamplingParams, stop_ids: Sequence[int]) -> None:
+        self.bias: Pairs | None = None
+        if params.logit_bias:
+            items = sorted(params.logit_bias.items())
+            self.bias = (np.array([k for k, _ in items], np.int64), np.array([v for _, v in items], np.float32))
+        self.min_tokens = params.min_tokens if stop_ids else 0
+        self.banned = np.array(sorted(set(stop_ids)), np.int64)
+        self.repetition = params.repetition_penalty
+        self.frequency = params.frequency_penalty
+        self.presence = params.presence_penalty
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        """Whether these parameters edit logits at all."""
+        return bool(params.logit_bias or params.min_tokens or LogitEdits.counted(params))
+
+    @staticmethod
+    def counted(params: SamplingParams) -> bool:
+        """Whether token counts are needed."""
+        return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+
+def count_tokens(params: SamplingParams, prompt: Iterable[int], output: Iterable[int]) -> TokenCounts:
+    """Count what the penalties need: the prompt matters to the repetition penalty alone."""
+    return TokenCounts(prompt if params.repetition_penalty != 1.0 else (), output)
+
+
+def apply_edits(logits: torch.Tensor, rows: Sequence[tuple[int, LogitEdits, TokenCounts | None, int]]) -> None:
+    """Edit logits in place.
+
+    Args:
+        logits: float32 [R, vocab].
+        rows: For each row with edits: row, edits, token counts, output tokens so far.
+    """
+    bias = [(row, *edits.bias) for row, edits, _, _ in rows if edits.bias is not None]
+    if bias:
+        at, values = _join(bias, logits.device)
+        logits[at] += values
+    banned = [
+        (row, edits.banned, np.full(len(edits.banned), -np.inf, np.float32))
+        for row, edits, _, done in rows
+        if done < edits.min_tokens
+    ]
+    if banned:
+        at, values = _join(banned, logits.device)
+        logits[at] = values
+    counted = [(row, edits, *counts.pairs) for row, edits, counts, _ in rows if counts is not None]
+    if counted:
+        _penalize(logits, counted)
+
+
+def _penalize(
+    logits: torch.Tensor,
+    rows: Sequence[tuple[int, LogitEdits, npt.NDArray[np.int64], npt.NDArray[np.float32]]],
+) -> None:
+    device = logits.device
+    at, counts = _join([(row, ids, n) for row, _, ids, n in rows], device)
+    sizes = [len(ids) for _, _, ids, _ in rows]
+
+    def spread(values: list[float]) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(device)
+
+    repetition = spread([edits.repetition for _, edits, _, _ in rows])
+    frequency = spread([edits.frequency for _, edits, _, _ in rows])
+    presence = spread([edits.presence for _, edits, _, _ in rows])
+    values = logits[at]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= counts * frequency + (counts > 0) * presence
+    logits[at] = values
+
+
+def _join(
+    rows: Sequence[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]], device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return ((row indices, token ids), values) of all pairs."""
+    at = np.repeat(np.array([row for row, _, _ in rows], np.int64), [len(ids) for _, ids, _ in rows])
+    ids = np.concatenate([ids for _, ids, _ in rows])
+    values = np.concatenate([values for _, _, values in rows])
+    return (
+        (torch.from_numpy(at).to(device), torch.from_numpy(ids).to(device)),
+        torch.from_numpy(values).to(device),
+    )

@@ -1,0 +1,51 @@
+"""Random numbers without state: the uniform of an output position is a function of seed and position alone.
+
+So a sequence that is preempted, handed over or moved to another instance goes on with the numbers it would have had,
+and nothing but the seed has to travel. The function is SplitMix64: the ``position``-th output of the generator seeded
+with ``seed`` is ``mix(seed + (position + 1) * 0x9E3779B97F4A7C15)``, of which the upper 40 bits are used. 40 bits,
+because ``u * total`` then rounds to something below ``total`` in float64 whatever the total.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_BITS = 40
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finalizer; wraps modulo 2^64."""
+    state = (state ^ (state >> np.uint64(30))) * _MIX1
+    state = (state ^ (state >> np.uint64(27))) * _MIX2
+    return state ^ (state >> np.uint64(31))
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Return numbers in [0, 1), one per (seed, output position).
+
+    Args:
+        seeds: uint64 [R].
+        positions: uint64 [R], output tokens before the one to be sampled, resumed ones included.
+    """
+    bits = _mix(seeds + (positions + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(64 - _BITS)).astype(np.float64) * 2.0**-_BITS
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Return the seed of the ``index``-th of ``n`` sequences; sequence 0 has the request's own.
+
+    Whoever moves one of ``n`` sequences elsewhere sends it as a request of its own with this seed.
+    """
+    if index == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(seed.to_bytes(8, "little") + index.to_bytes(8, "little"))
+
+
+def request_seed(engine_seed: int, request_id: str) -> int:
+    """Return the seed of a request that brought none: the same on every instance with the same ``--seed``."""
+    return xxhash.xxh3_64_intdigest(request_id.encode(), seed=engine_seed % 2**64)

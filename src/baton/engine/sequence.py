@@ -1,0 +1,237 @@
+"""One sequence on its way through the engine.
+
+::
+
+    WAITING --admitted, all local-----------------> RUNNING --stop, length, abort, error--> FINISHED
+      |  ^                                           ^  |
+      |  +--preempted (KV given back)----------------|--+
+      +-----admitted, KV from outside--> LOADING ----+
+
+A sequence's tokens are its prompt and its output. The KV of the first ``num_computed`` of them is in the pool; a
+sequence whose KV is complete but for the last token decodes, any other prefills: there is no other difference.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.request import EngineRequest
+from baton.engine.rng import sequence_seed
+from baton.engine.sampler import SamplerRow
+from baton.hashing import block_hashes
+from baton.kv.connector import TransferStats
+from baton.types import BlockHash, BlockId, FinishReason, SamplingParams, TokenLogprob
+
+SortKey = tuple[int, int, int]
+"""(priority, arrival, index): less runs first."""
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """A request and its ``n`` sequences.
+
+    Attributes:
+        request: As it came.
+        sampling: Its parameters, with ``seed`` and ``max_tokens`` filled in; ``n`` is 1 for ``prefill_only``.
+        stop_ids: Tokens that end a sequence: EOS unless ignored, and the request's own.
+        root: Parent hash of its first block.
+        priority: First part of its sequences' sort key.
+        arrival: Counts requests.
+        arrived_ns: Monotonic time of arrival.
+        admitted_ns: When sequence 0 was first admitted; 0: not yet.
+        first_token_ns: When sequence 0 had its first token; 0: not yet.
+        sequences: Those that exist so far; the rest follow when sequence 0 has its first token.
+        prompt_logprobs: Filled as the prompt is computed, if asked for; entry 0 is ``None``.
+    """
+
+    request: EngineRequest
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    root: BlockHash
+    priority: int
+    arrival: int
+    arrived_ns: int
+    admitted_ns: int = 0
+    first_token_ns: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    transfer: TransferStats = field(default_factory=TransferStats)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ``n`` sequences ended."""
+        return len(self.sequences) == self.sampling.n and all(s.state is SequenceState.FINISHED for s in self.sequences)
+
+
+class Sequence:
+    """One of the ``n`` sequences of a request.
+
+    Attributes:
+        group: Its request.
+        index: 0 to n-1.
+        key: Order among sequences.
+        num_prompt: Prompt tokens.
+        num_tokens: Prompt and output tokens.
+        num_computed: Leading tokens whose KV is in the pool.
+        num_committed: Leading blocks that were registered in the prefix cache.
+        block_ids: Its blocks, from its first token on.
+        hashes: Hashes of its full blocks, as far as they were needed.
+        sampler: Its row in the sampler.
+    """
+
+    __slots__ = (
+        "_table",
+        "_tokens",
+        "admitted",
+        "block_ids",
+        "finish_reason",
+        "group",
+        "hashes",
+        "high_water",
+        "index",
+        "key",
+        "max_output",
+        "num_cached",
+        "num_committed",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "num_prompt_computed",
+        "num_tokens",
+        "num_transferred",
+        "sampler",
+        "state",
+    )
+
+    def __init__(self, group: RequestGroup, index: int) -> None:
+        request = group.request
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        self.group = group
+        self.index = index
+        self.key: SortKey = (group.priority, group.arrival, index)
+        self.state = SequenceState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_prompt = len(prompt)
+        self.num_tokens = len(prompt) + len(output)
+        self._tokens: npt.NDArray[np.uint32] = np.empty(self.num_tokens + 32, np.uint32)
+        self._tokens[: self.num_prompt] = prompt
+        self._tokens[self.num_prompt : self.num_tokens] = output
+        self.max_output = 1 + len(output) if request.prefill_only else group.sampling.max_tokens or 1
+        self.num_computed = 0
+        self.num_committed = 0
+        self.block_ids: list[BlockId] = []
+        self._table: npt.NDArray[np.int32] = np.zeros(16, np.int32)
+        self.hashes: list[BlockHash] = []
+        self.sampler = SamplerRow(
+            group.sampling,
+            sequence_seed(group.sampling.seed or 0, index),
+            stop_ids=sorted(group.stop_ids),
+            prompt=prompt,
+            output=output,
+        )
+        self.admitted = False
+        self.num_cached = 0
+        self.num_transferred = 0
+        self.num_prompt_computed = 0
+        self.high_water = 0
+        self.num_preemptions = 0
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """All tokens, uint32 [num_tokens], a view."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens, resumed ones included."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV has yet to be computed; 1: it decodes."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it keeps its blocks until it ends, because others may be reading them."""
+        return self.group.request.prefill_only
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of prompt tokens are still wanted."""
+        found = self.group.prompt_logprobs
+        return found is not None and self.index == 0 and len(found) < self.num_prompt
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """Its blocks as int32 [len(block_ids)], a view."""
+        return self._table[: len(self.block_ids)]
+
+    def append_token(self, token: int) -> None:
+        """Add an output token."""
+        if self.num_tokens == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        self.sampler.append(token)
+
+    def append_blocks(self, block_ids: SequenceOf[BlockId]) -> None:
+        """Add blocks at the end of its table."""
+        have, want = len(self.block_ids), len(self.block_ids) + len(block_ids)
+        if want > len(self._table):
+            table = np.zeros(max(want, 2 * len(self._table)), np.int32)
+            table[:have] = self._table[:have]
+            self._table = table
+        self._table[have:want] = block_ids
+        self.block_ids.extend(block_ids)
+
+    def hold_prefix(self, block_ids: SequenceOf[BlockId], block_size: int) -> None:
+        """Begin with blocks found in the prefix cache."""
+        self.append_blocks(block_ids)
+        self.num_committed = len(block_ids)
+        self.skip_to(len(block_ids) * block_size)
+
+    def skip_to(self, num_tokens: int) -> None:
+        """Note that the KV of the first ``num_tokens`` tokens is in the pool without having been computed here."""
+        self.num_computed = num_tokens
+        self.high_water = max(self.high_water, min(num_tokens, self.num_prompt))
+
+    def take_blocks(self) -> list[BlockId]:
+        """Remove and return all its blocks: its KV is gone."""
+        blocks, self.block_ids = self.block_ids, []
+        self.num_computed = self.num_committed = 0
+        return blocks
+
+    def hash_blocks(self, num_tokens: int, block_size: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks of the first ``num_tokens`` tokens, computing those not known yet."""
+        count = num_tokens // block_size
+        known = len(self.hashes)
+        if known < count:
+            parent = self.hashes[-1] if known else self.group.root
+            self.hashes += block_hashes(
+                self._tokens[: count * block_size], block_size, parent, start=known * block_size
+            )
+        return self.hashes[:count]
+
+    def advance(self, count: int) -> None:
+        """Note that the KV of ``count`` more tokens is in the pool."""
+        start, end = self.num_computed, self.num_computed + count
+        self.num_computed = end
+        if start < self.num_prompt:
+            # What was computed before a preemption counts once.
+            self.num_prompt_computed += max(0, min(end, self.num_prompt) - max(start, self.high_water))
+            self.high_water = max(self.high_water, min(end, self.num_prompt))
