@@ -9,6 +9,7 @@ so a reader who finds the generation unchanged *after* its copy knows that nobod
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -21,6 +22,7 @@ from baton.types import Epoch
 
 HEADER_BYTES = 4096
 MAGIC = b"BATONKV1"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class KVArena:
@@ -39,15 +41,17 @@ class KVArena:
         if num_blocks < 1 or block_bytes < 1:
             raise ConfigError(f"an arena needs blocks and bytes, got {num_blocks} x {block_bytes}", field="kv_blocks")
         self.epoch = epoch or Epoch(secrets.token_bytes(16))
-        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, arena_bytes(num_blocks, block_bytes))
-        self._map(num_blocks, block_bytes)
+        # Sealed in its size, so that no reader's mapping can ever fault on memory that went away.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._map(num_blocks, block_bytes, mmap.ACCESS_WRITE)
         header = MAGIC + self.epoch + num_blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")
         self._mapping[: len(header)] = header
 
     @classmethod
     def attach(cls, fd: int) -> KVArena:
-        """Map another process's arena from a file descriptor, which this object then owns.
+        """Map another process's arena, for reading only, from a file descriptor, which this object then owns.
 
         Raises:
             ConfigError: The descriptor is not an arena.
@@ -57,21 +61,26 @@ class KVArena:
         header = os.pread(fd, 40, 0)
         num_blocks = int.from_bytes(header[24:32], "little")
         block_bytes = int.from_bytes(header[32:40], "little")
-        if header[:8] != MAGIC or os.fstat(fd).st_size != arena_bytes(num_blocks, block_bytes):
+        right = header[:8] == MAGIC and os.fstat(fd).st_size == arena_bytes(num_blocks, block_bytes)
+        if not right or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ConfigError("the file descriptor received is not a KV arena")
         self.epoch = Epoch(header[8:24])
-        self._map(num_blocks, block_bytes)
+        self._map(num_blocks, block_bytes, mmap.ACCESS_READ)
         return self
 
-    def _map(self, num_blocks: int, block_bytes: int) -> None:
+    def _map(self, num_blocks: int, block_bytes: int, access: int) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        self._mapping = mmap.mmap(self._fd, arena_bytes(num_blocks, block_bytes))
+        self._mapping = mmap.mmap(self._fd, arena_bytes(num_blocks, block_bytes), access=access)
         whole = np.frombuffer(self._mapping, dtype=np.uint8)
         start = HEADER_BYTES + _page_up(8 * num_blocks)
         self.generations: npt.NDArray[np.uint64] = whole[HEADER_BYTES : HEADER_BYTES + 8 * num_blocks].view(np.uint64)
         self.blocks: npt.NDArray[np.uint8] = whole[start : start + num_blocks * block_bytes].reshape(
             num_blocks, block_bytes
         )
+
+    def open_read_only(self) -> int:
+        """Return a new file descriptor of the memory that cannot be written through; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def fd(self) -> int:

@@ -1,0 +1,7 @@
+"""Block transfer: a server that lets its arena's blocks be read, and a fetcher that copies them into its own."""
+
+from baton.transport.blocks.fetcher import BlockFetcher
+from baton.transport.blocks.server import BlockServer, ServerOptions
+from baton.transport.blocks.types import BlockReads, BlockSource, Endpoint, FetchResult
+
+__all__ = ["BlockFetcher", "BlockReads", "BlockServer", "BlockSource", "Endpoint", "FetchResult", "ServerOptions"]

@@ -1,0 +1,271 @@
+"""Lets readers copy blocks out of this instance's arena. Serves reads only: nobody ever writes into it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
+from baton.kv.arena import KVArena
+from baton.kv.fingerprint import Fingerprint
+from baton.transport.blocks.types import BlockSource, Endpoint
+from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
+from baton.transport.pipe.memory import MemoryNetwork
+from baton.transport.pipe.shm_read import require_same_user, send_descriptors, shm_address
+from baton.transport.pipe.tcp_read import ServeLimits, serve_reads
+from baton.transport.sockets import Stream, join_address
+from baton.transport.waiting import Wait
+from baton.transport.wire import send_error
+from baton.types import InstanceId
+
+log = logging.getLogger(__name__)
+_BACKLOG = 128
+_ACCEPT_BACKOFF_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What rarely differs from its default.
+
+    Attributes:
+        port: TCP port; 0: any free one.
+        advertise_host: Host that readers are told; default: the one bound.
+        max_connections: Connections at once; more are told to come later.
+        handshake_s: Seconds a new connection has for its handshake.
+        limits: Patience with readers.
+        memory: Network of the ``memory`` kind.
+    """
+
+    port: int = 0
+    advertise_host: str | None = None
+    max_connections: int = 256
+    handshake_s: float = 5.0
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    memory: MemoryNetwork | None = None
+
+
+class BlockServer:
+    """Serves one-sided reads of an arena over one or more kinds of pipe.
+
+    Args:
+        arena: What is served.
+        fingerprint: What its blocks are.
+        instance_id: Whose it is.
+        kinds: ``shm``, ``tcp``, ``memory``; readers see the endpoints in this order.
+        host: Address that TCP binds to.
+        token: Shared token; readers must know it.
+        options: The rest.
+
+    Attributes:
+        endpoints: Where readers connect.
+
+    Raises:
+        ConfigError: An unknown kind, no token off loopback, or the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        arena: KVArena,
+        fingerprint: Fingerprint,
+        instance_id: InstanceId,
+        *,
+        kinds: Sequence[str] = ("shm", "tcp"),
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        options: ServerOptions | None = None,
+    ) -> None:
+        self._arena, self._instance_id, self._token = arena, instance_id, token
+        self._options = options or ServerOptions()
+        self._facts = Facts(arena.epoch, fingerprint, arena.num_blocks, arena.block_bytes)
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()
+        self._threads: set[threading.Thread] = set()
+        self._listeners: list[socket.socket] = []
+        self._closed = threading.Event()
+        self._fd = -1
+        self.endpoints: list[Endpoint] = []
+        _check(kinds, host, token, fingerprint, arena)
+        try:
+            for kind in kinds:
+                self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def source(self) -> BlockSource:
+        """What readers need to know."""
+        facts = self._facts
+        return BlockSource(
+            self._instance_id, self._arena.epoch, tuple(self.endpoints), facts.fingerprint, facts.num_blocks
+        )
+
+    def num_connections(self) -> int:
+        """Connections now open."""
+        with self._lock:
+            return len(self._streams)
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Stop listening, end every connection and wait for the threads; harmless if repeated.
+
+        Raises:
+            DeadlineError: A thread did not end in time.
+        """
+        with self._lock:
+            self._closed.set()
+            listeners, streams, threads = self._listeners, list(self._streams), list(self._threads)
+            self._listeners = []
+            fd, self._fd = self._fd, -1
+        if self._options.memory is not None:
+            self._options.memory.withdraw(self._facts.epoch)
+        for listener in listeners:
+            with contextlib.suppress(OSError):  # Linux wakes accept(), and then says the socket was not connected
+                listener.shutdown(socket.SHUT_RDWR)
+        for stream in streams:
+            stream.close()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for listener in listeners:
+            listener.close()
+        if fd >= 0:
+            os.close(fd)
+        if any(thread.is_alive() for thread in threads):
+            raise DeadlineError("a thread of the block server did not end in time")
+
+    def _listen(self, kind: str, host: str) -> str:
+        if kind == "memory":
+            if self._options.memory is None:
+                raise ConfigError("the memory pipe needs a network", field="pipes")
+            return self._options.memory.publish(self._facts, self._arena)
+        if kind == "shm":
+            self._fd = self._arena.open_read_only()
+            name = f"baton-kv-{secrets.token_hex(12)}"
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind("\0" + name)
+            address = shm_address(name)
+        else:
+            listener = _bind_tcp(host, self._options.port)
+            address = join_address(self._options.advertise_host or host, listener.getsockname()[1])
+        listener.listen(_BACKLOG)
+        self._listeners.append(listener)
+        self._start(f"baton-kv-{kind}-accept", self._accept, kind, listener)
+        return address
+
+    def _start(self, name: str, target: object, *args: object) -> None:
+        def run() -> None:
+            try:
+                target(*args)  # type: ignore[operator]
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            if self._closed.is_set():
+                raise PipeClosedError("the block server was closed")
+            self._threads.add(thread)
+            thread.start()
+
+    def _accept(self, kind: str, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, peer = listener.accept()
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                # Out of descriptors, or a peer that left before it was greeted: the listener itself is sound.
+                log.warning("accepting a %s reader failed: %s", kind, error)
+                self._closed.wait(_ACCEPT_BACKOFF_S)
+                continue
+            stream = Stream(sock, peer=f"{kind} reader {peer[0] if peer else ''}".strip())
+            with self._lock:
+                room = len(self._streams) < self._options.max_connections and not self._closed.is_set()
+                if room:
+                    self._streams.add(stream)
+            try:
+                if not room:
+                    raise QueueFullError("the instance has all the readers it can take")
+                self._start(f"baton-kv-{kind}", self._serve, kind, stream)
+            except (QueueFullError, PipeClosedError) as error:
+                self._refuse(stream, error)
+
+    def _refuse(self, stream: Stream, error: BatonError) -> None:
+        with contextlib.suppress(BatonError):  # it fits the socket's empty buffer, so this never waits
+            send_error(stream, error, Wait(time.monotonic() + 0.1))
+        stream.close()
+        with self._lock:
+            self._streams.discard(stream)
+
+    def _serve(self, kind: str, stream: Stream) -> None:
+        try:
+            wait = Wait(time.monotonic() + self._options.handshake_s)
+            if kind == "shm":
+                require_same_user(stream, self._token)
+            greet_as_server(stream, self._token, wait, purpose=PURPOSE_READ, facts=self._facts)
+            if kind == "shm":
+                self._pass_arena(stream)
+                stream.wait_readable(Wait(), "holding a reader's line")  # its end, or a word out of turn: over
+            else:
+                serve_reads(stream, self._arena, self._options.limits)
+        except PipeClosedError:
+            log.debug("%s left", stream.peer)
+        except BatonError as error:
+            log.warning("%s was sent away: %s", stream.peer, error)
+            with contextlib.suppress(BatonError):  # it may not even listen
+                send_error(stream, error, Wait(time.monotonic() + 1.0))
+        finally:
+            stream.close()
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _pass_arena(self, stream: Stream) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                raise PipeClosedError("the block server was closed")
+            send_descriptors(stream, [self._fd])
+
+
+def _check(kinds: Sequence[str], host: str, token: str | None, fingerprint: Fingerprint, arena: KVArena) -> None:
+    unknown = set(kinds) - {"shm", "tcp", "memory"}
+    if unknown or not kinds or len(set(kinds)) != len(kinds):
+        raise ConfigError(f"pipes must be some of shm, tcp, memory, each once, got {tuple(kinds)}", field="pipes")
+    if "tcp" in kinds and token is None and not _is_loopback(host):
+        raise ConfigError(f"serving blocks on {host} needs a shared token: only loopback goes without", field="token")
+    if fingerprint.block_bytes != arena.block_bytes:
+        raise ConfigError(
+            f"the fingerprint says {fingerprint.block_bytes} bytes per block, the arena has {arena.block_bytes}",
+            field="block_bytes",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error}", field="host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
+    return listener

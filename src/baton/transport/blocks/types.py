@@ -1,0 +1,121 @@
+"""What the block transfer speaks of: where blocks live, which are wanted, what came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import InvalidRequestError
+from baton.kv.arena import KVArena
+from baton.kv.fingerprint import Fingerprint
+from baton.types import Epoch, InstanceId
+
+Ids = npt.NDArray[np.int64]
+Generations = npt.NDArray[np.uint64]
+Valid = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+MAX_BLOCKS_PER_READ = 65_536
+"""Blocks in one read request on the wire; longer reads are split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A listening pipe: its kind (``shm``, ``tcp``, ``memory``) and its address as that kind writes it."""
+
+    kind: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """An instance whose blocks can be read, as it described itself.
+
+    Attributes:
+        endpoints: In the owner's order.
+        num_blocks: Blocks in its arena.
+    """
+
+    instance_id: InstanceId
+    epoch: Epoch
+    endpoints: tuple[Endpoint, ...]
+    fingerprint: Fingerprint
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchResult:
+    """What a fetch brought.
+
+    Attributes:
+        pipe_kind: Kind of pipe the bytes came over; empty if none were asked for.
+        num_bytes: Bytes of valid blocks.
+        seconds: Wall time from call to return.
+        valid: bool [n], per block asked for: whether its content is what was offered. Others must not be used.
+        fallback_reason: Why a kind preferred over ``pipe_kind`` was not used; empty if there was none.
+    """
+
+    pipe_kind: str
+    num_bytes: int
+    seconds: float
+    valid: Valid
+    fallback_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockReads:
+    """Blocks to copy, [n]: ``remote_ids[i]``, if its generation still is ``generations[i]``, to ``local_ids[i]``."""
+
+    remote_ids: Ids
+    generations: Generations
+    local_ids: Ids
+
+    @classmethod
+    def of(cls, remote_ids: npt.ArrayLike, generations: npt.ArrayLike, local_ids: npt.ArrayLike) -> BlockReads:
+        """Build from anything array-like.
+
+        Raises:
+            InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
+        """
+        remote, local = _integers(remote_ids, "remote_ids"), _integers(local_ids, "local_ids")
+        gens = _integers(generations, "generations").astype(np.uint64)
+        for name, array in (("generations", gens), ("local_ids", local)):
+            if len(array) != len(remote):
+                raise InvalidRequestError(f"{name} has {len(array)} entries for {len(remote)} remote_ids", field=name)
+        if len(np.unique(local)) != len(local):
+            raise InvalidRequestError("local_ids names a block twice", field="local_ids")
+        return cls(remote.astype(np.int64), gens, local.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.remote_ids)
+
+    def take(self, index: npt.NDArray[np.intp] | slice | Valid) -> BlockReads:
+        """Return some of the reads."""
+        return BlockReads(self.remote_ids[index], self.generations[index], self.local_ids[index])
+
+    def check_range(self, num_remote: int, num_local: int) -> None:
+        """Refuse ids outside the two arenas.
+
+        Raises:
+            InvalidRequestError: Names the side.
+        """
+        for name, ids, count in (("remote_ids", self.remote_ids, num_remote), ("local_ids", self.local_ids, num_local)):
+            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
+                raise InvalidRequestError(
+                    f"{name} goes from {ids.min()} to {ids.max()}, the arena has {count} blocks", field=name
+                )
+
+
+def current(arena: KVArena, reads: BlockReads) -> Valid:
+    """Return, per read, whether the arena's block still has the generation that was offered."""
+    same: Valid = arena.generations[reads.remote_ids] == reads.generations
+    return same
+
+
+def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequestError(f"{name} must be a list of integers", field=name)
+    return array if array.size else array.astype(np.int64)

@@ -1,0 +1,156 @@
+"""The first words on every new connection: who are you, and are your blocks the same thing as mine?
+
+::
+
+    server -> CHALLENGE  nonce
+    client -> HELLO      nonce, proof, purpose; for reads: epoch, fingerprint, num_blocks, block_bytes
+    server -> WELCOME    proof, the same facts of the server           (or ERROR, and the connection ends)
+
+The proof is an HMAC of both nonces under the shared token: the token never crosses the wire, cannot be replayed, and
+both sides show that they know it. Facts are compared only after the proof, and before any block moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import FingerprintMismatchError, StaleBlockError, UnauthenticatedError
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.layout import LayerShape
+from baton.transport.sockets import Stream
+from baton.transport.waiting import Wait
+from baton.transport.wire import BadFrameError, FrameKind, recv_control, send_control
+
+NONCE_BYTES = 32
+PURPOSE_READ = "read"
+PURPOSE_MESSAGES = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What two sides of a block transfer compare."""
+
+    epoch: bytes
+    fingerprint: Fingerprint
+    num_blocks: int
+    block_bytes: int
+
+    def to_fields(self) -> dict[str, Any]:
+        """Write as JSON-ready fields."""
+        return {
+            "epoch": self.epoch.hex(),
+            "digest": self.fingerprint.digest().hex(),
+            "fingerprint": dataclasses.asdict(self.fingerprint),
+            "num_blocks": self.num_blocks,
+            "block_bytes": self.block_bytes,
+        }
+
+    def require(self, fields: Mapping[str, Any], *, who: str) -> None:
+        """Compare with what the other side said.
+
+        Raises:
+            StaleBlockError: Another epoch: the instance was restarted.
+            FingerprintMismatchError: Names the field that differs.
+            BadFrameError: A field is missing or malformed.
+        """
+        if fields.get("epoch") != self.epoch.hex():
+            raise StaleBlockError("the blocks belong to another epoch: their instance was restarted", field="epoch")
+        theirs = fingerprint_from_fields(fields.get("fingerprint"))
+        self.fingerprint.require_equal(theirs, who=who)
+        if fields.get("digest") != self.fingerprint.digest().hex():
+            raise FingerprintMismatchError(f"the {who}'s digest of the same fingerprint differs", field="digest")
+        for name in ("num_blocks", "block_bytes"):
+            if fields.get(name) != getattr(self, name):
+                raise FingerprintMismatchError(
+                    f"KV of the {who} differs in {name}: {getattr(self, name)} here, {fields.get(name)!r:.80} there",
+                    field=name,
+                )
+
+
+def greet_as_client(stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None) -> None:
+    """Introduce this side and check the server.
+
+    Raises:
+        UnauthenticatedError: The tokens differ.
+        StaleBlockError, FingerprintMismatchError: As :meth:`Facts.require` says, whichever side finds it first.
+    """
+    challenge = _nonce(recv_control(stream, FrameKind.CHALLENGE, wait))
+    mine = secrets.token_bytes(NONCE_BYTES)
+    fields = {"nonce": mine.hex(), "proof": _proof(token, b"client", challenge, mine), "purpose": purpose}
+    send_control(stream, FrameKind.HELLO, fields | (facts.to_fields() if facts else {}), wait)
+    welcome = recv_control(stream, FrameKind.WELCOME, wait)
+    _check_proof(welcome, _proof(token, b"server", challenge, mine))
+    if facts is not None:
+        facts.require(welcome, who="source")
+
+
+def greet_as_server(stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None) -> None:
+    """Challenge a client, check what it says and answer.
+
+    Raises:
+        UnauthenticatedError: The tokens differ.
+        BadFrameError: Not the words expected.
+        StaleBlockError, FingerprintMismatchError: As :meth:`Facts.require` says.
+    """
+    challenge = secrets.token_bytes(NONCE_BYTES)
+    send_control(stream, FrameKind.CHALLENGE, {"nonce": challenge.hex()}, wait)
+    hello = recv_control(stream, FrameKind.HELLO, wait)
+    theirs = _nonce(hello)
+    _check_proof(hello, _proof(token, b"client", challenge, theirs))
+    if hello.get("purpose") != purpose:
+        raise BadFrameError(f"this endpoint serves {purpose}", field="purpose")
+    if facts is not None:
+        facts.require(hello, who="reader")
+    answer = {"proof": _proof(token, b"server", challenge, theirs)}
+    send_control(stream, FrameKind.WELCOME, answer | (facts.to_fields() if facts else {}), wait)
+
+
+def fingerprint_from_fields(fields: object) -> Fingerprint:
+    """Rebuild a fingerprint from JSON fields.
+
+    Raises:
+        BadFrameError: A field is missing, unknown or of another type.
+    """
+    types = {"str": str, "int": int}
+    declared = {item.name: types.get(str(item.type)) for item in dataclasses.fields(Fingerprint)}
+    if not isinstance(fields, dict) or set(fields) != set(declared):
+        raise BadFrameError("the peer's fingerprint has other fields", field="fingerprint")
+    values: dict[str, Any] = dict(fields)
+    for name, kind in declared.items():
+        if kind is not None and type(values[name]) is not kind:
+            raise BadFrameError(f"the peer's fingerprint is malformed in {name}", field=name)
+    shapes = values["layer_shapes"]
+    names = {item.name for item in dataclasses.fields(LayerShape)}
+    if not isinstance(shapes, list) or not all(
+        isinstance(s, dict) and set(s) == names and all(type(v) is int for v in s.values()) for s in shapes
+    ):
+        raise BadFrameError("the peer's fingerprint is malformed in layer_shapes", field="layer_shapes")
+    values["layer_shapes"] = tuple(LayerShape(**shape) for shape in shapes)
+    return Fingerprint(**values)
+
+
+def _nonce(fields: Mapping[str, Any]) -> bytes:
+    try:
+        nonce = bytes.fromhex(fields["nonce"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFrameError("the peer's nonce is malformed", field="nonce") from error
+    if len(nonce) != NONCE_BYTES:
+        raise BadFrameError("the peer's nonce has another length", field="nonce")
+    return nonce
+
+
+def _proof(token: str | None, role: bytes, server_nonce: bytes, client_nonce: bytes) -> str:
+    key = b"none" if token is None else b"token:" + token.encode()
+    return hmac.new(key, role + server_nonce + client_nonce, hashlib.sha256).hexdigest()
+
+
+def _check_proof(fields: Mapping[str, Any], expected: str) -> None:
+    proof = fields.get("proof")
+    if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), expected.encode()):
+        raise UnauthenticatedError("the peer does not know this side's shared token", field="token")

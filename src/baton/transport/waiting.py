@@ -1,0 +1,57 @@
+"""How long an operation may wait, and who may end the wait early."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.errors import CancelledError, DeadlineError
+
+TICK_S = 0.02
+"""Longest time (seconds) between two looks at a cancel flag while blocked in the kernel."""
+
+
+class Flag(Protocol):
+    """What can be asked whether to stop, e.g. a ``threading.Event``."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A deadline and a cancel flag.
+
+    Attributes:
+        deadline: ``time.monotonic()`` seconds; ``None``: no limit, for servers that wait for their
+            peer's next word.
+        cancelled: Set by another thread to end the wait.
+    """
+
+    deadline: float | None = None
+    cancelled: Flag | None = None
+
+    def check(self, what: str) -> None:
+        """Raise if the wait is over.
+
+        Raises:
+            DeadlineError: The deadline has passed.
+            CancelledError: The flag is set.
+        """
+        if self.cancelled is not None and self.cancelled.is_set():
+            raise CancelledError(f"cancelled while {what}")
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise DeadlineError(f"deadline passed while {what}")
+
+    def remaining(self) -> float | None:
+        """Seconds to the deadline, at least 0; ``None`` without one."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def nap(self) -> float | None:
+        """Seconds to block before looking again: to the deadline, and at most a tick where there is a flag."""
+        left = self.remaining()
+        if self.cancelled is None:
+            return left
+        return TICK_S if left is None else min(TICK_S, left)
