@@ -14,11 +14,12 @@ class KVStoreConfig:
 
     host: str = option("127.0.0.1", "address to listen on; off loopback only with --token-file")
     port: int = option(0, "gRPC port; 0: a free one")
+    advertise_host: str = option("", "host under which instances reach this store's blocks; default: --host")
     instance_id: str = option("", "name of this store; default: kvstore-<random>")
     capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
     pipes: tuple[str, ...] = option(("shm", "tcp"), "pipes to serve blocks over and to pull them by, in order")
     token_file: str = option("", "file with the shared token that callers must show")
-    metrics_port: int | None = option(None, "port for Prometheus metrics; 0: a free one; default: no metrics server")
+    metrics_port: int = option(0, "port of /metrics; 0: none")
     max_blocks_per_call: int = option(4096, "hashes that one call may name")
     max_leases: int = option(4096, "leases that may live at once")
     max_fingerprints: int = option(16, "kinds of KV (model, rank, layout) held at once")
@@ -28,7 +29,7 @@ class KVStoreConfig:
     max_pending_puts: int = option(64, "Puts running or waiting; more are refused")
     pull_timeout_s: float = option(30.0, "longest time that one Put may take")
     drain_timeout_s: float = option(5.0, "time that running calls have at shutdown")
-    log_level: str = option("INFO", "what to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         for name in (
@@ -50,9 +51,9 @@ class KVStoreConfig:
             )
         if self.default_lease_s > self.max_lease_s:
             raise ConfigError("default_lease_s must be at most max_lease_s", field="default_lease_s")
-        if not self.pipes:
-            raise ConfigError("pipes must name at least one kind of pipe", field="pipes")
+        unknown = sorted(set(self.pipes) - {"shm", "tcp"})
+        if unknown or not self.pipes:
+            raise ConfigError(f"pipes must name some of shm, tcp; got {','.join(self.pipes) or 'none'}", field="pipes")
         for name in ("port", "metrics_port"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 65535:
-                raise ConfigError(f"{name} must be between 0 and 65535, got {value}", field=name)
+            if not 0 <= getattr(self, name) < 65536:
+                raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)

@@ -14,7 +14,7 @@ Methods are called from one thread (the service's event loop).
 
 from __future__ import annotations
 
-import secrets
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,12 +51,30 @@ class Reservation:
 
 @dataclass
 class Counters:
-    """Blocks since start."""
+    """Since start; blocks unless a name says otherwise."""
 
     hits: int = 0
     misses: int = 0
     evictions: int = 0
     stored: int = 0
+    expired_leases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A moment's view of a store; counts of blocks unless a name says otherwise."""
+
+    capacity_bytes: int
+    used_bytes: int
+    backed_bytes: int
+    num_blocks: int
+    num_pools: int
+    num_leases: int
+    hits: int
+    misses: int
+    evictions: int
+    stored: int
+    expired_leases: int
 
 
 class BlockStore:
@@ -203,6 +221,7 @@ class BlockStore:
         expired = self.leases.pop_expired()
         for lease in expired:
             self._unpin(lease.entries)
+        self.counters.expired_leases += len(expired)
         return len(expired)
 
     def contains(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> int:
@@ -222,6 +241,18 @@ class BlockStore:
         for entry in found:
             self._hide(entry)
         return len(found)
+
+    def stats(self) -> StoreStats:
+        """Return a consistent view, which other threads may read."""
+        return StoreStats(
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self.used_bytes,
+            backed_bytes=self.backed_bytes,
+            num_blocks=self.num_blocks,
+            num_pools=len(self._pools),
+            num_leases=len(self.leases),
+            **dataclasses.asdict(self.counters),
+        )
 
     def close(self) -> None:
         """Drop every pool, leased blocks included."""
@@ -343,8 +374,3 @@ class BlockStore:
         pool.num_pinned = 0
         del self._pools[pool.key]
         self._on_close(pool)
-
-
-def new_instance_id() -> str:
-    """Return a name for a store that was given none."""
-    return f"kvstore-{secrets.token_hex(4)}"

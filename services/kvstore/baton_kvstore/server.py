@@ -1,0 +1,117 @@
+"""A whole store in one object, for the service's process and for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import start_http_server
+
+from baton.api.v1 import kvstore_pb2_grpc
+from baton.errors import ConfigError
+from baton.rpc.auth import read_token
+from baton.rpc.server import GrpcServer
+from baton.types import Epoch, InstanceId
+from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.lanes import Lanes
+from baton_kvstore.metrics import StoreMetrics
+from baton_kvstore.service import KvStoreServicer
+from baton_kvstore.store import BlockStore
+
+log = logging.getLogger(__name__)
+
+SERVICE = "baton.api.v1.KvStoreService"
+EXPIRY_INTERVAL_S = 0.5
+
+
+class KVStoreServer:
+    """Serves one store over gRPC and pipes.
+
+    Attributes:
+        address: ``host:port`` of the gRPC server, once started.
+        store: The store, to be looked at in the event loop's thread.
+
+    Raises:
+        ConfigError: The token file cannot be read, or off loopback without one.
+    """
+
+    def __init__(self, config: KVStoreConfig) -> None:
+        self._config = config
+        token = read_token(config.token_file)
+        self.epoch = Epoch(secrets.token_bytes(16))
+        self.instance_id = InstanceId(config.instance_id or f"kvstore-{self.epoch.hex()[:8]}")
+        self.address = ""
+        self._lanes = Lanes(config, self.instance_id, token)
+        self.store = BlockStore(
+            config.capacity_bytes,
+            max_pools=config.max_fingerprints,
+            max_leases=config.max_leases,
+            clock=time.monotonic,
+            on_close=self._lanes.close_pool,
+        )
+        self.metrics = StoreMetrics(self.store)
+        self._grpc = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token)
+        servicer = KvStoreServicer(
+            config,
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            store=self.store,
+            lanes=self._lanes,
+            metrics=self.metrics,
+        )
+        kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, self._grpc.server)
+        self._expiry: asyncio.Task[None] | None = None
+        self._scrapes: tuple[WSGIServer, threading.Thread] | None = None
+
+    async def start(self) -> None:
+        """Listen and say so to health checks.
+
+        Raises:
+            ConfigError: A port cannot be had.
+        """
+        config = self._config
+        port = await self._grpc.start()
+        self.address = f"{config.host}:{port}"
+        if config.metrics_port:
+            try:
+                self._scrapes = start_http_server(config.metrics_port, addr=config.host, registry=self.metrics.registry)
+            except OSError as error:
+                await self._grpc.stop(0)
+                message = f"cannot serve metrics on {config.host}:{config.metrics_port}: {error.strerror}"
+                raise ConfigError(message, field="metrics_port") from error
+        self._expiry = asyncio.get_running_loop().create_task(self._expire(), name="lease expiry")
+        await self._grpc.set_serving(True)
+        log.info(
+            "kvstore instance %s listening on %s, %d bytes for blocks, pipes %s",
+            self.instance_id,
+            self.address,
+            config.capacity_bytes,
+            ",".join(config.pipes),
+        )
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new calls, give running ones ``grace_s`` seconds, then close everything."""
+        await self._grpc.stop(grace_s)
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.wait([self._expiry])
+        if self._scrapes is not None:
+            server, thread = self._scrapes
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+            await asyncio.to_thread(thread.join)
+        self.store.close()
+        await self._lanes.close()
+
+    async def _expire(self) -> None:
+        """End leases in time also while nobody calls, so that metrics are true."""
+        while True:
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
+            expired = self.store.expire()
+            if expired:
+                log.warning("%d leases ran out without having been released", expired)
+            self.metrics.refresh()

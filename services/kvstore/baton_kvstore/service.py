@@ -1,0 +1,198 @@
+"""The calls of ``KvStoreService``: checks what comes in, then lets store and lanes do the work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFullError
+from baton.hashing import HASH_BYTES
+from baton.kv.fingerprint import Fingerprint
+from baton.rpc.convert import fingerprint_from_pb
+from baton.transport.blocks import BlockSource
+from baton.transport.connector.source_pb import source_from_pb, source_to_pb
+from baton.types import BlockHash, Epoch, InstanceId
+from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.lanes import Lanes
+from baton_kvstore.metrics import StoreMetrics
+from baton_kvstore.store import RETRY_AFTER_S, BlockStore, Reservation
+
+
+class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
+    """Serves one :class:`BlockStore`; every call that fails takes and keeps nothing."""
+
+    def __init__(
+        self,
+        config: KVStoreConfig,
+        *,
+        instance_id: InstanceId,
+        epoch: Epoch,
+        store: BlockStore,
+        lanes: Lanes,
+        metrics: StoreMetrics,
+    ) -> None:
+        self._config, self._instance_id, self._epoch = config, instance_id, epoch
+        self._store, self._lanes, self._metrics = store, lanes, metrics
+        self._turns = asyncio.Semaphore(config.pull_workers)
+        self._num_puts = 0
+
+    async def Put(self, request: kvstore_pb2.PutRequest, context: Any) -> kvstore_pb2.PutResponse:
+        """Pull the blocks that are missing; see ``kvstore.proto``.
+
+        Raises:
+            BatonError: Nothing was stored.
+        """
+        with self._counted("Put"):
+            fingerprint = _fingerprint(request.fingerprint)
+            hashes = self._hashes(request.block_hashes)
+            source = source_from_pb(request.source)
+            _check_source(request, fingerprint, source)
+            left = context.time_remaining()
+            deadline = time.monotonic() + min(self._config.pull_timeout_s, left if left is not None else float("inf"))
+            async with self._turn(deadline):
+                reservation = self._store.reserve(fingerprint, hashes)
+                arrived, num_bytes = [False] * len(reservation.missing), 0
+                try:
+                    if reservation.missing:
+                        arrived, num_bytes = await self._pull(reservation, request, source, deadline)
+                finally:
+                    stored = self._store.commit(reservation, arrived)
+            return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes)
+
+    async def Get(self, request: kvstore_pb2.GetRequest, context: Any) -> kvstore_pb2.GetResponse:
+        """Lease the longest prefix that is there."""
+        with self._counted("Get"):
+            ttl_s = min(request.lease_ms / 1000 or self._config.default_lease_s, self._config.max_lease_s)
+            hashes = self._hashes(request.block_hashes)
+            lease = self._store.lease(_fingerprint(request.fingerprint), hashes, ttl_s)
+            if lease is None:
+                return kvstore_pb2.GetResponse()
+            pool = lease.entries[0].pool
+            slots = [entry.slot for entry in lease.entries]
+            return kvstore_pb2.GetResponse(
+                lease_id=lease.lease_id,
+                source=source_to_pb(self._lanes.source(pool)),
+                block_ids=slots,
+                generations=pool.arena.generations[slots].tolist(),
+                lease_ms=round(1000 * ttl_s),
+            )
+
+    async def Release(self, request: kvstore_pb2.ReleaseRequest, context: Any) -> kvstore_pb2.ReleaseResponse:
+        """End a lease."""
+        with self._counted("Release"):
+            return kvstore_pb2.ReleaseResponse(found=self._store.release(request.lease_id))
+
+    async def Contains(self, request: kvstore_pb2.ContainsRequest, context: Any) -> kvstore_pb2.ContainsResponse:
+        """Count the leading blocks that are there."""
+        with self._counted("Contains"):
+            found = self._store.contains(_fingerprint(request.fingerprint), self._hashes(request.block_hashes))
+            return kvstore_pb2.ContainsResponse(num_blocks=found)
+
+    async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
+        """Forget blocks."""
+        with self._counted("Delete"):
+            if request.all and request.block_hashes:
+                raise InvalidRequestError("name blocks or set all, not both", field="all")
+            hashes = None if request.all else self._hashes(request.block_hashes)
+            return kvstore_pb2.DeleteResponse(num_deleted=self._store.delete(_fingerprint(request.fingerprint), hashes))
+
+    async def GetStoreInfo(
+        self, request: kvstore_pb2.GetStoreInfoRequest, context: Any
+    ) -> kvstore_pb2.GetStoreInfoResponse:
+        """Tell who this is and how full. Endpoints differ per kind of KV, so they come with each Get instead."""
+        self._store.expire()
+        stats = self._store.stats()
+        return kvstore_pb2.GetStoreInfoResponse(
+            instance_id=self._instance_id,
+            epoch=self._epoch,
+            capacity_bytes=stats.capacity_bytes,
+            used_bytes=stats.used_bytes,
+            num_blocks=stats.num_blocks,
+            num_hits=stats.hits,
+            num_misses=stats.misses,
+            num_evictions=stats.evictions,
+            num_leases=stats.num_leases,
+        )
+
+    async def _pull(
+        self, reservation: Reservation, request: kvstore_pb2.PutRequest, source: BlockSource, deadline: float
+    ) -> tuple[list[bool], int]:
+        at = reservation.missing
+        reads = [request.block_ids[i] for i in at], [request.generations[i] for i in at], reservation.slots
+        result = await self._lanes.pull(reservation.pool, source, reads, deadline)
+        arrived = [bool(ok) for ok in result.valid]
+        self._metrics.pulled_bytes.labels(result.pipe_kind).inc(result.num_bytes)
+        self._metrics.refused_blocks.inc(arrived.count(False))
+        return arrived, result.num_bytes
+
+    @asynccontextmanager
+    async def _turn(self, deadline: float) -> AsyncIterator[None]:
+        """Wait for one of the pullers; no slot is taken before."""
+        if self._num_puts >= self._config.max_pending_puts:
+            raise QueueFullError(f"{self._num_puts} Puts are waiting", retry_after_s=RETRY_AFTER_S)
+        self._num_puts += 1
+        try:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._turns.acquire()
+            except TimeoutError:
+                raise DeadlineError("the Put had to wait too long for others") from None
+            try:
+                yield
+            finally:
+                self._turns.release()
+        finally:
+            self._num_puts -= 1
+
+    @contextmanager
+    def _counted(self, method: str) -> Iterator[None]:
+        started, code = time.perf_counter(), "ok"
+        try:
+            yield
+        except BatonError as error:
+            code = error.code
+            raise
+        except asyncio.CancelledError:
+            code = "cancelled"
+            raise
+        except BaseException:
+            code = "internal"
+            raise
+        finally:
+            self._metrics.calls.labels(method, code).inc()
+            self._metrics.seconds.labels(method).observe(time.perf_counter() - started)
+            self._metrics.refresh()
+
+    def _hashes(self, values: Sequence[bytes]) -> list[BlockHash]:
+        limit = self._config.max_blocks_per_call
+        if not 1 <= len(values) <= limit:
+            raise InvalidRequestError(f"a call names 1 to {limit} blocks, got {len(values)}", field="block_hashes")
+        for i, value in enumerate(values):
+            if len(value) != HASH_BYTES:
+                raise InvalidRequestError(
+                    f"a block hash has {HASH_BYTES} bytes, got {len(value)}", field=f"block_hashes[{i}]"
+                )
+        return [BlockHash(value) for value in values]
+
+
+def _fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
+    if not message.block_bytes:
+        raise InvalidRequestError("a fingerprint is needed, with block_bytes", field="fingerprint")
+    return fingerprint_from_pb(message)
+
+
+def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, source: BlockSource) -> None:
+    fingerprint.require_equal(source.fingerprint, who="source")
+    for name in ("block_ids", "generations"):
+        count = len(getattr(request, name))
+        if count != len(request.block_hashes):
+            raise InvalidRequestError(f"{name} has {count} entries for {len(request.block_hashes)} hashes", field=name)
+    for i, block_id in enumerate(request.block_ids):
+        if block_id >= source.num_blocks:
+            raise InvalidRequestError(
+                f"block {block_id} is not in a pool of {source.num_blocks}", field=f"block_ids[{i}]"
+            )
