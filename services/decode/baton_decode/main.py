@@ -9,18 +9,20 @@ from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.p2p_load import P2PLoader
 from baton.types import Role
 from baton.worker.dialer import GrpcPrefillDialer
-from baton.worker.runtime import Parts, RoleParts
-from baton.worker.runtime import main as run_worker
+from baton.worker.instance import Parts
+from baton.worker.main import main as run_worker
 from baton.worker.servicer import WorkerContext
 from baton_decode.servicer import DecodeServicer
 
 
-class DecodeParts(RoleParts):
+class DecodeParts:
     """A decode instance fetches KV from prefill instances."""
 
     def __init__(self, parts: Parts) -> None:
         config, fingerprint = parts.config, parts.runner.fingerprint
-        self._fetcher = BlockFetcher(parts.arena, fingerprint, kinds=config.pipes, token=parts.token)
+        self._fetcher = BlockFetcher(
+            parts.arena, fingerprint, kinds=config.pipes, token=parts.token, memory=parts.memory
+        )
         self._dialer = GrpcPrefillDialer(fingerprint, parts.token)
         self.connector = P2PLoader(
             fetcher=self._fetcher,

@@ -71,7 +71,7 @@ class DecodeServicer(WorkerServicerBase):
         transfer = metrics.transfer
         reason = transfer.local_reason
         if transfer.path is PrefillPath.LOCAL and not reason:
-            reason = self._loader.local_reason(request_id)
+            reason = self._loader.local_reason(request_id) or "prompt_logprobs"
         return common_pb2.RequestTrace(
             path=path_to_pb(transfer.path),
             prefill_instance=transfer.source if transfer.path is PrefillPath.REMOTE else "",
@@ -125,4 +125,3 @@ def _raise_if_failed(output: SequenceOutput) -> None:
         raise InternalError(output.error or "the engine failed the request")
     if output.finish_reason is FinishReason.ABORT:
         raise UnavailableError("the request was aborted on this instance")
-

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from baton.transport.lookup_buffer import LookupBuffer
+
 from baton.transport.connector.p2p_load import Offer
 from baton.transport.connector.p2p_offer import P2POfferer
-from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import Role
-from baton.worker.runtime import Parts, RoleParts
-from baton.worker.runtime import main as run_worker
+from baton.worker.instance import Parts
+from baton.worker.main import main as run_worker
 from baton.worker.servicer import WorkerContext
 from baton_prefill.servicer import PrefillServicer
 
 OFFER_BUFFER_BYTES = 64 * 1024 * 1024
 
 
-class PrefillParts(RoleParts):
+class PrefillParts:
     """A prefill instance offers what it computes."""
 
     def __init__(self, parts: Parts) -> None:

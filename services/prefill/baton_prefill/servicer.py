@@ -74,16 +74,15 @@ class PrefillServicer(WorkerServicerBase):
         await asyncio.sleep(self._worker.config.lease_s)
         raise DeadlineError(f"the lease ended after {self._worker.config.lease_s:g} s")
 
-    async def _offers_unless_failed(
-        self, lease: Lease, output: asyncio.Future[SequenceOutput]
-    ) -> AsyncIterator[Offer]:
+    async def _offers_unless_failed(self, lease: Lease, output: asyncio.Future[SequenceOutput]) -> AsyncIterator[Offer]:
         """Yield the lease's offers; stop with the request's own error if it fails before the last one."""
         offers = self._offerer.offers(lease)
         try:
             while True:
-                offer = asyncio.ensure_future(anext(offers, None))
+                offer: asyncio.Future[Offer | None] = asyncio.ensure_future(_next(offers))
                 try:
-                    await asyncio.wait([offer, output], return_when=asyncio.FIRST_COMPLETED)
+                    waits: list[asyncio.Future[Any]] = [offer, output]
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                     if not offer.done() and output.done():
                         _result(output.result())  # raises if the request failed; else its last offer is on the way
                     item = await offer
@@ -98,9 +97,7 @@ class PrefillServicer(WorkerServicerBase):
     def _engine_request(self, request: worker_pb2.PrefillRequest) -> EngineRequest:
         tokens = list(request.prompt_token_ids)
         request_id = require_request(request.request_id, len(tokens))
-        self._worker.runner.fingerprint.require_equal(
-            fingerprint_from_pb(request.fingerprint), who="decode instance"
-        )
+        self._worker.runner.fingerprint.require_equal(fingerprint_from_pb(request.fingerprint), who="decode instance")
         if request.num_held_tokens >= len(tokens):
             raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
         if request.num_output_tokens >= len(tokens):
@@ -115,6 +112,10 @@ class PrefillServicer(WorkerServicerBase):
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
+
+
+async def _next(offers: AsyncIterator[Offer]) -> Offer | None:
+    return await anext(offers, None)
 
 
 async def _first_output(stream: RequestStream) -> SequenceOutput:

@@ -42,6 +42,17 @@ class Ratio:
         return f"{self.prefill}P{self.decode}D"
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraArgs:
+    """More command line for some of the processes."""
+
+    worker: tuple[str, ...] = ()
+    """For every instance."""
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    router: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class DeploymentPlan:
     """The processes in the order of their start: every group is ready before the next one begins."""
@@ -66,11 +77,8 @@ def make_plan(
     grpc_port: int = 0,
     pipes: str = "shm,tcp",
     kvstore: bool = False,
-    worker_args: Sequence[str] = (),
-    router_args: Sequence[str] = (),
-    prefill_args: Sequence[str] = (),
-    decode_args: Sequence[str] = (),
     load_from_store: bool = False,
+    extra: ExtraArgs | None = None,
 ) -> DeploymentPlan:
     """Lay out a deployment on loopback.
 
@@ -80,29 +88,27 @@ def make_plan(
         grpc_port: gRPC port of the router; 0 takes a free one.
         pipes: Comma-separated kinds, in order of preference.
         kvstore: Whether a KV store runs too.
-        worker_args: Flags for every instance.
-        router_args: Flags for the router.
-        prefill_args: Flags for prefill instances.
-        decode_args: Flags for decode instances.
         load_from_store: Whether instances load from and save to the store.
+        extra: More flags.
     """
+    more = extra or ExtraArgs()
     num_workers = ratio.prefill + ratio.decode
     free = iter(_free_ports(2 * num_workers + 4))
     http = f"{HOST}:{port or next(free)}"
     grpc = f"{HOST}:{grpc_port or next(free)}"
     store = _kvstore_spec(next(free), next(free), pipes) if kvstore else None
-    shared = ["--routers", grpc, "--pipes", pipes, *worker_args]
+    shared = ["--routers", grpc, "--pipes", pipes, *more.worker]
     if store is not None and load_from_store:
         shared += ["--kvstore", store.health_address]
     workers = []
-    for role, count, extra in (("prefill", ratio.prefill, prefill_args), ("decode", ratio.decode, decode_args)):
+    for role, count, own in (("prefill", ratio.prefill, more.prefill), ("decode", ratio.decode, more.decode)):
         for index in range(count):
-            workers.append(_worker_spec(role, index, next(free), next(free), [*shared, *extra]))
+            workers.append(_worker_spec(role, index, next(free), next(free), [*shared, *own]))
     host, http_port = http.rsplit(":", 1)
     router = ProcessSpec(
         name="router",
         module="baton_router.main",
-        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *router_args),
+        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *more.router),
         health_address=grpc,
         role="router",
         listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),

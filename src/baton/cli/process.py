@@ -94,7 +94,9 @@ class ManagedProcess:
                 while not await check_health(self.spec.health_address, timeout_s=1.0):
                     if self.returncode is not None:
                         await self.wait()
-                        raise UnavailableError(f"{self.spec.name} ended with status {self.returncode} before it was ready")
+                        raise UnavailableError(
+                            f"{self.spec.name} ended with status {self.returncode} before it was ready"
+                        )
                     await asyncio.sleep(HEALTH_INTERVAL_S)
         except TimeoutError:
             raise UnavailableError(f"{self.spec.name} was not ready within {timeout_s:g} s") from None

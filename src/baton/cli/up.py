@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.plan import DeploymentPlan, Ratio, make_plan
+from baton.cli.plan import DeploymentPlan, ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 from baton.config import EngineConfig, add_flags
 from baton.errors import BatonError, ConfigError
@@ -96,10 +96,12 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
         pipes=args.pipe,
         kvstore=args.kvstore,
         load_from_store=args.use_kvstore,
-        worker_args=["--model", model, *engine_args],
-        router_args=shlex.split(args.router_args),
-        prefill_args=shlex.split(args.prefill_args),
-        decode_args=shlex.split(args.decode_args),
+        extra=ExtraArgs(
+            worker=("--model", model, *engine_args),
+            prefill=tuple(shlex.split(args.prefill_args)),
+            decode=tuple(shlex.split(args.decode_args)),
+            router=tuple(shlex.split(args.router_args)),
+        ),
     )
 
 

@@ -36,9 +36,11 @@ class WorkerConfig:
         for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", field=name)
-        unknown = sorted(set(self.pipes) - {"shm", "tcp"})
+        unknown = sorted(set(self.pipes) - {"shm", "tcp", "memory"})
         if unknown or not self.pipes:
-            raise ConfigError(f"pipes must name some of shm, tcp; got {','.join(self.pipes) or 'none'}", field="pipes")
+            raise ConfigError(
+                f"pipes must be some of shm, tcp, memory; got {','.join(self.pipes) or 'none'}", field="pipes"
+            )
         for address in (*self.routers, *filter(None, (self.kvstore, self.advertise))):
             host, _, port = address.rpartition(":")
             if not host or not port.isdigit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -42,7 +43,8 @@ class GrpcPrefillDialer:
         stub = worker_pb2_grpc.WorkerServiceStub(await self._channel(address))
         call = stub.Prefill(
             worker_pb2.PrefillRequest(
-                request_id=request.request_id,
+                # Unique per attempt: a stream that broke may not be gone yet where the next one arrives.
+                request_id=f"{request.request_id}.{secrets.token_hex(4)}",
                 prompt_token_ids=request.token_ids,
                 num_output_tokens=request.num_output_tokens,
                 sampling=sampling_to_pb(request.sampling),
@@ -61,7 +63,7 @@ class GrpcPrefillDialer:
         """Close every channel."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
-            await channel.close()
+            await channel.close(None)
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.pop(address, None) or open_channel(address, token=self._token)
@@ -72,9 +74,9 @@ class GrpcPrefillDialer:
         return channel
 
 
-async def _events(call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]) -> (
-    AsyncIterator[PrefillEvent]
-):
+async def _events(
+    call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
+) -> AsyncIterator[PrefillEvent]:
     try:
         async for response in call:
             kind = response.WhichOneof("event")

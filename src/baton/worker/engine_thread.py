@@ -45,7 +45,7 @@ class EngineThread:
     ) -> None:
         self._core = core
         self._loop = loop
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wakeup = threading.Event()
         self._on_failure = on_failure
         self._stopping = False
@@ -132,7 +132,7 @@ class EngineThread:
         """The engine; use it through :meth:`call` only."""
         return self._core
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
         self._wakeup.set()
 

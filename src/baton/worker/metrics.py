@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,19 +21,29 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        make = {"registry": self.registry}
-        self.requests = Counter("baton_worker_requests", "Calls by method and outcome", ["method", "code"], **make)
-        self.prefills = Counter("baton_worker_prefills", "Requests by where the prompt was computed", ["path"], **make)
-        self.local_reasons = Counter("baton_worker_local_prefills", "Local prefills by reason", ["reason"], **make)
-        self.failed_prefills = Counter("baton_worker_failed_remote_prefills", "Prefill candidates in vain", **make)
-        self.transfer_bytes = Counter("baton_kv_transfer_bytes", "KV bytes fetched", ["pipe"], **make)
-        self.transfer_tokens = Counter("baton_kv_transfer_tokens", "Tokens whose KV was fetched", ["pipe"], **make)
-        self.transfer_seconds = Histogram(
-            "baton_kv_transfer_seconds", "Time in fetches per request", ["pipe"], buckets=_SECONDS, **make
+        reg = self.registry
+        self.requests = Counter(
+            "baton_worker_requests", "Calls by method and outcome", ["method", "code"], registry=reg
         )
-        self.ttft = Histogram("baton_worker_ttft_seconds", "Admission to first token", buckets=_SECONDS, **make)
-        self.queue = Histogram("baton_worker_queue_seconds", "Admission to first work", buckets=_SECONDS, **make)
-        self.leases = Gauge("baton_worker_leases", "Prefill streams that hold blocks", **make)
+        self.prefills = Counter(
+            "baton_worker_prefills", "Requests by where the prompt was computed", ["path"], registry=reg
+        )
+        self.local_reasons = Counter(
+            "baton_worker_local_prefills", "Local prefills by reason", ["reason"], registry=reg
+        )
+        self.failed_prefills = Counter(
+            "baton_worker_failed_remote_prefills", "Prefill candidates in vain", registry=reg
+        )
+        self.transfer_bytes = Counter("baton_kv_transfer_bytes", "KV bytes fetched", ["pipe"], registry=reg)
+        self.transfer_tokens = Counter(
+            "baton_kv_transfer_tokens", "Tokens whose KV was fetched", ["pipe"], registry=reg
+        )
+        self.transfer_seconds = Histogram(
+            "baton_kv_transfer_seconds", "Time in fetches per request", ["pipe"], buckets=_SECONDS, registry=reg
+        )
+        self.ttft = Histogram("baton_worker_ttft_seconds", "Admission to first token", buckets=_SECONDS, registry=reg)
+        self.queue = Histogram("baton_worker_queue_seconds", "Admission to first work", buckets=_SECONDS, registry=reg)
+        self.leases = Gauge("baton_worker_leases", "Prefill streams that hold blocks", registry=reg)
 
     def watch(self, stats: Callable[[], EngineStats], steps: Callable[[], tuple[int, float]]) -> None:
         """Export an engine's statistics, read at scrape time."""
@@ -54,7 +65,7 @@ class WorkerMetrics:
 
 
 class _EngineCollector(Collector):
-    _GAUGES = {
+    _GAUGES: ClassVar = {
         "num_running": "Sequences in the batch",
         "num_waiting": "Sequences in the queue",
         "num_loading": "Sequences that wait for KV from outside",
@@ -63,7 +74,7 @@ class _EngineCollector(Collector):
         "blocks_cached": "KV blocks that are free but can be hit",
         "waiting_prompt_tokens": "Prompt tokens not computed yet",
     }
-    _COUNTERS = {
+    _COUNTERS: ClassVar = {
         "num_preemptions": "Sequences preempted",
         "prefill_tokens": "Prompt tokens computed",
         "decode_tokens": "Tokens generated",

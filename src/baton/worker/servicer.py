@@ -52,6 +52,20 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
         self._worker = context
         self._rates = _Rates()
 
+    async def Generate(
+        self, request: worker_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        """Refuse what only a decode instance does."""
+        self._refuse("generate")
+        yield worker_pb2.GenerateResponse()  # never reached: makes this a stream
+
+    async def Prefill(
+        self, request: worker_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        """Refuse what only a prefill instance does."""
+        self._refuse("prefill for others")
+        yield worker_pb2.PrefillResponse()  # never reached: makes this a stream
+
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         """End a request."""
         engine = self._worker.engine
@@ -105,16 +119,23 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
         left = await self._worker.admission.drain(request.timeout_ms / 1000)
         return worker_pb2.DrainResponse(num_unfinished=left)
 
+    def _refuse(self, what: str) -> None:
+        raise InvalidRequestError(f"this is a {self._worker.role} instance: it does not {what}", field="role")
+
     async def _snapshot(self) -> tuple[int, list[KVEvent]]:
         engine, log = self._worker.engine, self._worker.events
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[int, list[KVEvent]]] = loop.create_future()
 
+        def give(events: list[KVEvent]) -> None:
+            if not done.done():
+                done.set_result((log.sequence, events))
+
         def take() -> None:
             # Events of earlier steps reach the log through the same queue of callbacks, so they are counted
             # by the time this one runs: the sequence number fits the snapshot exactly.
-            events: list[KVEvent] = list(engine.core.cache_snapshot())
-            loop.call_soon_threadsafe(lambda: done.done() or done.set_result((log.sequence, events)))
+            events: list[KVEvent] = list(engine.core.snapshot())
+            loop.call_soon_threadsafe(give, events)
 
         await engine.call(take)
         return await done

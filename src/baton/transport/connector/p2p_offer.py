@@ -1,4 +1,4 @@
-"""The prefill side of point-to-point hand-over: offers go into the lookup buffer as chunks finish, streams take them out.
+"""The prefill side of point-to-point hand-over: offers go into the lookup buffer, streams take them out.
 
 A *lease* is an open Prefill stream. While it is open the engine keeps the request's blocks; when it closes, for
 whatever reason, the blocks go back. An offer names blocks and their generations, never bytes: the reader copies from
@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 
-from baton.errors import QueueFullError
+from baton.errors import InvalidRequestError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
 from baton.transport.connector.p2p_load import Offer
@@ -77,16 +77,19 @@ class P2POfferer(KVConnector):
 
         Raises:
             QueueFullError: Too many leases are open.
+            InvalidRequestError: The request id is in use.
         """
         with self._lock:
             if len(self._leases) >= self._max_leases:
                 raise QueueFullError(f"{self._max_leases} leases are open", retry_after_s=1.0)
+            if request_id in self._leases:
+                raise InvalidRequestError(f"request id {request_id!r} is in use", field="request_id")
             lease = Lease(next(self._ids), request_id, token_ids, num_held_tokens)
             lease.num_offered_blocks = num_held_tokens // self._block_size
             self._leases[request_id] = lease
         return lease
 
-    async def offers(self, lease: Lease) -> AsyncIterator[Offer]:
+    async def offers(self, lease: Lease) -> AsyncGenerator[Offer]:
         """Yield the lease's offers in order until the whole prompt has been offered.
 
         Raises:

@@ -1,0 +1,252 @@
+"""One prefill or decode instance: model, engine thread, pipes and gRPC server, started and stopped as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import start_http_server
+
+from baton.api.v1 import worker_pb2_grpc
+from baton.config import EngineConfig
+from baton.config.worker import WorkerConfig
+from baton.engine.batch import Runner
+from baton.engine.build import load_runner, make_arena
+from baton.engine.core import EngineCore
+from baton.errors import ConfigError
+from baton.kv.arena import KVArena
+from baton.kv.connector import KVConnector
+from baton.kv.events import KVEvent
+from baton.rpc.auth import read_token, require_safe_bind
+from baton.rpc.server import GrpcServer
+from baton.transport.blocks import BlockServer, ServerOptions
+from baton.transport.pipe.memory import MemoryNetwork
+from baton.types import InstanceId, Role
+from baton.worker.admission import Admission
+from baton.worker.engine_thread import EngineThread
+from baton.worker.events import KvEventLog
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.registration import Identity, Registration
+from baton.worker.servicer import WorkerContext, WorkerServicerBase
+
+log = logging.getLogger(__name__)
+SERVICE = "baton.api.v1.WorkerService"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What exists before the role's own parts are built.
+
+    Attributes:
+        wake: Makes the engine poll its connector; any thread may call it.
+        memory: Joins the instances of one process, for the ``memory`` pipe.
+    """
+
+    config: WorkerConfig
+    engine_config: EngineConfig
+    runner: Runner
+    arena: KVArena
+    token: str | None
+    loop: asyncio.AbstractEventLoop
+    wake: Callable[[], None]
+    memory: MemoryNetwork | None = None
+
+
+class RoleParts(Protocol):
+    """What a role adds."""
+
+    @property
+    def connector(self) -> KVConnector:
+        """The engine's connector."""
+
+    def servicer(self, context: WorkerContext) -> WorkerServicerBase:
+        """Build the role's calls."""
+
+    async def close(self) -> None:
+        """Release what the role opened; the engine has stopped by then."""
+
+
+RoleFactory = Callable[[Parts], RoleParts]
+
+
+class WorkerInstance:
+    """A running instance.
+
+    Args:
+        role: Prefill or decode.
+        config: The service.
+        engine_config: Its engine.
+        build: Makes the role's own parts.
+        on_failure: Called in the loop when the engine cannot go on.
+        memory: Joins the instances of one process, for the ``memory`` pipe.
+
+    Attributes:
+        port: Of the gRPC server, once started.
+        context: The parts, once started.
+    """
+
+    port: int
+    context: WorkerContext
+
+    def __init__(
+        self,
+        role: Role,
+        config: WorkerConfig,
+        engine_config: EngineConfig,
+        build: RoleFactory,
+        *,
+        on_failure: Callable[[], None] | None = None,
+        memory: MemoryNetwork | None = None,
+    ) -> None:
+        self._role, self._config, self._engine_config, self._build = role, config, engine_config, build
+        self._on_failure, self._memory = on_failure, memory
+        self._registrations: list[Registration] = []
+        self._stack = contextlib.AsyncExitStack()
+        self._server: GrpcServer | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC server."""
+        return f"{self._config.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Load the model, listen, register.
+
+        Raises:
+            ConfigError: Something cannot work; everything opened so far is closed again.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> None:
+        config = self._config
+        token = read_token(config.token_file)
+        require_safe_bind(config.host, token)
+        _require_free_port(config)
+        runner = load_runner(self._engine_config)
+        arena = make_arena(self._engine_config, runner)
+        self._stack.callback(arena.close)
+        wake = _Wake()
+        loop = asyncio.get_running_loop()
+        parts = self._build(Parts(config, self._engine_config, runner, arena, token, loop, wake, self._memory))
+        self._stack.push_async_callback(parts.close)
+        events = KvEventLog(arena.epoch)
+
+        def on_events(items: list[KVEvent]) -> None:
+            loop.call_soon_threadsafe(events.append, items)
+
+        core = EngineCore(self._engine_config, runner, arena, connector=parts.connector, on_events=on_events)
+        engine = EngineThread(core, loop, on_failure=self._on_failure)
+        wake.target = engine.wake
+        instance_id = InstanceId(
+            config.instance_id or f"{self._role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
+        )
+        options = ServerOptions(memory=self._memory)
+        block_server = BlockServer(
+            arena, runner.fingerprint, instance_id, kinds=config.pipes, host=config.host, token=token, options=options
+        )
+        self._stack.callback(block_server.close)
+        self.context = WorkerContext(
+            role=self._role,
+            instance_id=instance_id,
+            config=config,
+            engine_config=self._engine_config,
+            runner=runner,
+            engine=engine,
+            arena=arena,
+            block_server=block_server,
+            events=events,
+            admission=Admission(),
+            metrics=WorkerMetrics(),
+        )
+        self.context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
+        engine.start()
+        self._stack.push_async_callback(engine.stop)
+        await self._listen(parts, token)
+
+    async def _listen(self, parts: RoleParts, token: str | None) -> None:
+        config, context = self._config, self.context
+        server = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(parts.servicer(context), server.server)
+        self.port = await server.start()
+        self._server = server
+        if config.metrics_port:
+            self._serve_metrics()
+        await server.set_serving(True)
+        identity = Identity(config.advertise or self.address, context.instance_id, context.role, context.arena.epoch)
+        self._registrations = [Registration(router, identity, token) for router in config.routers]
+        for registration in self._registrations:
+            registration.start()
+        log.info(
+            "%s instance %s listening on %s, %d KV blocks of %d tokens, attention %s, pipes %s",
+            context.role,
+            context.instance_id,
+            self.address,
+            context.arena.num_blocks,
+            context.engine_config.block_size,
+            context.runner.attention_backend,
+            ",".join(endpoint.kind for endpoint in context.block_server.endpoints),
+        )
+
+    async def stop(self, drain_s: float) -> None:
+        """Leave the routers, let running calls end for ``drain_s`` seconds, then close everything."""
+        admission = self.context.admission
+        log.info("draining: %d calls in progress", admission.active)
+        await asyncio.gather(*(registration.stop() for registration in self._registrations))
+        if self._server is not None:
+            await self._server.set_serving(False)
+            left = await admission.drain(drain_s)
+            if left:
+                log.warning("%d calls did not end within %g s and are cut off", left, drain_s)
+            await self._server.stop(0.5)
+        await self._stack.aclose()
+
+    def _serve_metrics(self) -> None:
+        config = self._config
+        try:
+            server, thread = start_http_server(
+                config.metrics_port, addr=config.host, registry=self.context.metrics.registry
+            )
+        except OSError as error:
+            message = f"cannot serve metrics on {config.host}:{config.metrics_port}: {error.strerror}"
+            raise ConfigError(message, field="metrics_port") from error
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join(5.0)
+
+        self._stack.callback(close)
+
+
+def _require_free_port(config: WorkerConfig) -> None:
+    """Fail before the model is loaded if the port cannot be had."""
+    for name in ("port", "metrics_port"):
+        port = getattr(config, name)
+        if port == 0:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.host, port))
+            except OSError as error:
+                message = f"cannot listen on {config.host}:{port}: {error.strerror}"
+                raise ConfigError(message, field=name) from error
+
+
+class _Wake:
+    """Wakes the engine once it exists; connectors are built before it."""
+
+    target: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self.target is not None:
+            self.target()

@@ -1,0 +1,85 @@
+"""A prefill or decode process from its flags to its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from baton.config import EngineConfig, add_flags, from_flags
+from baton.config.worker import WorkerConfig
+from baton.errors import BatonError, ConfigError
+from baton.types import Role
+from baton.version import __version__
+from baton.worker.instance import RoleFactory, WorkerInstance
+from baton.worker.logs import set_up_logging
+
+log = logging.getLogger(__name__)
+
+
+def main(role: Role, build: RoleFactory, argv: Sequence[str] | None = None) -> int:
+    """Run an instance until it is told to end.
+
+    Args:
+        role: Prefill or decode.
+        build: Makes the role's own parts.
+        argv: Command line; default: the process's.
+
+    Returns:
+        The exit status: 0 after a clean end, 2 for a configuration that cannot work, 1 for any other failure.
+    """
+    name = f"baton-{role}"
+    parser = argparse.ArgumentParser(prog=name, description=f"Run a {role} instance.")
+    parser.add_argument("--version", action="version", version=__version__)
+    add_flags(parser, WorkerConfig)
+    add_flags(parser, EngineConfig)
+    args = parser.parse_args(argv)
+    try:
+        config, engine_config = from_flags(WorkerConfig, args), from_flags(EngineConfig, args)
+        set_up_logging(config.log_level, config.instance_id or role)
+        return asyncio.run(_run(role, config, engine_config, build))
+    except ConfigError as error:
+        print(f"{name}: error: {error.message}", file=sys.stderr)  # noqa: T201
+        return 2
+    except BatonError as error:
+        print(f"{name}: failed: {error.message}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+async def _run(role: Role, config: WorkerConfig, engine_config: EngineConfig, build: RoleFactory) -> int:
+    stop = _StopRequest()
+    instance = WorkerInstance(role, config, engine_config, build, on_failure=stop.fail)
+    await instance.start()
+    await stop.wait()
+    await instance.stop(config.drain_timeout_s if stop.exit_code == 0 else 0.0)
+    return stop.exit_code
+
+
+class _StopRequest:
+    """SIGTERM and SIGINT ask for a drain; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.exit_code = 0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._event.is_set():
+            log.warning("second signal: ending at once")
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.raise_signal(number)
+        self._event.set()
+
+    def fail(self) -> None:
+        """Ask for an end with an error."""
+        self.exit_code = 1
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Wait for the request."""
+        await self._event.wait()
