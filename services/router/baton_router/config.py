@@ -1,0 +1,90 @@
+"""What a router can be told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from baton.config.flags import option
+from baton.errors import ConfigError
+from baton_router.policy import POLICIES, make_policy
+
+_ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Configuration of one router."""
+
+    host: str = option("127.0.0.1", "address to listen on; off loopback needs --token-file")
+    port: int = option(8000, "port of the OpenAI-compatible HTTP interface; 0: a free one")
+    grpc_port: int = option(8001, "port of the gRPC router service; 0: a free one")
+    prefill: tuple[str, ...] = option((), "prefill instances, host:port")
+    decode: tuple[str, ...] = option((), "decode instances, host:port")
+    model: str = option("", "directory with the tokenizer; default: the model path that the instances report")
+    policy: str = option("match_minus_load", "placement policy", choices=POLICIES)
+    beta: float = option(0.3, "weight of relative load against KV match rate")
+    policy_seed: int | None = option(None, "seed of the policy's random choices; default: random")
+    remote_prefill_threshold: int | None = option(
+        None, "missing prompt tokens from which a prefill instance is used; default: the decode instance's own"
+    )
+    prefill_candidates: int = option(3, "prefill instances that a request may try, one after the other")
+    kv_events: bool = option(True, "keep an exact index from the instances' KV events")
+    index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 170 bytes each")
+    index_stale_limit_s: float = option(30.0, "seconds without events after which an instance's index is not used")
+    strict_fields: bool = option(False, "refuse requests with unknown fields")
+    api_key_file: str = option("", "file with the API keys that HTTP clients must show, one per line")
+    token_file: str = option("", "file with the token that services show each other")
+    max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
+    max_retries: int = option(3, "times a request goes to another decode instance after a failure")
+    request_timeout_s: float = option(600.0, "seconds a request may take")
+    no_instance_wait_s: float = option(5.0, "seconds a request waits for a decode instance when none is ready")
+    lease_ttl_s: float = option(10.0, "seconds without heartbeat after which a registered instance is forgotten")
+    max_instances: int = option(1024, "instances that may be known at a time")
+    load_interval_ms: int = option(100, "shortest time between two load reports of an instance")
+    probe_interval_s: float = option(2.0, "seconds between two probes of an instance")
+    probe_timeout_s: float = option(5.0, "seconds an instance has to answer a probe")
+    probe_failures: int = option(3, "probes in a row without an answer after which an instance counts as lost")
+    reconnect_max_s: float = option(2.0, "longest pause between two attempts to reach an instance")
+    drain_timeout_s: float = option(30.0, "seconds running requests get to end on SIGTERM")
+    log_level: str = option("info", "least important messages to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for name in ("port", "grpc_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
+        for name in ("prefill", "decode"):
+            for address in getattr(self, name):
+                check_address(address, field=name)
+        both = set(self.prefill) & set(self.decode)
+        if both or len(set(self.prefill)) < len(self.prefill) or len(set(self.decode)) < len(self.decode):
+            raise ConfigError("an instance is named twice in --prefill and --decode", field="decode")
+        make_policy(self.policy, beta=self.beta)
+        for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
+            _at_least(self, name, 1)
+        _at_least(self, "probe_failures", 1)
+        _at_least(self, "max_retries", 0)
+        if self.remote_prefill_threshold is not None:
+            _at_least(self, "remote_prefill_threshold", 0)
+        for name in ("request_timeout_s", "lease_ttl_s", "probe_interval_s", "probe_timeout_s", "reconnect_max_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
+        for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s"):
+            _at_least(self, name, 0)
+
+
+def check_address(address: str, *, field: str) -> None:
+    """Check that an address is ``host:port``.
+
+    Raises:
+        ConfigError: It is not; names ``field``.
+    """
+    match = _ADDRESS.match(address)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ConfigError(f"{address!r} is not host:port", field=field)
+
+
+def _at_least(config: RouterConfig, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if not value >= least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}", field=name)

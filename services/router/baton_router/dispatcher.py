@@ -1,0 +1,79 @@
+"""Implements the router's seam: places requests on instances and carries their streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from baton.api.v1 import router_pb2
+from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
+from baton_router.config import RouterConfig
+from baton_router.core import ModelInfo, RoutedChunk, RoutedRequest
+from baton_router.metrics import RouterMetrics
+from baton_router.placement import Ask, Placer
+from baton_router.policy import make_policy
+from baton_router.registry import Registry
+from baton_router.run import RequestRun, RunContext
+
+
+class PlacingDispatcher:
+    """The :class:`~baton_router.core.Dispatcher` over real instances.
+
+    Args:
+        config: Policy and limits.
+        registry: The instances.
+        metrics: Where requests are counted.
+    """
+
+    def __init__(self, config: RouterConfig, registry: Registry, metrics: RouterMetrics) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._config = config
+        self._placer = Placer(
+            registry,
+            make_policy(config.policy, beta=config.beta, seed=config.policy_seed),
+            metrics,
+            max_prefills=config.prefill_candidates,
+            threshold=config.remote_prefill_threshold,
+        )
+        self._context = RunContext(registry, self._placer, metrics, config)
+        self.num_in_flight = 0
+
+    def model_info(self) -> ModelInfo:
+        """Return what is served; see ``Dispatcher.model_info``."""
+        return self._registry.model_info()
+
+    async def stream(self, request: RoutedRequest) -> AsyncGenerator[RoutedChunk, None]:
+        """Run a request; see ``Dispatcher.stream``."""
+        if self.num_in_flight >= self._config.max_in_flight:
+            self._metrics.failures.labels(code=QueueFullError.code).inc()
+            raise QueueFullError(f"{self.num_in_flight} requests are in flight already", retry_after_s=1.0)
+        self.num_in_flight += 1
+        try:
+            async with contextlib.aclosing(RequestRun(self._context, request).chunks()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except BatonError as error:
+            self._metrics.failures.labels(code=error.code).inc()
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self._metrics.closed_early.inc()
+            raise
+        except Exception:
+            self._metrics.failures.labels(code=InternalError.code).inc()
+            raise
+        finally:
+            self.num_in_flight -= 1
+
+    async def route(self, request: RoutedRequest) -> router_pb2.RouteDecision:
+        """Say where the request would go; see ``Dispatcher.route``.
+
+        Raises:
+            UnavailableError: No decode instance is ready.
+        """
+        ask = Ask(request.prompt_token_ids, request.cache_salt, request.sampling.n)
+        placement = self._placer.place(ask, reserve=False)
+        if placement is None:
+            raise UnavailableError("no decode instance is ready", retry_after_s=1.0)
+        return placement.decision

@@ -1,0 +1,140 @@
+"""What the router knows of one prefill or decode instance."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc.aio
+
+from baton.api.v1 import router_pb2, worker_pb2, worker_pb2_grpc
+from baton.kv.fingerprint import Fingerprint
+from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
+from baton.types import Epoch, InstanceId, Role
+from baton_router.feed import EventFeed
+from baton_router.load import LoadBook
+
+
+class Status(enum.StrEnum):
+    """Whether an instance can be used."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    REFUSED = "refused"
+    """It answers, but it is not what it should be: another role, other KV, another model."""
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """What an instance says of itself; see ``GetInfoResponse``."""
+
+    instance_id: InstanceId
+    role: Role
+    epoch: Epoch
+    fingerprint: Fingerprint
+    num_blocks: int
+    max_model_len: int
+    model_name: str
+    model_path: str
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def from_pb(cls, message: worker_pb2.GetInfoResponse) -> InstanceInfo:
+        """Read an instance's answer.
+
+        Raises:
+            InvalidRequestError: Role or fingerprint cannot be read.
+        """
+        return cls(
+            instance_id=InstanceId(message.instance_id),
+            role=role_from_pb(message.role),
+            epoch=Epoch(message.epoch),
+            fingerprint=fingerprint_from_pb(message.fingerprint),
+            num_blocks=message.num_blocks,
+            max_model_len=message.max_model_len,
+            model_name=message.served_model_name,
+            model_path=message.model_path,
+            vocab_size=message.vocab_size,
+            eos_token_ids=frozenset(message.eos_token_ids),
+        )
+
+
+class Instance:
+    """One instance: address, identity, health, load and its part of the index.
+
+    Changed only by its link (health, identity), by placements (load) and by the registry (removal).
+    """
+
+    def __init__(self, address: str, role: Role, channel: grpc.aio.Channel, feed: EventFeed) -> None:
+        self.address = address
+        self.role = role
+        self.channel = channel
+        self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        self.feed = feed
+        self.load = LoadBook(role)
+        self.info: InstanceInfo | None = None
+        self.status = Status.CONNECTING
+        self.reason = ""
+        self.admitted = False
+        """Whether a session is open with an instance that is what it should be."""
+        self.generation = 0
+        self.last_scores: dict[str, float] = {}
+        self._lost: set[Callable[[], None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def instance_id(self) -> InstanceId:
+        """Its name; the address until it was reached for the first time."""
+        return self.info.instance_id if self.info else InstanceId(self.address)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may get new requests."""
+        return self.status is Status.READY and not self.load.draining
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Differs after every reconnection: an instance that failed a request counts as new once it is back."""
+        return self.address, self.generation
+
+    def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Tell of a running request, and return what to call when it has ended.
+
+        ``callback`` is called if the instance is found dead without its connections breaking.
+        """
+        self._lost.add(callback)
+        self._idle.clear()
+
+        def undo() -> None:
+            self._lost.discard(callback)
+            if not self._lost:
+                self._idle.set()
+
+        return undo
+
+    def lose(self) -> None:
+        """Break off every running request: the instance does not answer any more."""
+        for callback in list(self._lost):
+            callback()
+
+    async def wait_idle(self) -> None:
+        """Wait until none of this router's requests runs there."""
+        await self._idle.wait()
+
+    def describe(self) -> router_pb2.InstanceStatus:
+        """Return its state for ``ListInstances``."""
+        return router_pb2.InstanceStatus(
+            instance_id=self.instance_id,
+            address=self.address,
+            role=role_to_pb(self.role),
+            healthy=self.status is Status.READY,
+            index_state=self.feed.state,
+            load=self.load.report,
+            in_flight=self.load.requests,
+            indexed_blocks=self.feed.num_blocks,
+        )

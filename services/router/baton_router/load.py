@@ -1,0 +1,88 @@
+"""How much work is in flight on an instance, as this router counts it, at once and without waiting for a report.
+
+The unit is one token of work, plus ``REQUEST_OVERHEAD_TOKENS`` per sequence for what a sequence costs however short it
+is. On a prefill instance a request weighs its prompt tokens that matched nothing there, until the first token arrives;
+on a decode instance the tokens of all its sequences, prompt included, until it ends.
+
+Reports of the instance itself tell what *others* (a second router, a client that calls workers directly) have placed
+there: whatever a report shows beyond what this router had in flight at that moment is counted on top. So one's own
+requests count immediately, those of others with the delay of the report, and nothing counts twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.api.v1 import common_pb2
+from baton.types import Role
+
+REQUEST_OVERHEAD_TOKENS = 64
+
+
+@dataclass(slots=True)
+class LoadBook:
+    """One instance's work in flight."""
+
+    role: Role
+    requests: int = 0
+    """Sequences placed here by this router."""
+    tokens: int = 0
+    """Their tokens of work."""
+    foreign: float = 0.0
+    """Work placed here by others, from the last report."""
+    report: common_pb2.LoadReport = field(default_factory=common_pb2.LoadReport)
+
+    @property
+    def work(self) -> float:
+        """Everything in flight, in tokens."""
+        return self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests + self.foreign
+
+    @property
+    def draining(self) -> bool:
+        """Whether the instance said that it takes no new requests."""
+        return self.report.draining
+
+    def observe(self, report: common_pb2.LoadReport, block_size: int) -> None:
+        """Take a report of the instance."""
+        self.report = report
+        if self.role is Role.PREFILL:
+            tokens = float(report.waiting_prompt_tokens)
+        else:
+            tokens = float(report.blocks_active * block_size)
+        requests = report.num_running + report.num_waiting + report.num_loading
+        more_requests = max(0, requests - self.requests)
+        # Without a request of others, blocks in use beyond ours are rounding or requests that just ended.
+        more_tokens = max(0.0, tokens - self.tokens) if more_requests else 0.0
+        self.foreign = more_tokens + REQUEST_OVERHEAD_TOKENS * more_requests
+
+    def forget_reports(self) -> None:
+        """The process behind the reports is gone."""
+        self.report = common_pb2.LoadReport()
+        self.foreign = 0.0
+
+
+@dataclass(slots=True)
+class Hold:
+    """A share of one instance's load; ``release`` may be called any number of times."""
+
+    book: LoadBook
+    tokens: int
+    requests: int = 1
+    released: bool = False
+
+    def __post_init__(self) -> None:
+        self.book.tokens += self.tokens
+        self.book.requests += self.requests
+
+    def grow(self, tokens: int) -> None:
+        """Add tokens that the request generated."""
+        if not self.released:
+            self.tokens += tokens
+            self.book.tokens += tokens
+
+    def release(self) -> None:
+        """Give the share back."""
+        if not self.released:
+            self.released = True
+            self.book.tokens -= self.tokens
+            self.book.requests -= self.requests

@@ -1,0 +1,65 @@
+"""``match_minus_load``, the default: score = KV match rate - beta * relative load; the highest wins, ties at random."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from baton.errors import ConfigError
+from baton.types import InstanceId
+from baton_router.policy.base import Candidate, Ranking, Scored, ordered, relative_loads
+
+
+class MatchMinusLoad:
+    """Send a request where its KV is, unless that place is too busy.
+
+    Algorithm, for each role by itself::
+
+        match_i = matched prompt tokens on i / prompt tokens
+        load_i  = (work in flight on i + c) / (mean work in flight of the role + c)
+        score_i = match_i - beta * load_i
+
+    with c the work of this very request. Work in flight is counted in tokens: for a prefill instance the prompt
+    tokens it still has to compute, for a decode instance the tokens whose KV it holds (see ``baton_router.load``).
+    The pair's score is the sum of both, so the best of each role is the best pair. Decode's own match counts like
+    prefill's: what decode holds need not travel, and if little is missing it computes the rest itself.
+
+    ``beta`` is the price of imbalance: with 0.3 a full match gives way once its instance carries about 4.3 times the
+    mean (1 / 0.3 + 1), a half match at 2.7 times. On traces with shared prefixes, 0.1 to 0.5 keep nearly all of
+    the possible hit rate with loads within a few percent of the mean.
+
+    Risks: with ``beta = 0`` everything goes to the instance that first served a common prefix. A very large ``beta``
+    is ``least_loaded``. Few requests in flight mean little to balance: one hot prefix stays on one instance as long
+    as that one keeps up, which is wanted. Match rates of a stale index can be too high; they cost recomputation on a
+    prefill instance, never a wrong answer.
+
+    Args:
+        beta: Weight of load, 0 to 100.
+        rng: Breaks ties.
+
+    Raises:
+        ConfigError: ``beta`` is out of range.
+    """
+
+    name = "match_minus_load"
+
+    def __init__(self, beta: float, rng: random.Random) -> None:
+        if not (math.isfinite(beta) and 0.0 <= beta <= 100.0):
+            raise ConfigError(f"beta must be between 0 and 100, got {beta}", field="beta")
+        self.beta = beta
+        self._rng = rng
+
+    def rank(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Ranking:
+        """Order both roles by their scores."""
+        return Ranking(prefill=self._order(prefill), decode=self._order(decode))
+
+    def chosen(self, instances: Sequence[InstanceId]) -> None:
+        """Nothing to remember."""
+
+    def _order(self, candidates: Sequence[Candidate]) -> list[Scored]:
+        scored = [
+            Scored(at, c.match_rate, load, c.match_rate - self.beta * load)
+            for at, (c, load) in enumerate(zip(candidates, relative_loads(candidates), strict=True))
+        ]
+        return ordered(scored, self._rng)

@@ -1,0 +1,254 @@
+"""Every instance the router knows: those named on the command line and those that registered themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from baton.api.v1 import router_pb2
+from baton.errors import ConfigError, InvalidRequestError, QueueFullError, UnavailableError
+from baton.kv.fingerprint import Fingerprint
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import role_from_pb
+from baton.types import Role
+from baton_router.config import RouterConfig, check_address
+from baton_router.core import ModelInfo
+from baton_router.feed import EventFeed
+from baton_router.index import PrefixIndex
+from baton_router.instance import Instance, InstanceInfo, Status
+from baton_router.link import Link
+from baton_router.metrics import InstanceCollector, RouterMetrics
+from baton_router.registration import Leases
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_SWEEP_BUDGET = 20_000
+
+
+class Registry:
+    """The instances, their links and their leases.
+
+    The first instance that answers decides what is served; one whose fingerprint differs is refused until every
+    instance of the other kind has gone.
+
+    Args:
+        config: Addresses, intervals, limits.
+        metrics: Where changes are counted.
+        token: Shared token to show to instances.
+        now: Monotonic clock, in seconds; tests bring their own.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        *,
+        token: str | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._token = token
+        self._now = now
+        self.index = PrefixIndex(config.index_max_blocks)
+        self.leases = Leases(config.lease_ttl_s, now)
+        self._static = frozenset((*config.prefill, *config.decode))
+        self._instances: dict[str, Instance] = {}
+        self._links: dict[str, asyncio.Task[None]] = {}
+        self._retired: set[asyncio.Task[None]] = set()
+        self._change = asyncio.Event()
+        self._reference: tuple[Fingerprint, bytes] | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        metrics.registry.register(InstanceCollector(self.instances))
+
+    def start(self) -> None:
+        """Connect to the static instances and begin to watch the leases; needs a running loop."""
+        for role, addresses in ((Role.PREFILL, self._config.prefill), (Role.DECODE, self._config.decode)):
+            for address in addresses:
+                self._add(address, role)
+        self._ticker = asyncio.create_task(self._tick(), name="registry")
+
+    async def close(self) -> None:
+        """End every link and channel."""
+        tasks = [*self._links.values(), *self._retired]
+        if self._ticker is not None:
+            tasks.append(self._ticker)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(x.channel.close(None) for x in self._instances.values()))
+        self._instances.clear()
+        self._links.clear()
+
+    # --- who is there ---
+
+    def instances(self) -> list[Instance]:
+        """Return all instances, whatever their state."""
+        return list(self._instances.values())
+
+    def ready(self, role: Role) -> list[Instance]:
+        """Return the instances of a role that take new requests."""
+        return [x for x in self._instances.values() if x.role is role and x.ready]
+
+    @property
+    def content_key(self) -> bytes:
+        """Root of the block hash chains of what is served.
+
+        Raises:
+            UnavailableError: No instance has answered yet.
+        """
+        if self._reference is None:
+            raise UnavailableError("no instance is ready yet", retry_after_s=1.0)
+        return self._reference[1]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block; see :attr:`content_key`."""
+        if self._reference is None:
+            raise UnavailableError("no instance is ready yet", retry_after_s=1.0)
+        return self._reference[0].block_size
+
+    def model_info(self) -> ModelInfo:
+        """Return what the instances serve.
+
+        Raises:
+            UnavailableError: None is ready.
+        """
+        for instance in (*self.ready(Role.DECODE), *self.ready(Role.PREFILL)):
+            info = instance.info
+            if info is not None:
+                return ModelInfo(
+                    name=info.model_name,
+                    path=info.model_path,
+                    max_model_len=info.max_model_len,
+                    vocab_size=info.vocab_size,
+                    eos_token_ids=info.eos_token_ids,
+                )
+        raise UnavailableError("no instance is ready", retry_after_s=1.0)
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Wait until some instance became more or less usable, at most ``timeout_s`` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._change.wait()
+        except TimeoutError:
+            return
+
+    def _changed(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    # --- registration ---
+
+    def register(self, request: router_pb2.RegisterRequest) -> router_pb2.RegisterResponse:
+        """Make an instance known, or known again.
+
+        Raises:
+            InvalidRequestError: Address, name or role is missing or wrong; names the field.
+            QueueFullError: Too many instances.
+        """
+        try:
+            check_address(request.address, field="address")
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, field="address") from error
+        if not request.instance_id or len(request.instance_id) > 256:
+            raise InvalidRequestError("instance_id must have 1 to 256 characters", field="instance_id")
+        role = role_from_pb(request.role)
+        known = self._instances.get(request.address)
+        if known is None and len(self._instances) >= self._config.max_instances:
+            raise QueueFullError(f"{len(self._instances)} instances are known already", retry_after_s=10.0)
+        if known is not None and known.role is not role:
+            if request.address in self._static:
+                raise InvalidRequestError(f"{request.address} is known as a {known.role} instance", field="role")
+            self._remove(request.address)
+        for other in self.instances():
+            # The same instance came back on another port before its old lease ran out.
+            if other.instance_id == request.instance_id and other.address not in {request.address, *self._static}:
+                self.leases.drop_address(other.address)
+                self._remove(other.address)
+        if request.address not in self._instances:
+            self._add(request.address, role)
+        lease = self.leases.grant(request.address)
+        self._metrics.registrations.labels(change="registered").inc()
+        log.info("%s instance %s registered from %s", role, request.instance_id, request.address)
+        return router_pb2.RegisterResponse(lease_id=lease.lease_id, ttl_ms=int(1000 * self.leases.ttl_s))
+
+    def heartbeat(self, lease_id: str) -> bool:
+        """Keep a lease; ``False``: register again."""
+        return self.leases.renew(lease_id)
+
+    def deregister(self, lease_id: str) -> None:
+        """Forget an instance that leaves; unknown leases are no error. Its running requests go on."""
+        address = self.leases.end(lease_id)
+        if address is not None:
+            self._metrics.registrations.labels(change="deregistered").inc()
+            self._drop_registered(address, "it deregistered")
+
+    def expire(self) -> None:
+        """Forget the instances whose lease ran out."""
+        for address in self.leases.take_expired():
+            self._metrics.registrations.labels(change="expired").inc()
+            self._drop_registered(address, "its lease ran out")
+
+    def _drop_registered(self, address: str, why: str) -> None:
+        instance = self._instances.get(address)
+        if instance is not None and address not in self._static:
+            log.info("%s instance %s is forgotten: %s", instance.role, instance.instance_id, why)
+            self._remove(address)
+
+    # --- inside ---
+
+    def _add(self, address: str, role: Role) -> None:
+        feed = EventFeed(self.index, now=self._now, stale_limit_s=self._config.index_stale_limit_s)
+        instance = Instance(address, role, open_channel(address, token=self._token), feed)
+        link = Link(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)
+        self._instances[address] = instance
+        self._links[address] = asyncio.create_task(link.run(), name=f"link {address}")
+
+    def _remove(self, address: str) -> None:
+        """Take an instance out of placement; its channel is closed when its last request has ended."""
+        instance, link = self._instances.pop(address), self._links.pop(address)
+        instance.status, instance.reason = Status.DOWN, "it left"
+        task = asyncio.create_task(self._retire(instance, link), name=f"retire {address}")
+        self._retired.add(task)
+        task.add_done_callback(self._retired.discard)
+        self._changed()
+
+    async def _retire(self, instance: Instance, link: asyncio.Task[None]) -> None:
+        link.cancel()
+        await asyncio.gather(link, return_exceptions=True)
+        instance.status, instance.reason = Status.DOWN, "it left"
+        instance.feed.close()
+        if all(x.instance_id != instance.instance_id for x in self._instances.values()):
+            self._metrics.forget_instance(instance.instance_id)
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                await instance.wait_idle()
+        except TimeoutError:
+            log.warning("requests on %s outlived their deadline", instance.instance_id)
+        finally:
+            await instance.channel.close(None)
+
+    def _admit(self, instance: Instance, info: InstanceInfo) -> None:
+        """Check who answers at an address.
+
+        Raises:
+            ConfigError: Another role than expected.
+            FingerprintMismatchError: Its KV is not what the others' is; names the field.
+        """
+        if info.role is not instance.role:
+            raise ConfigError(f"role is {info.role}, expected {instance.role}", field="role")
+        others = any(x.admitted for x in self._instances.values() if x is not instance)
+        if self._reference is not None and others:
+            self._reference[0].require_equal(info.fingerprint, who="instance")
+        elif self._reference is None or self._reference[0].digest() != info.fingerprint.digest():
+            self._reference = (info.fingerprint, info.fingerprint.content_key())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.expire()
+            self.index.sweep(_SWEEP_BUDGET)

@@ -1,0 +1,325 @@
+"""One request from placement to its last token, over as many decode instances as it takes.
+
+A *group* is the set of sequences that one ``Generate`` call carries. A request begins as one group. When its call
+breaks before any token arrived the group is simply placed again. When tokens have arrived every unfinished sequence
+becomes a group of its own and goes on with prompt + tokens so far: a sequence depends on its seed, its parameters and
+its own tokens alone (``baton.seeds``), so the next token is the one that would have come.
+
+What was yielded is what was recorded, in the same step: nothing can be repeated or left out by a break in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from baton.api.v1 import router_pb2, worker_pb2
+from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableError
+from baton.rpc.convert import sampling_to_pb
+from baton.seeds import sequence_seed
+from baton.types import FinishReason, Role, SamplingParams
+from baton_router.attempt import AttemptFailed, Message, run_attempt
+from baton_router.backoff import Backoff
+from baton_router.config import RouterConfig
+from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.merge import merge
+from baton_router.metrics import RouterMetrics
+from baton_router.placement import Ask, Placement, Placer
+from baton_router.registry import Registry
+from baton_router.trace import TraceMerge
+
+log = logging.getLogger(__name__)
+
+_END_GRACE_S = 1.0
+"""How long an instance may take to end its call after the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What every run uses."""
+
+    registry: Registry
+    placer: Placer
+    metrics: RouterMetrics
+    config: RouterConfig
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One of the request's sequences: what was yielded of it."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    """Sequences that travel together, and what went wrong with them so far.
+
+    Attributes:
+        excluded: Identities of instances that failed them.
+        full: The latest refusal for lack of room, until somebody took the group.
+        last: The latest other failure.
+        failures: How many others there were.
+    """
+
+    sequences: list[_Sequence]
+    excluded: set[tuple[str, int]] = field(default_factory=set)
+    full: QueueFullError | None = None
+    last: AttemptFailed | None = None
+    failures: int = 0
+
+    @property
+    def open(self) -> list[_Sequence]:
+        return [s for s in self.sequences if not s.finished]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+    @property
+    def started(self) -> bool:
+        return any(s.token_ids or s.finished for s in self.sequences)
+
+
+class RequestRun:
+    """Runs one request once.
+
+    Args:
+        context: Shared parts.
+        request: The request; ``seed`` and ``max_tokens`` of its sampling are set.
+    """
+
+    def __init__(self, context: RunContext, request: RoutedRequest) -> None:
+        self._context = context
+        self._request = request
+        self._deadline = time.monotonic() + context.config.request_timeout_s
+        self._traces = TraceMerge()
+        self._sequences = [_Sequence(index) for index in range(request.sampling.n)]
+        self._calls = 0
+        self._begun = False
+        self._rng = random.Random()
+
+    async def chunks(self) -> AsyncGenerator[RoutedChunk, None]:
+        """Yield the request's chunks; closing the generator cancels everything it runs.
+
+        Raises:
+            BatonError: See ``Dispatcher.stream``.
+        """
+        try:
+            async with contextlib.aclosing(self._run_group(_Group(self._sequences))) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            if self._begun:
+                self._context.metrics.observe_trace(self._traces.merged())
+
+    async def _run_group(self, group: _Group) -> AsyncGenerator[RoutedChunk, None]:
+        while group.open:
+            if exhausted := self._exhausted(group):
+                yield exhausted
+                continue
+            placement = await self._place(group)
+            before = group.num_tokens
+            try:
+                async with contextlib.aclosing(self._attempt(group, placement)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            except AttemptFailed as failure:
+                if not group.open:
+                    return
+                self._note_failure(group, placement, failure, in_mid_stream=group.num_tokens > before)
+            finally:
+                placement.release()
+            if group.started and len(group.sequences) > 1:
+                parts = [_Group([s], set(group.excluded), group.full, group.last, group.failures) for s in group.open]
+                async with contextlib.aclosing(merge([self._run_group(part) for part in parts])) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+
+    def _exhausted(self, group: _Group) -> RoutedChunk | None:
+        """End sequences that have all their tokens but broke off before they were told to have ended."""
+        limit = self._request.sampling.max_tokens
+        done = [s for s in group.open if limit is not None and len(s.token_ids) >= limit]
+        for s in done:
+            s.finished = True
+        if not done:
+            return None
+        return self._chunk([RoutedDelta(s.index, [], finish_reason=FinishReason.LENGTH) for s in done], None, None)
+
+    # --- placing ---
+
+    async def _place(self, group: _Group) -> Placement:
+        """Select and reserve, waiting a little for an instance if none is ready.
+
+        Raises:
+            QueueFullError: All that are ready are full.
+            UnavailableError: None became ready in time.
+            DeadlineError: The request's time is over.
+        """
+        config, registry = self._context.config, self._context.registry
+        give_up_at = time.monotonic() + config.no_instance_wait_s
+        backoff = Backoff(1.0, self._rng)
+        while True:
+            self._remaining_s()
+            placement = self._context.placer.place(self._ask(group))
+            if placement is not None:
+                return placement
+            if group.full is not None and not group.started:
+                raise group.full
+            if group.last is not None and not group.last.broken and registry.ready(Role.DECODE):
+                raise group.last.error  # those who are there all failed it; nobody new is to be expected
+            left = min(give_up_at, self._deadline) - time.monotonic()
+            if left <= 0:
+                last = group.last.error if group.last is not None else None
+                raise group.full or last or UnavailableError("no decode instance is ready", retry_after_s=1.0)
+            if group.full is not None:
+                # A stream that has begun waits for room: somebody is reading it.
+                await asyncio.sleep(min(backoff.next_s(), left))
+                group.excluded.clear()
+            else:
+                await registry.wait_changed(left)
+
+    def _ask(self, group: _Group) -> Ask:
+        tokens = self._request.prompt_token_ids
+        if len(group.sequences) == 1 and group.sequences[0].token_ids:
+            tokens = tokens + group.sequences[0].token_ids
+        return Ask(
+            token_ids=tokens,
+            cache_salt=self._request.cache_salt,
+            num_sequences=len(group.sequences),
+            local_only=self._wants_prompt_logprobs(),
+            exclude=group.excluded,
+        )
+
+    def _wants_prompt_logprobs(self) -> bool:
+        return self._request.sampling.prompt_logprobs is not None and not self._begun
+
+    def _remaining_s(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(f"the request took longer than {self._context.config.request_timeout_s:g} s")
+        return left
+
+    # --- one attempt ---
+
+    async def _attempt(self, group: _Group, placement: Placement) -> AsyncGenerator[RoutedChunk, None]:
+        indices = [s.index for s in group.sequences]
+        attempt = self._traces.attempt()
+        messages = run_attempt(placement.decode, self._message(group, placement), indices, self._remaining_s())
+        async with contextlib.aclosing(messages):
+            while (message := await _next(messages, bounded=not group.open)) is not None:
+                group.full = None
+                if message.trace is not None:
+                    self._traces.update(attempt, message.trace)
+                deltas = self._record(message, placement)
+                if deltas or not self._begun or not self._open:
+                    yield self._chunk(deltas, placement.decision, message)
+        if group.open:
+            raise AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
+
+    def _message(self, group: _Group, placement: Placement) -> worker_pb2.GenerateRequest:
+        request, first = self._request, group.sequences[0]
+        self._calls += 1
+        message = worker_pb2.GenerateRequest(
+            request_id=request.request_id if self._calls == 1 else f"{request.request_id[:240]}~{self._calls}",
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=first.token_ids if len(group.sequences) == 1 else (),
+            sampling=sampling_to_pb(self._sampling(group)),
+            prefill_candidates=[x.address for x in placement.prefill],
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        if self._context.config.remote_prefill_threshold is not None:
+            message.remote_prefill_threshold = self._context.config.remote_prefill_threshold
+        return message
+
+    def _sampling(self, group: _Group) -> SamplingParams:
+        sampling = self._request.sampling
+        if len(group.sequences) < sampling.n:
+            seed = sequence_seed(sampling.seed or 0, group.sequences[0].index)
+            sampling = sampling.replace(n=1, seed=seed)
+        if sampling.prompt_logprobs is not None and not self._wants_prompt_logprobs():
+            sampling = sampling.replace(prompt_logprobs=None)
+        return sampling
+
+    def _record(self, message: Message, placement: Placement) -> list[RoutedDelta]:
+        """Note what is about to be yielded; drops what came after a sequence's end."""
+        deltas = []
+        for delta in message.deltas:
+            sequence = self._sequences[delta.index]
+            if sequence.finished:
+                continue
+            sequence.token_ids.extend(delta.token_ids)
+            sequence.finished = delta.finish_reason is not None
+            placement.grow(len(delta.token_ids))
+            deltas.append(delta)
+        if deltas:
+            placement.prefilled()
+        return deltas
+
+    @property
+    def _open(self) -> bool:
+        return any(not s.finished for s in self._sequences)
+
+    def _chunk(
+        self, deltas: list[RoutedDelta], decision: router_pb2.RouteDecision | None, message: Message | None
+    ) -> RoutedChunk:
+        first, self._begun = not self._begun, True
+        return RoutedChunk(
+            deltas=deltas,
+            trace=self._traces.merged() if first or not self._open else None,
+            decision=decision if first else None,
+            prompt_logprobs=message.prompt_logprobs if message is not None and first else None,
+        )
+
+    # --- failures ---
+
+    def _note_failure(
+        self, group: _Group, placement: Placement, failure: AttemptFailed, *, in_mid_stream: bool
+    ) -> None:
+        """Decide whether the group may try again.
+
+        Raises:
+            BatonError: It may not.
+        """
+        error: BatonError = failure.error
+        if failure.final:
+            raise error
+        instance = placement.decode
+        group.excluded.add(instance.identity)
+        if isinstance(error, QueueFullError):
+            group.full = error
+        else:
+            group.failures += 1
+            group.last = failure
+        log.warning(
+            "request %s: %s failed (%s: %s), %s",
+            self._request.request_id,
+            instance.instance_id,
+            failure.reason,
+            error.message,
+            "giving up" if group.failures > self._context.config.max_retries else "going on elsewhere",
+        )
+        if group.failures > self._context.config.max_retries:
+            raise error
+        if in_mid_stream:
+            self._traces.num_migrations += 1
+            self._context.metrics.migrations.labels(reason=failure.reason).inc()
+        else:
+            self._context.metrics.retries.labels(reason=failure.reason).inc()
+
+
+async def _next(messages: AsyncGenerator[Message, None], *, bounded: bool) -> Message | None:
+    """Return the next message, or ``None`` at the end; ``bounded``: nothing is needed any more, don't wait long."""
+    try:
+        async with asyncio.timeout(_END_GRACE_S if bounded else None):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None

@@ -1,0 +1,46 @@
+"""One trace for a request that may have run on several instances."""
+
+from __future__ import annotations
+
+from baton.api.v1 import common_pb2
+
+_SUMS = ("kv_bytes", "transfer_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
+
+
+class TraceMerge:
+    """Collects the traces of all attempts.
+
+    What describes the request (path, pipe, prompt and cached tokens, TTFT) comes from the first attempt that
+    answered; costs are summed; ``decode_instance`` is the last one.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, common_pb2.RequestTrace] = {}
+        self._next = 0
+        self.num_migrations = 0
+
+    def attempt(self) -> int:
+        """Return the key of a new attempt."""
+        self._next += 1
+        return self._next
+
+    def update(self, attempt: int, trace: common_pb2.RequestTrace) -> None:
+        """Take an attempt's trace; a later one replaces its earlier."""
+        self._latest[attempt] = trace
+
+    def merged(self) -> common_pb2.RequestTrace:
+        """Return the request's trace as far as it is known."""
+        out = common_pb2.RequestTrace()
+        for at, (_, trace) in enumerate(sorted(self._latest.items())):
+            if at == 0:
+                out.CopyFrom(trace)
+                continue
+            for name in _SUMS:
+                setattr(out, name, getattr(out, name) + getattr(trace, name))
+            out.failed_prefills.extend(trace.failed_prefills)
+            out.decode_instance = trace.decode_instance
+            if not out.pipe and trace.pipe:
+                # The KV bytes summed above came over it.
+                out.pipe = trace.pipe
+        out.num_migrations = self.num_migrations
+        return out

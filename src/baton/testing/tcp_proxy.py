@@ -1,0 +1,90 @@
+"""A TCP proxy that can do to a connection what networks and dying hosts do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+
+class TcpProxy:
+    """Forwards 127.0.0.1:``port`` to a target, until told to reset or to freeze its connections.
+
+    Args:
+        target_port: Port on 127.0.0.1 to forward to.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self.port = 0
+
+    async def start(self) -> int:
+        """Listen (on the port of before, after :meth:`cut`) and return the port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self.port
+
+    def reset(self) -> None:
+        """Break every connection as a crash would: with RST, without a goodbye."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def cut(self) -> None:
+        """Break every connection and accept none."""
+        if self._server is not None:
+            self._server.close()
+            self.reset()
+            await self._server.wait_closed()
+            self._server = None
+
+    def freeze(self) -> None:
+        """Forward nothing any more, but keep the connections: what a hung host looks like."""
+        self._flowing.clear()
+
+    def thaw(self) -> None:
+        """Forward again."""
+        self._flowing.set()
+
+    async def stop(self) -> None:
+        """Close everything."""
+        await self.cut()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._writers.add(writer)
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except OSError:
+            writer.transport.abort()
+            return
+        finally:
+            self._tasks.discard(task)
+        self._writers.add(back)
+        pumps = [asyncio.create_task(self._pump(reader, back)), asyncio.create_task(self._pump(there, writer))]
+        self._tasks.update(pumps)
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in (writer, back):
+                self._writers.discard(one)
+                one.transport.abort()
+            for pump in pumps:
+                pump.cancel()
+                self._tasks.discard(pump)
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await self._flowing.wait()
+                writer.write(data)
+                await writer.drain()
