@@ -1,0 +1,269 @@
+"""``baton up`` as a user starts it, used with the unmodified openai SDK, curl-like requests and our own SDK."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import psutil
+import pytest
+
+import baton
+from baton.testing.equality import hf_greedy
+from baton.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.slow
+READY_S = 120
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[str]
+    url: str
+    grpc: str
+    lines: list[str]
+
+
+def free_port() -> int:
+    with socket.socket() as item:
+        item.bind(("127.0.0.1", 0))
+        return item.getsockname()[1]
+
+
+def start(*args: str) -> Running:
+    port, grpc = free_port(), free_port()
+    command = [sys.executable, "-m", "baton.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc), *args]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = Running(process, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc}", [])
+    up = threading.Event()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            running.lines.append(line)
+            if "Ctrl-C ends everything" in line:
+                up.set()
+        up.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert up.wait(READY_S)
+    return running
+
+
+def stop(running: Running) -> None:
+    """Ctrl-C, then nothing that was started may be left."""
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(60) == 0, "".join(running.lines[-50:])
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def up(model) -> Iterator[Running]:
+    running = start("--ratio", "1P1D", "--dtype", "float32", "--model", model, "--decode-args", "--log-level debug")
+    try:
+        if running.process.poll() is not None:
+            pytest.fail("".join(running.lines))
+        yield running
+        stop(running)
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+@pytest.fixture(scope="module")
+def client(up) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+        yield made
+
+
+NAME = "baton-tiny"
+CHAT = [{"role": "user", "content": "Write a function `main` that prints its arguments."}]
+LONG = "import os\n\n\ndef main():\n    print(os.environ)\n" * 8
+
+
+def test_models(client):
+    assert [item.id for item in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+
+
+def test_chat_streams_what_it_answers_at_once(client):
+    whole = client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, max_completion_tokens=40)
+    stream = client.chat.completions.create(
+        model=NAME,
+        messages=CHAT,
+        temperature=0,
+        max_completion_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert text.strip()
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+def test_tokens_are_those_of_hugging_face(client, model):
+    ids = Tokenizer.load(model).encode(LONG)
+    answer = client.completions.create(
+        model=NAME, prompt=ids, temperature=0, max_tokens=48, extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].token_ids == hf_greedy(model, [ids], 48)[0]
+
+
+def test_headers_tell_how_the_request_went(client):
+    prompt = f"# {os.urandom(8).hex()}\n" + LONG
+    raw = client.completions.with_raw_response.create(model=NAME, prompt=prompt, temperature=0, max_tokens=4)
+    headers = raw.headers
+    assert headers["x-baton-prefill-instance"] == "prefill-0"
+    assert headers["x-baton-decode-instance"] == "decode-0"
+    assert headers["x-baton-path"] == "remote"
+    assert headers["x-baton-pipe"] == "shm"
+    assert int(headers["x-baton-kv-bytes"]) > 0
+    assert float(headers["x-baton-transfer-ms"]) > 0
+    assert 0 <= float(headers["x-baton-match-rate"]) <= 1
+    again = client.completions.with_raw_response.create(model=NAME, prompt=prompt, temperature=0, max_tokens=4)
+    assert again.headers["x-baton-path"] == "local"
+    assert int(again.headers["x-baton-cached-tokens"]) > 0
+    assert again.parse().usage.prompt_tokens_details.cached_tokens > 0
+    assert again.parse().choices[0].text == raw.parse().choices[0].text
+
+
+def test_logprobs(client):
+    answer = client.completions.create(model=NAME, prompt="import ", temperature=0, max_tokens=3, logprobs=2)
+    assert len(answer.choices[0].logprobs.token_logprobs) == 3
+    assert all(value <= 0 for value in answer.choices[0].logprobs.token_logprobs)
+    chat = client.chat.completions.create(
+        model=NAME, messages=CHAT, temperature=0, max_tokens=3, logprobs=True, top_logprobs=4
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 3
+    assert all(len(item.top_logprobs) == 4 and item.logprob == item.top_logprobs[0].logprob for item in content)
+
+
+def test_echo_with_logprobs_of_the_prompt(client):
+    answer = client.completions.create(
+        model=NAME, prompt="import os", temperature=0, max_tokens=2, echo=True, logprobs=1
+    )
+    assert answer.choices[0].text.startswith("import os")
+    values = answer.choices[0].logprobs.token_logprobs
+    assert values[0] is None
+    assert len(values) == answer.usage.prompt_tokens + 2
+
+
+def test_stop_string_is_cut_and_named(client):
+    free = client.completions.create(model=NAME, prompt="def main():\n", temperature=0, max_tokens=40).choices[0]
+    assert len(free.text) > 12
+    word = free.text[6:10]
+    cut = client.completions.create(model=NAME, prompt="def main():\n", temperature=0, max_tokens=40, stop=[word])
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].text == free.text[: free.text.index(word)]
+
+
+def test_n_and_seed(client):
+    def sample(seed: int) -> list[str]:
+        answer = client.completions.create(
+            model=NAME, prompt="def ", max_tokens=12, n=3, seed=seed, temperature=1.2, extra_body={"ignore_eos": True}
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        return [choice.text for choice in answer.choices]
+
+    assert sample(5) == sample(5)
+    assert sample(5) != sample(6)
+    assert len(set(sample(5))) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "param"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"prompt": "x " * 5000}, openai.BadRequestError, "prompt"),
+        ({"prompt": [99_999_999]}, openai.BadRequestError, "prompt"),
+        ({"n": 0}, openai.BadRequestError, "n"),
+        ({"top_p": "much"}, openai.BadRequestError, "top_p"),
+    ],
+)
+def test_bad_input_names_the_field(client, changes, error, param):
+    with pytest.raises(error) as caught:
+        client.completions.create(**{"model": NAME, "prompt": "x", "max_tokens": 4, **changes})
+    assert caught.value.param == param
+    assert caught.value.body["message"]
+
+
+def test_unknown_fields_are_named(client):
+    raw = client.completions.with_raw_response.create(
+        model=NAME, prompt="x", max_tokens=1, extra_body={"best_of": 1, "vendor_magic": 3}
+    )
+    assert raw.headers["x-baton-ignored-fields"] == "vendor_magic"
+
+
+def test_metrics_of_router_and_workers(up, client):
+    client.completions.create(model=NAME, prompt=LONG, max_tokens=2)
+    text = httpx.get(f"{up.url}/metrics").text
+    for name in ("baton_router_", "index_state", "match_rate"):
+        assert name in text
+    table = "".join(up.lines)
+    addresses = re.findall(r"metrics (127\.0\.0\.1:\d+/metrics)", table)
+    assert len(addresses) >= 3
+    workers = "".join(httpx.get(f"http://{address}").text for address in addresses)
+    assert "baton_engine_blocks_total" in workers
+    assert 'baton_kv_transfer_bytes_total{pipe="shm"}' in workers
+
+
+def test_our_sdk(up, model):
+    with baton.Client(up.grpc) as client:
+        answer = client.generate("def main():\n", temperature=0.0, max_tokens=16)
+        assert answer.token_ids == hf_greedy(model, [Tokenizer.load(model).encode("def main():\n")], 16)[0]
+        text = "".join(
+            chunk.text for chunk in client.generate("def main():\n", temperature=0.0, max_tokens=16, stream=True)
+        )
+        assert text == answer.text
+        with pytest.raises(baton.errors.InvalidRequestError) as caught:
+            client.generate("x", top_p=7.0)
+        assert caught.value.field.endswith("top_p")
+
+
+def test_health_and_tokenize(up):
+    assert httpx.get(f"{up.url}/health").status_code == 200
+    assert httpx.get(f"{up.url}/readyz").status_code == 200
+    tokens = httpx.post(f"{up.url}/tokenize", json={"prompt": "naïve 🙂"}).json()["tokens"]
+    assert httpx.post(f"{up.url}/detokenize", json={"tokens": tokens}).json()["prompt"] == "naïve 🙂"
+
+
+def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    running = start("--model", str(tmp_path))
+    assert running.process.wait(60) != 0
+    text = "".join(running.lines)
+    assert "config.json" in text
+    assert "Traceback" not in text
+
+
+def test_a_port_in_use_is_one_clear_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        running = start("--port", str(taken.getsockname()[1]))
+        assert running.process.wait(60) != 0
+    text = "".join(running.lines)
+    assert str(taken.getsockname()[1]) in text or "in use" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("args", [["--ratio", "2D"], ["--ratio", "1P0D"], ["--pipe", "pigeon"]])
+def test_flags_that_cannot_work(args):
+    running = start(*args)
+    assert running.process.wait(60) == 2
+    assert "Traceback" not in "".join(running.lines)
