@@ -13,7 +13,7 @@ from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import finish_from_pb, sampling_to_pb
-from baton.transport.pipe.memory import MemoryNetwork
+from baton.transport.blocks import MemoryNetwork
 from baton.types import FinishReason, Role, SamplingParams
 from baton.worker.instance import WorkerInstance
 from baton_decode.main import DecodeParts

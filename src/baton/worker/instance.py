@@ -24,8 +24,7 @@ from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
 from baton.rpc.auth import read_token, require_safe_bind
 from baton.rpc.server import GrpcServer
-from baton.transport.blocks import BlockServer, ServerOptions
-from baton.transport.pipe.memory import MemoryNetwork
+from baton.transport.blocks import BlockServer, MemoryNetwork, ServerOptions
 from baton.types import InstanceId, Role
 from baton.worker.admission import Admission
 from baton.worker.engine_thread import EngineThread

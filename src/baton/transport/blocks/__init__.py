@@ -3,5 +3,15 @@
 from baton.transport.blocks.fetcher import BlockFetcher
 from baton.transport.blocks.server import BlockServer, ServerOptions
 from baton.transport.blocks.types import BlockReads, BlockSource, Endpoint, FetchResult
+from baton.transport.pipe.memory import MemoryNetwork
 
-__all__ = ["BlockFetcher", "BlockReads", "BlockServer", "BlockSource", "Endpoint", "FetchResult", "ServerOptions"]
+__all__ = [
+    "BlockFetcher",
+    "BlockReads",
+    "BlockServer",
+    "BlockSource",
+    "Endpoint",
+    "FetchResult",
+    "MemoryNetwork",
+    "ServerOptions",
+]

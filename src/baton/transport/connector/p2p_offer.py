@@ -8,18 +8,25 @@ the pool itself.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 
-from baton.errors import InvalidRequestError, QueueFullError
+from baton.errors import BatonError, InvalidRequestError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
 from baton.transport.connector.p2p_load import Offer
 from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import BlockHash, BlockId, RequestId
+
+log = logging.getLogger(__name__)
+
+OFFER_BYTES, BLOCK_BYTES = 200, 100
+"""What an offer and a block in it take, roughly, in a Python process."""
 
 
 class Lease:
@@ -28,13 +35,14 @@ class Lease:
     Attributes:
         lease_id: Unique in this process.
         num_held_tokens: Leading tokens the reader has: not offered.
+        key: Under which its offers lie in the lookup buffer.
     """
 
     def __init__(self, lease_id: int, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int) -> None:
         self.lease_id, self.request_id = lease_id, request_id
         self.token_ids, self.num_held_tokens = token_ids, num_held_tokens
         self.num_offered_blocks = 0
-        self.num_offers = 0
+        self.key = RequestId(f"{request_id}/{lease_id}")
 
 
 class P2POfferer(KVConnector):
@@ -95,11 +103,11 @@ class P2POfferer(KVConnector):
         Raises:
             DeadlineError: The engine computed nothing for ``lease_s`` seconds.
         """
-        total, at = len(lease.token_ids), 0
+        total = len(lease.token_ids)
         while True:
-            offer = await self._buffer.drop_select_async(self._key(lease, at), deadline_s=self._lease_s)
+            deadline = time.monotonic() + self._lease_s
+            offer = await self._buffer.drop_select_async(lease.key, deadline=deadline)
             yield offer
-            at += 1
             if offer.num_tokens >= total:
                 return
 
@@ -112,8 +120,7 @@ class P2POfferer(KVConnector):
             if lease.request_id in self._finished:
                 self._finished.remove(lease.request_id)
                 self._releases.append(lease.request_id)
-        for at in range(lease.num_offers):
-            self._buffer.withdraw(self._key(lease, at))
+        self._buffer.withdraw(lease.key)
         self._wake()
 
     def num_leases(self) -> int:
@@ -149,11 +156,21 @@ class P2POfferer(KVConnector):
             ids = tuple(int(b) for b in block_ids[first:end])
             generations = tuple(int(g) for g in self._arena.generations[list(ids)]) if ids else ()
             lease.num_offered_blocks = end
-            key = self._key(lease, lease.num_offers)
-            lease.num_offers += 1
         roi = slice(first * self._block_size, min(num_tokens, total))
         offer = Offer(first, ids, generations, num_tokens)
-        self._buffer.insert(key, lease.token_ids, roi, offer, nbytes=64 * (1 + len(ids)), lease_s=self._lease_s)
+        try:
+            # Without a deadline, as the engine must not wait: the buffer is sized for every lease's offers.
+            self._buffer.insert(
+                lease.key,
+                lease.token_ids,
+                roi,
+                offer,
+                nbytes=OFFER_BYTES + BLOCK_BYTES * len(ids),
+                lease_s=self._lease_s,
+            )
+        except BatonError as error:
+            log.error("the offer of %s is lost (%s): its stream ends", request_id, error.message)
+            self._buffer.withdraw(lease.key)
 
     def request_finished(self, request_id: RequestId) -> bool:
         """Keep the blocks as long as the lease is open."""
@@ -178,6 +195,3 @@ class P2POfferer(KVConnector):
         """Close all leases."""
         for lease in list(self._leases.values()):
             self.close_lease(lease)
-
-    def _key(self, lease: Lease, at: int) -> RequestId:
-        return RequestId(f"{lease.request_id}/{lease.lease_id}/{at}")
