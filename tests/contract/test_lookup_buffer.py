@@ -1,0 +1,475 @@
+"""What a lookup buffer promises: bounds, exactly-once consumption, no lost wake-ups, no deadlock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from baton.errors import (
+    CancelledError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    PipeClosedError,
+    QueueFullError,
+)
+from baton.transport.lookup_buffer import LookupBuffer
+from baton.types import RequestId
+
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(call)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for a state that another thread reaches; the tests check it where nothing else signals it."""
+    end = soon()
+    while not condition():
+        assert time.monotonic() < end, "never came about"
+        threading.Event().wait(0.001)
+
+
+def test_entries_of_a_key_come_in_order_and_once() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(1000)
+    for i in range(5):
+        buffer.insert(A, [1, 2, 3, 4], slice(0, i), i, 10, lease_s=60)
+    assert [buffer.drop_select(A, deadline=soon()) for _ in range(5)] == list(range(5))
+    assert (len(buffer), buffer.num_bytes) == (0, 0)
+    with pytest.raises(DeadlineError):
+        buffer.drop_select(A, deadline=time.monotonic())
+
+
+def test_requests_out_of_order_find_theirs() -> None:
+    buffer: LookupBuffer[str] = LookupBuffer(1000)
+    buffer.insert(A, [1, 2], None, "first", 1, lease_s=60)
+    buffer.insert(B, [3, 4], None, "second", 1, lease_s=60)
+    assert buffer.drop_select([3, 4, 5], deadline=soon()) == "second"
+    assert buffer.drop_select(A, deadline=soon()) == "first"
+
+
+def test_match_by_tokens_takes_the_furthest_reaching_prefix() -> None:
+    buffer: LookupBuffer[str] = LookupBuffer(1000)
+    tokens = np.arange(100, dtype=np.uint32)
+    other = tokens.copy()
+    other[10] = 999
+    buffer.insert(A, tokens, slice(0, 16), "16", 1, lease_s=60)
+    buffer.insert(A, tokens, slice(0, 48), "48", 1, lease_s=60)
+    buffer.insert(B, other, slice(0, 64), "other", 1, lease_s=60)
+    buffer.insert(C, tokens, slice(0, 100), "too long", 1, lease_s=60)
+    assert buffer.select(tokens[:80], deadline=soon()) == "48"
+    assert buffer.select(tokens[:20], deadline=soon()) == "16"
+    with pytest.raises(DeadlineError):
+        buffer.select(tokens[:15], deadline=time.monotonic())
+
+
+def test_roi_picks_the_entry_that_holds_its_first_token() -> None:
+    buffer: LookupBuffer[str] = LookupBuffer(1000)
+    tokens = np.arange(64)
+    for start in (0, 16, 32):
+        buffer.insert(A, tokens, slice(start, start + 16), f"from {start}", 1, lease_s=60)
+    assert buffer.drop_select(tokens, slice(20, 64), deadline=soon()) == "from 16"
+    assert buffer.drop_select(A, slice(32, None), deadline=soon()) == "from 32"
+    with pytest.raises(DeadlineError):
+        buffer.drop_select(tokens, slice(40, 64), deadline=time.monotonic())
+    assert buffer.drop_select(tokens, deadline=soon()) == "from 0"
+
+
+def test_select_leaves_the_entry_for_others() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(1000)
+    waiting = [in_thread(lambda: buffer.select(A, deadline=soon())) for _ in range(3)]
+    taker = in_thread(lambda: buffer.drop_select(A, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 4)
+    buffer.insert(A, [1], None, 7, 1, lease_s=60)
+    assert [f.result(10) for f in [*waiting, taker]] == [7, 7, 7, 7]
+    assert len(buffer) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"nbytes": 101}, "nbytes"),
+        ({"nbytes": -1}, "nbytes"),
+        ({"roi": slice(0, 5)}, "roi"),
+        ({"roi": slice(2, 1)}, "roi"),
+        ({"roi": slice(0, 2, 2)}, "roi"),
+        ({"tokens": [-1]}, "tokens"),
+        ({"tokens": [1 << 32]}, "tokens"),
+        ({"tokens": ["x"]}, "tokens"),
+        ({"tokens": [[1]]}, "tokens"),
+    ],
+)
+def test_bad_inserts_name_the_field_at_once(change: dict[str, Any], field: str) -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    arguments: dict[str, Any] = {"key": A, "tokens": [1, 2], "roi": None, "value": 0, "nbytes": 1} | change
+    with pytest.raises(InvalidRequestError) as caught:
+        buffer.insert(**arguments, lease_s=1, deadline=soon())
+    assert caught.value.field == field
+    assert buffer.num_waiting == 0
+
+
+def test_a_full_buffer_refuses_or_waits() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    buffer.insert(A, [1], None, 1, 80, lease_s=60)
+    with pytest.raises(QueueFullError):
+        buffer.insert(B, [2], None, 2, 30, lease_s=60)
+    with pytest.raises(DeadlineError):
+        buffer.insert(B, [2], None, 2, 30, lease_s=60, deadline=soon(0.05))
+    assert buffer.num_waiting == 0
+    waiting = in_thread(lambda: buffer.insert(B, [2], None, 2, 30, lease_s=60, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 1)
+    assert buffer.drop_select(A, deadline=soon()) == 1
+    waiting.result(10)
+    assert buffer.num_bytes == 30
+
+
+def test_a_full_buffer_serves_the_query_whose_entry_waits_for_room() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    buffer.insert(A, [1], None, 1, 100, lease_s=60)
+    inserter = in_thread(lambda: buffer.insert(B, [2], None, 2, 100, lease_s=60, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 1)
+    assert buffer.drop_select(B, deadline=soon()) == 2  # past the full buffer
+    inserter.result(10)
+    query = in_thread(lambda: buffer.drop_select([3, 4], deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 1)
+    buffer.insert(C, [3, 4], None, 3, 100, lease_s=60)  # the consumer waits: no room needed
+    assert query.result(10) == 3
+    assert buffer.num_bytes == 100
+
+
+def test_room_is_made_by_dropping_what_nobody_claimed_before_its_lease_ended() -> None:
+    dropped: list[tuple[RequestId, int]] = []
+    buffer: LookupBuffer[int] = LookupBuffer(100, on_drop=lambda key, value: dropped.append((key, value)))
+    buffer.insert(A, [1], None, 1, 60, lease_s=0.05)
+    buffer.insert(B, [2], None, 2, 40, lease_s=60)
+    buffer.insert(C, [3], None, 3, 60, lease_s=60, deadline=soon())
+    assert dropped == [(A, 1)]
+    assert buffer.drop_select(B, deadline=soon()) == 2
+    assert buffer.drop_select(C, deadline=soon()) == 3
+
+
+def test_an_entry_past_its_lease_is_still_found_while_there_is_room() -> None:
+    now = 0.0
+    buffer: LookupBuffer[int] = LookupBuffer(100, clock=lambda: now)
+    buffer.insert(A, [1], None, 1, 60, lease_s=5)
+    now = 10.0
+    assert buffer.drop_select(A, deadline=11) == 1
+
+
+def test_inserts_are_admitted_in_order_of_arrival() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    buffer.insert(A, [1], None, 1, 100, lease_s=60)
+    big = in_thread(lambda: buffer.insert(B, [2], None, 2, 90, lease_s=60, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 1)
+    small = in_thread(lambda: buffer.insert(C, [3], None, 3, 20, lease_s=60, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 2)
+    buffer.drop_select(A, deadline=soon())
+    big.result(10)
+    assert not small.done()
+    buffer.drop_select(B, deadline=soon())
+    small.result(10)
+
+
+def test_withdraw_tells_everybody() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    query = in_thread(lambda: buffer.drop_select(B, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 1)
+    buffer.insert(A, [1], None, 1, 60, lease_s=60)
+    buffer.insert(A, [1], None, 2, 40, lease_s=60)
+    inserter = in_thread(lambda: buffer.insert(A, [1], None, 3, 60, lease_s=60, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 2)
+    assert buffer.withdraw(A) == [1, 2, 3]
+    with pytest.raises(CancelledError):
+        inserter.result(10)
+    assert buffer.withdraw(B) == []
+    with pytest.raises(NotFoundError):
+        query.result(10)
+    assert (buffer.num_bytes, buffer.num_waiting) == (0, 0)
+
+
+def test_close_wakes_everybody_and_hands_back_the_rest() -> None:
+    dropped: list[int] = []
+    buffer: LookupBuffer[int] = LookupBuffer(100, on_drop=lambda key, value: dropped.append(value))
+    buffer.insert(A, [1], None, 1, 60, lease_s=60)
+    calls = [
+        in_thread(lambda: buffer.drop_select(B, deadline=soon())),
+        in_thread(lambda: buffer.select([9], deadline=soon())),
+        in_thread(lambda: buffer.insert(C, [1], None, 2, 60, lease_s=60, deadline=soon())),
+    ]
+    wait_for(lambda: buffer.num_waiting == 3)
+    buffer.close()
+    for call in calls:
+        with pytest.raises(PipeClosedError):
+            call.result(10)
+    assert sorted(dropped) == [1, 2]
+    with pytest.raises(PipeClosedError):
+        buffer.insert(A, [1], None, 1, 1, lease_s=1)
+    buffer.close()
+
+
+def test_waits_can_be_cancelled() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    buffer.insert(A, [1], None, 1, 100, lease_s=60)
+    flag = threading.Event()
+    calls = [
+        in_thread(lambda: buffer.drop_select(B, deadline=soon(), cancelled=flag)),
+        in_thread(lambda: buffer.insert(C, [1], None, 2, 60, lease_s=60, deadline=soon(), cancelled=flag)),
+    ]
+    wait_for(lambda: buffer.num_waiting == 2)
+    flag.set()
+    for call in calls:
+        with pytest.raises(CancelledError):
+            call.result(10)
+    assert buffer.num_waiting == 0
+
+
+def test_waiting_calls_are_bounded() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100, max_waiting=1)
+    query = in_thread(lambda: buffer.drop_select(B, deadline=soon()))
+    wait_for(lambda: buffer.num_waiting == 1)
+    with pytest.raises(QueueFullError):
+        buffer.select(C, deadline=soon())
+    buffer.insert(B, [1], None, 5, 1, lease_s=1)
+    assert query.result(10) == 5
+
+
+async def test_coroutines_wait_without_threads() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(10_000)
+    before = threading.active_count()
+    tasks = [asyncio.create_task(buffer.drop_select_async(RequestId(f"r{i}"), deadline=soon())) for i in range(500)]
+    await asyncio.sleep(0)
+    assert buffer.num_waiting == 500
+    assert threading.active_count() == before
+
+    def produce() -> None:
+        for i in reversed(range(500)):
+            buffer.insert(RequestId(f"r{i}"), [i], None, i, 1, lease_s=60)
+
+    producer = in_thread(produce)
+    assert await asyncio.gather(*tasks) == list(range(500))
+    producer.result(10)
+    assert len(buffer) == 0
+    with pytest.raises(DeadlineError):
+        await buffer.select_async(A, deadline=soon(0.01))
+
+
+async def test_a_cancelled_consumer_gives_its_entry_to_the_next() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    first = asyncio.create_task(buffer.drop_select_async(A, deadline=soon()))
+    second = asyncio.create_task(buffer.drop_select_async(A, deadline=soon()))
+    await asyncio.sleep(0)
+    assert buffer.num_waiting == 2
+    buffer.insert(A, [1], None, 1, 10, lease_s=60)  # claimed for the first, which has not run yet
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await second == 1
+    third = asyncio.create_task(buffer.drop_select_async(A, deadline=soon()))
+    await asyncio.sleep(0)
+    buffer.insert(A, [1], None, 2, 10, lease_s=60)
+    third.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await third
+    assert buffer.num_bytes == 10
+    assert buffer.drop_select(A, deadline=soon()) == 2
+    buffer.check_integrity()
+
+
+async def test_async_inserts_wait_for_room_and_for_leases() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    await buffer.insert_async(A, [1], None, 1, 100, lease_s=60)
+    task = asyncio.create_task(buffer.insert_async(B, [2], None, 2, 100, lease_s=0.02, deadline=soon()))
+    await asyncio.sleep(0)
+    assert buffer.num_waiting == 1
+    assert await buffer.drop_select_async(A, deadline=soon()) == 1
+    await task
+    await buffer.insert_async(C, [3], None, 3, 100, lease_s=60, deadline=soon())  # b's lease ends
+    with pytest.raises(DeadlineError):
+        await buffer.select_async(B, deadline=soon(0.01))
+    assert await buffer.select_async(C, deadline=soon()) == 3
+
+
+def test_a_consumer_whose_loop_was_closed_loses_nothing_for_others() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(buffer.drop_select_async(A, deadline=soon()))
+    loop.run_until_complete(asyncio.sleep(0))
+    assert buffer.num_waiting == 1
+    coroutine = task.get_coro()
+    loop.close()
+    buffer.insert(A, [1], None, 1, 10, lease_s=60)
+    assert buffer.drop_select(A, deadline=soon()) == 1
+    assert buffer.num_waiting == 0
+    with pytest.raises(asyncio.CancelledError):
+        coroutine.throw(asyncio.CancelledError())  # type: ignore[union-attr]
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_every_entry_is_consumed_exactly_once_under_contention() -> None:
+    """8 producers and 8 consumers on a buffer of 5 entries; half the consumers ask by tokens."""
+    buffer: LookupBuffer[tuple[int, int]] = LookupBuffer(50, max_entries=5)
+    per_producer, got, lock = 150, [], threading.Lock()
+
+    def produce(who: int) -> None:
+        for i in range(per_producer):
+            key = RequestId(str((who * per_producer + i) % 8))
+            buffer.insert(key, [int(key), 5], None, (who, i), 10, lease_s=60, deadline=soon(60))
+
+    def consume(which: int) -> None:
+        query: Any = RequestId(str(which)) if which % 2 else [which, 5, 6]
+        for _ in range(per_producer):
+            value = buffer.drop_select(query, deadline=soon(60))
+            with lock:
+                got.append(value)
+
+    with ThreadPoolExecutor(16) as pool:
+        calls = [pool.submit(produce, i) for i in range(8)] + [pool.submit(consume, i) for i in range(8)]
+        for call in calls:
+            call.result(60)
+    assert sorted(got) == [(who, i) for who in range(8) for i in range(per_producer)]
+    buffer.check_integrity()
+    assert (len(buffer), buffer.num_bytes, buffer.num_waiting) == (0, 0, 0)
+
+
+def test_look_up_by_tokens_does_not_compare_with_every_entry() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(1 << 30)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 50_000, (2000, 2048), dtype=np.uint32)
+    for i, prompt in enumerate(prompts):
+        buffer.insert(RequestId(str(i)), prompt, None, i, 1, lease_s=600)
+    buffer.select(prompts[0], deadline=soon())  # hashes what is new
+    start = time.process_time()
+    for i in range(0, 2000, 10):
+        assert buffer.drop_select(prompts[i], deadline=soon()) == i
+    # Comparing with all would be 2000 * 2000 / 10 * 8 KiB = 3 GB of reads: about a second.
+    assert time.process_time() - start < 0.3
+
+
+class Model(RuleBasedStateMachine):
+    """Random calls on one thread's event loop against a plain list; time stands still unless told to move."""
+
+    keys = st.sampled_from([A, B, C])
+    calls = Bundle("calls")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.values = itertools.count()
+        self.loop = asyncio.new_event_loop()
+        self.dropped: list[int] = []
+        self.buffer: LookupBuffer[int] = LookupBuffer(
+            100, max_entries=4, on_drop=lambda key, value: self.dropped.append(value), clock=lambda: self.now
+        )
+        self.inserted: set[int] = set()
+        self.consumed: list[int] = []
+        self.withdrawn: list[int] = []
+        self.inserts: dict[int, asyncio.Task[None]] = {}
+        self.queries: list[asyncio.Task[int]] = []
+
+    def turn(self) -> None:
+        for _ in range(4):
+            self.loop.run_until_complete(asyncio.sleep(0))
+        for task in [t for t in self.queries if t.done()]:
+            self.queries.remove(task)
+            if not task.cancelled() and task.exception() is None:
+                self.consumed.append(task.result())
+        for value, task in list(self.inserts.items()):
+            if task.done():
+                del self.inserts[value]
+                if task.cancelled() or task.exception() is not None:
+                    self.inserted.discard(value)
+
+    @rule(key=keys, tokens=st.lists(st.integers(0, 1), max_size=3), nbytes=st.integers(0, 100), lease=st.integers(1, 5))
+    def insert(self, key: RequestId, tokens: list[int], nbytes: int, lease: int) -> None:
+        value = next(self.values)
+        self.inserted.add(value)
+        call = self.buffer.insert_async(key, tokens, None, value, nbytes, lease_s=lease, deadline=1e9)
+        self.inserts[value] = self.loop.create_task(call)
+        self.turn()
+
+    @rule(key=keys)
+    def take_by_key(self, key: RequestId) -> None:
+        self.queries.append(self.loop.create_task(self.buffer.drop_select_async(key, deadline=1e9)))
+        self.turn()
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def take_by_tokens(self, tokens: list[int]) -> None:
+        self.queries.append(self.loop.create_task(self.buffer.drop_select_async(tokens, deadline=1e9)))
+        self.turn()
+
+    @rule(which=st.integers(0, 10), late=st.booleans(), key=keys)
+    def cancel_a_query(self, which: int, late: bool, key: RequestId) -> None:
+        if not self.queries:
+            return
+        task = self.queries[which % len(self.queries)]
+        if late:  # an entry may be claimed for it before it sees that it was cancelled
+            value = next(self.values)
+            self.inserted.add(value)
+            try:
+                self.buffer.insert(key, [0, 1], None, value, 10, lease_s=3)
+            except QueueFullError:
+                self.inserted.discard(value)
+        task.cancel()
+        self.turn()
+
+    @rule(which=st.integers(0, 10))
+    def cancel_an_insert(self, which: int) -> None:
+        if self.inserts:
+            list(self.inserts.values())[which % len(self.inserts)].cancel()
+            self.turn()
+
+    @rule(key=keys)
+    def withdraw(self, key: RequestId) -> None:
+        self.withdrawn += self.buffer.withdraw(key)
+        self.turn()
+
+    @rule(seconds=st.integers(1, 4))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+        with self.buffer._locked():
+            self.buffer._state.admit()  # what every waiting insert does when a lease ends
+        self.turn()
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.buffer.check_integrity()
+        assert len(self.consumed) == len(set(self.consumed)), "an entry was consumed twice"
+        lost = set(self.dropped) | set(self.withdrawn)
+        assert not lost & set(self.consumed), "an entry was consumed and dropped"
+        waiting = set(self.inserts)
+        held = self.inserted - set(self.consumed) - lost - waiting
+        assert len(self.buffer) == len(held), "an entry was lost"
+
+    def teardown(self) -> None:
+        self.buffer.close()
+        self.turn()
+        assert not self.queries
+        assert not self.inserts
+        assert self.buffer.num_bytes == 0
+        self.loop.close()
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
