@@ -21,9 +21,6 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from baton_kvstore.config import KVStoreConfig
-from baton_kvstore.main import main
-from baton_kvstore.server import KVStoreServer
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import ConfigError
@@ -36,6 +33,9 @@ from baton.rpc.errors import from_rpc_error
 from baton.transport.blocks import BlockFetcher, BlockServer
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import InstanceId
+from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.main import main
+from baton_kvstore.server import KVStoreServer
 
 LAYOUT = KVLayout((LayerShape(2, 32, 32), LayerShape(2, 32, 32)), 16, "float32")
 KIND = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
@@ -136,7 +136,7 @@ def refused(code: str, field: str | None = None) -> Iterator[None]:
 
 async def eventually(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110 - looks at another party's state
+        while not holds():
             await asyncio.sleep(0.002)
 
 
@@ -419,7 +419,7 @@ def test_the_process_serves_without_torch_and_ends_on_sigterm() -> None:
 
 async def _serving(address: str) -> bool:
     async with asyncio.timeout(WAIT_S):
-        while not await check_health(address):  # noqa: ASYNC110 - looks at another process
+        while not await check_health(address):
             await asyncio.sleep(0.05)
     return True
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from baton_kvstore.pool import Pool
-from baton_kvstore.store import BlockStore, Reservation
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,6 +16,8 @@ from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
 from baton.types import BlockHash
+from baton_kvstore.pool import Pool
+from baton_kvstore.store import BlockStore, Reservation
 
 
 class Clock:

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 MISS = "store_miss"
 FAILED = "store_failed"
+RESTING = "store_resting"
 
 
 @dataclass(eq=False)
@@ -116,7 +117,7 @@ class StoreConnector(KVConnector):
             return None
         if request.sampling.prompt_logprobs is not None:  # they need every token computed
             return None
-        if self._closed or len(self._loads) >= self._options.max_loads or not self._breaker.allows():
+        if self._closed or len(self._loads) >= self._options.max_loads or self._breaker.open:
             self.use.skipped_loads += 1
             return None
         return LoadPlan(num_tokens=blocks * self._block_size)
@@ -126,6 +127,11 @@ class StoreConnector(KVConnector):
         wanted = slice(num_local_tokens // self._block_size, self._num_wanted(request))
         load = _Load(request.request_id, num_local_tokens, tuple(request.hashes[wanted]), tuple(block_ids[wanted]))
         self._loads[request.request_id] = load
+        if not self._breaker.allows():  # the store rests, and another request was let through to see how it is
+            self.use.skipped_loads += 1
+            self._done.append(self._update(load, None, reason=RESTING))
+            self._wake()
+            return
         try:
             self._spawn(lambda: self._start(load))
         except BaseException:
@@ -219,16 +225,16 @@ class StoreConnector(KVConnector):
             if not isinstance(failure, QueueFullError):
                 self._breaker.failed()
                 self.use.times_left_alone = self._breaker.num_opened
-        self._done.append(self._update(load, error))
+        self.use.loads += 1
+        self.use.load_hits += load.progress.num_blocks > 0
+        self.use.loaded_tokens += load.progress.num_blocks * self._block_size
+        self.use.loaded_bytes += load.progress.num_bytes
+        self._done.append(self._update(load, error, reason=MISS if error is None else FAILED))
         self._wake()
 
-    def _update(self, load: _Load, error: str | None) -> LoadUpdate:
+    def _update(self, load: _Load, error: str | None, *, reason: str) -> LoadUpdate:
         progress = load.progress
         tokens = progress.num_blocks * self._block_size
-        self.use.loads += 1
-        self.use.load_hits += progress.num_blocks > 0
-        self.use.loaded_tokens += tokens
-        self.use.loaded_bytes += progress.num_bytes
         stats = TransferStats(
             path=PrefillPath.STORE if tokens else PrefillPath.LOCAL,
             source=progress.source,
@@ -237,6 +243,6 @@ class StoreConnector(KVConnector):
             transfer_us=round(1e6 * progress.seconds),
             transferred_tokens=tokens,
             failures=() if error is None else (f"store {self._options.address}: {error}",),
-            local_reason="" if tokens else MISS if error is None else FAILED,
+            local_reason="" if tokens else reason,
         )
         return LoadUpdate(load.request_id, load.num_local_tokens + tokens, stats=stats, error=error)
