@@ -16,6 +16,7 @@ from rich.table import Table
 from baton.cli.plan import DeploymentPlan, ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 from baton.config import EngineConfig, add_flags
+from baton.config.worker import WorkerConfig
 from baton.errors import BatonError, ConfigError
 
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
@@ -87,6 +88,7 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
     Raises:
         ConfigError: A flag cannot work.
     """
+    WorkerConfig(pipes=tuple(args.pipe.split(",")))
     engine_args = engine_flags(args)
     model = getattr(args, "model", None) or default_model()
     return make_plan(
