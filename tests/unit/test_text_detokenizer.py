@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -89,7 +90,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool = T
     detokenizer = IncrementalDetokenizer(tokenizer, skip)
     pieces = []
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         pieces.append(detokenizer.push(ids[begin:end]))
     return "".join(pieces) + detokenizer.flush()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ def test_equals_naive_search(text: str, stops: list[str], cuts: list[int], inclu
     matcher = StopStringMatcher(stops, include=include)
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     emitted = ""
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         emitted += matcher.push(text[begin:end])
         if matcher.matched is None:
             held = text[len(emitted) : end]

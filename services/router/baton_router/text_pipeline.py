@@ -95,8 +95,12 @@ class TextPipeline:
             return await asyncio.to_thread(_encode, model, request)
         return _encode(model, request)
 
-    async def prepare(self, request: TextRequest) -> PreparedRequest:
+    async def prepare(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest:
         """Check and tokenize a request.
+
+        Args:
+            request: The request.
+            fallback_id: What its id begins with if the caller gave it none.
 
         Raises:
             InvalidRequestError: A field is wrong; names it.
@@ -113,7 +117,7 @@ class TextPipeline:
         sampling = _complete(request, info, len(ids))
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
-            request_id=RequestId(f"{request.request_id or 'gen'}-{uuid.uuid4().hex}"),
+            request_id=RequestId(f"{request.request_id or fallback_id}-{uuid.uuid4().hex}"),
             prompt_token_ids=ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
@@ -165,16 +169,17 @@ class TextPipeline:
 class _Answer:
     """The sequences of one request."""
 
-    __slots__ = ("_open", "_sequences")
+    __slots__ = ("_open", "_running", "_sequences")
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._sequences = [SequenceText(prepared) for _ in range(prepared.routed.sampling.n)]
         self._open = len(self._sequences)
+        self._running = len(self._sequences)
 
     @property
     def ended_by_strings(self) -> bool:
-        """Whether all sequences have ended, but the instances don't know it of some."""
-        return self._open == 0 and any(sequence.stopped_by_string for sequence in self._sequences)
+        """Whether all sequences have ended, but the instance still runs some, which stop strings ended."""
+        return self._open == 0 and self._running > 0
 
     def follow(self, chunk: RoutedChunk) -> TextChunk:
         """Return what a message brings in text; tokens after a sequence's stop string are left out.
@@ -194,6 +199,7 @@ class _Answer:
         if not 0 <= delta.index < len(self._sequences):
             raise InternalError(f"an instance answered with sequence {delta.index} of {len(self._sequences)}")
         sequence = self._sequences[delta.index]
+        self._running -= delta.finish_reason is not None
         if sequence.ended:
             return None
         if delta.finish_reason is FinishReason.ABORT:

@@ -1,0 +1,68 @@
+"""Reading a request's JSON body: bounded in size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from baton.errors import InvalidRequestError
+from baton_router.http.guard import ClientGone
+from baton_router.http.options import HttpOptions
+
+_DRAIN_FACTOR = 4
+_DRAIN_S = 5.0
+
+
+async def read_json(request: Request, options: HttpOptions) -> Any:
+    """Return the decoded body.
+
+    Raises:
+        InvalidRequestError: It is not JSON.
+        HTTPException: It is too long (413), comes too slowly (408), or says that it is something else (415).
+        ClientGone: The client left while sending.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise HTTPException(415, f"the body must be application/json, not {kind!r:.80}")
+    limit = options.max_body_bytes
+    length = request.headers.get("content-length", "")
+    too_long = length.isdigit() and int(length) > limit
+    data = bytearray()
+    more = True
+    try:
+        async with asyncio.timeout(options.body_timeout_s):
+            while more and not too_long:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client closed the connection before its request was complete")
+                data += message.get("body", b"")
+                too_long = len(data) > limit
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise HTTPException(408, f"the body did not arrive within {options.body_timeout_s:g} s") from error
+    if too_long:
+        if more:
+            await _drain(request, limit)
+        raise HTTPException(413, f"the body must be at most {limit} bytes", headers={"connection": "close"})
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+
+
+async def _drain(request: Request, limit: int) -> None:
+    """Take and drop what is still coming, within bounds: a client that can't finish sending never reads the answer."""
+    left = _DRAIN_FACTOR * limit
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return

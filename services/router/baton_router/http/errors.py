@@ -1,0 +1,83 @@
+"""Errors in the shape that OpenAI's clients know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from baton.errors import BatonError, InternalError
+
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "payload_too_large",
+    415: "unsupported_media_type",
+}
+_RETRY_LATER = frozenset({429, 503})
+
+
+def error_object(status: int, message: str, *, code: str, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error response."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def baton_error_object(error: BatonError) -> dict[str, Any]:
+    """Return the body for one of Baton's errors."""
+    code = "model_not_found" if error.http_status == 404 and error.field == "model" else error.code
+    return error_object(error.http_status, error.message, code=code, param=error.field)
+
+
+def error_response(status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """Return an error response."""
+    return Response(orjson.dumps(body), status, media_type="application/json", headers=dict(headers or {}))
+
+
+def baton_error_response(error: BatonError) -> Response:
+    """Return the response for one of Baton's errors; with Retry-After where trying again makes sense."""
+    headers = {}
+    if error.http_status in _RETRY_LATER:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return error_response(error.http_status, baton_error_object(error), headers)
+
+
+def http_error_response(error: HTTPException) -> Response:
+    """Return the response for an error of HTTP itself: no such path, wrong method, too large."""
+    code = _CODES.get(error.status_code, "http_error")
+    body = error_object(error.status_code, str(error.detail), code=code)
+    return error_response(error.status_code, body, error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make an app answer every error in this shape."""
+
+    async def on_baton(request: Request, error: Exception) -> Response:
+        assert isinstance(error, BatonError)
+        return baton_error_response(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return http_error_response(error)
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        body = error_object(400, f"the request is wrong: {error}", code="invalid_request")
+        return error_response(400, body)
+
+    async def on_any(request: Request, error: Exception) -> Response:
+        # The framework raises it again after the answer, so the server's log has the traceback; clients get none.
+        return baton_error_response(InternalError("something went wrong inside Baton"))
+
+    app.add_exception_handler(BatonError, on_baton)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(Exception, on_any)

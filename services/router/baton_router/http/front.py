@@ -1,0 +1,99 @@
+"""What surrounds every request: its id, the API key, metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+import uuid
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import UnauthenticatedError
+from baton_router.http.errors import baton_error_response
+from baton_router.http.metrics import HttpMetrics
+
+_ID = "baton_request_id"
+_MAX_ID_CHARS = 128
+_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/metrics", "/version"})
+"""What probes and scrapers call, without a key."""
+ENDPOINTS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", *_OPEN_ENDPOINTS}
+)
+
+
+def request_id(scope: MutableMapping[str, Any]) -> str:
+    """Return the id of a request."""
+    value: str = scope["state"][_ID]
+    return value
+
+
+class Front:
+    """ASGI middleware around the whole app."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], metrics: HttpMetrics) -> None:
+        """Wrap an app.
+
+        Args:
+            app: The app.
+            api_keys: Keys of which requests must show one; none: no check.
+            metrics: Where to count.
+        """
+        self._app = app
+        self._metrics = metrics
+        # Digests have one length, so that comparing tells nothing about the keys.
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        endpoint = _endpoint(scope["path"])
+        ident = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        scope.setdefault("state", {})[_ID] = ident
+        status = 499  # a client that left before there was an answer
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(raw=message["headers"])["x-request-id"] = ident
+            await send(message)
+
+        self._metrics.begin(endpoint)
+        try:
+            if self._keys and endpoint not in _OPEN_ENDPOINTS and not self._authorized(Headers(scope=scope)):
+                error = UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
+                await baton_error_response(error)(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = 500  # answered outside of here
+            raise
+        finally:
+            self._metrics.end(endpoint, status, time.perf_counter() - begun)
+
+    def _authorized(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        # All of them every time: how long it takes must not depend on which one it is.
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def _request_id(given: str) -> str:
+    """Return the client's id if it is one that logs and headers can bear, else a new one."""
+    usable = 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given
+    return given if usable else uuid.uuid4().hex
+
+
+def _endpoint(path: str) -> str:
+    """Return a path's name in the metrics; clients choose paths, so unknown ones share one."""
+    if path in ENDPOINTS:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

@@ -1,0 +1,168 @@
+"""The endpoints that generate: one job, streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, InternalError
+from baton_router.http.answer import AnswerBuilder
+from baton_router.http.batch import run_all
+from baton_router.http.body import read_json
+from baton_router.http.events import EventWriter
+from baton_router.http.fields import check_strict, header_value
+from baton_router.http.front import request_id
+from baton_router.http.guard import ClientGone, RequestGuard
+from baton_router.http.headers import Route, route_headers
+from baton_router.http.job import Job, chat_job, completion_job
+from baton_router.http.metrics import HttpMetrics
+from baton_router.http.options import HttpOptions
+from baton_router.text_pipeline import TextPipeline
+from baton_router.text_request import PreparedRequest, TextChunk
+
+CLIENT_GONE_STATUS = 499
+
+
+class Generations:
+    """Serves ``/v1/chat/completions`` and ``/v1/completions``."""
+
+    def __init__(self, pipeline: TextPipeline, options: HttpOptions, metrics: HttpMetrics) -> None:
+        self._pipeline = pipeline
+        self._options = options
+        self._metrics = metrics
+
+    async def chat(self, request: Request) -> Response:
+        """Serve ``POST /v1/chat/completions``."""
+        return await self._serve(request, chat_job, "chatcmpl")
+
+    async def completions(self, request: Request) -> Response:
+        """Serve ``POST /v1/completions``."""
+        return await self._serve(request, lambda body: completion_job(body, self._options.max_prompts), "cmpl")
+
+    async def _serve(self, request: Request, parse: Callable[[Any], Job], prefix: str) -> Response:
+        try:
+            job = parse(await read_json(request, self._options))
+            return await self._answer(request, job, f"{prefix}-{request_id(request.scope)}")
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE_STATUS)  # nobody reads it; the metrics count it
+
+    async def _answer(self, request: Request, job: Job, ident: str) -> Response:
+        prepared = [await self._pipeline.prepare(item, fallback_id=ident) for item in job.requests]
+        ignored = job.ignored + _unread_variables(job, prepared[0])
+        check_strict(ignored, self._options.strict_fields)
+        headers = {}
+        if ignored:
+            self._metrics.count_ignored(ignored)
+            headers["x-baton-ignored-fields"] = header_value(ignored)
+        run = GenerationRun(self._pipeline, prepared, self._options, headers)
+        created = int(time.time())
+        if job.stream:
+            return EventResponse(run, EventWriter(job, prepared, ident, created))
+        builder = AnswerBuilder(job, prepared, ident, created)
+        async with run.guard(request.receive), aclosing(run.chunks()) as chunks:
+            async for at, chunk in chunks:
+                builder.add(at, chunk)
+        content = orjson.dumps(builder.build())
+        return Response(content, media_type="application/json", headers=run.headers())
+
+
+class GenerationRun:
+    """The generations of one job, and what is known of the way they went."""
+
+    def __init__(
+        self,
+        pipeline: TextPipeline,
+        prepared: Sequence[PreparedRequest],
+        options: HttpOptions,
+        headers: dict[str, str],
+    ) -> None:
+        self._pipeline = pipeline
+        self._prepared = prepared
+        self._options = options
+        self._headers = headers
+        self._routes = [Route() for _ in prepared]
+
+    @property
+    def send_timeout_s(self) -> float:
+        """Seconds that sending a piece of the answer may take."""
+        return self._options.send_timeout_s
+
+    def guard(self, receive: Receive) -> RequestGuard:
+        """Return the guard under which to run."""
+        return RequestGuard(
+            receive, limit_s=self._options.request_timeout_s, send_timeout_s=self._options.send_timeout_s
+        )
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, TextChunk], None]:
+        """Yield the chunks of all prompts as they come, each with its prompt's place."""
+        async with aclosing(run_all(self._pipeline, self._prepared)) as chunks:
+            async for at, chunk in chunks:
+                self._routes[at].add(chunk)
+                yield at, chunk
+
+    def headers(self) -> dict[str, str]:
+        """Return the response headers, with what is known by now."""
+        return {**self._headers, **route_headers(self._routes)}
+
+
+class EventResponse(Response):
+    """A stream of events. It begins with the first piece of text, so that errors before it have their own status."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: GenerationRun, writer: EventWriter) -> None:
+        super().__init__()
+        self._run = run
+        self._writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the generation and send what comes."""
+        started = False
+        try:
+            async with self._run.guard(receive) as guard:
+                async with aclosing(self._run.chunks()) as chunks:
+                    async for at, chunk in chunks:
+                        data = self._writer.add(at, chunk)
+                        if not started:
+                            started = True
+                            await guard.send(send, self._start())
+                        if data:
+                            await guard.send(send, _body(data))
+                await guard.send(send, _body(self._writer.end(), more=False))
+        except ClientGone:
+            return
+        except Exception as error:
+            if not started:
+                raise
+            known = isinstance(error, BatonError)
+            shown = error if known else InternalError("something went wrong inside Baton")
+            assert isinstance(shown, BatonError)
+            async with asyncio.timeout(self._run.send_timeout_s):
+                await send(_body(self._writer.error(shown), more=False))
+            if not known:
+                raise
+
+    def _start(self) -> dict[str, Any]:
+        self.init_headers({**self._run.headers(), "cache-control": "no-cache", "x-accel-buffering": "no"})
+        # The length of an empty body is no length of a stream.
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def _unread_variables(job: Job, prepared: PreparedRequest) -> list[str]:
+    """Return the fields that set variables which the chat template doesn't read."""
+    template = prepared.text_model.chat_template
+    read = template.variables if template is not None else frozenset()
+    return [name for variable, name in job.template_fields.items() if variable not in read]

@@ -1,0 +1,84 @@
+"""The ``x-baton-*`` headers: which way a request went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.api.v1 import common_pb2, router_pb2
+from baton.rpc.convert import path_from_pb
+from baton_router.generation_metrics import cached_tokens
+from baton_router.text_request import TextChunk
+
+NONE = "none"
+
+
+class Route:
+    """How one prompt was served, as far as it is known."""
+
+    __slots__ = ("decision", "trace")
+
+    def __init__(self) -> None:
+        self.trace: common_pb2.RequestTrace | None = None
+        self.decision: router_pb2.RouteDecision | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Take what a chunk tells; later traces are more complete."""
+        if chunk.trace is not None:
+            self.trace = chunk.trace
+        if chunk.decision is not None:
+            self.decision = chunk.decision
+
+    def prefill(self) -> str:
+        """Return the instance that computed the prompt, or was chosen for it."""
+        if self.trace is not None:
+            return self.trace.prefill_instance
+        return self.decision.prefill_instance if self.decision else ""
+
+    def decode(self) -> str:
+        """Return the instance that generates."""
+        if self.trace is not None and self.trace.decode_instance:
+            return self.trace.decode_instance
+        return self.decision.decode_instance if self.decision else ""
+
+    def match_rate(self) -> float:
+        """Return the KV match rate of the instance that computed the prompt."""
+        if self.decision is None:
+            return 0.0
+        rates = {item.instance_id: item.match_rate for item in self.decision.candidates}
+        return rates.get(self.prefill() or self.decode(), 0.0)
+
+
+def route_headers(routes: Sequence[Route]) -> dict[str, str]:
+    """Return the headers for an answer; of several prompts, names are listed and amounts added up.
+
+    Args:
+        routes: One per prompt; those of which nothing is known yet are left out.
+    """
+    known = [route for route in routes if route.trace is not None or route.decision is not None]
+    traces = [route.trace for route in known if route.trace is not None]
+    micros = sum(trace.transfer_us for trace in traces)
+    states = (route.decision.index_state for route in known if route.decision is not None)
+    mean_rate = sum(route.match_rate() for route in known) / len(known) if known else 0.0
+    return {
+        "x-baton-prefill-instance": _names(route.prefill() for route in known),
+        "x-baton-decode-instance": _names(route.decode() for route in known),
+        "x-baton-match-rate": f"{mean_rate:.4f}",
+        "x-baton-path": _names(path_from_pb(trace.path) or "" for trace in traces),
+        "x-baton-pipe": _names(trace.pipe for trace in traces),
+        "x-baton-kv-bytes": _total(traces, lambda trace: trace.kv_bytes),
+        "x-baton-transfer-ms": f"{micros / 1000:.3f}",
+        "x-baton-cached-tokens": _total(traces, cached_tokens),
+        "x-baton-index-state": _names(states),
+        "x-baton-local-reason": _names(trace.local_reason for trace in traces),
+        "x-baton-migrations": _total(traces, lambda trace: trace.num_migrations),
+    }
+
+
+def _names(values: Iterable[str]) -> str:
+    names = sorted({value for value in values if value})
+    text = ",".join(names) or NONE
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
+
+
+def _total(traces: Sequence[common_pb2.RequestTrace], amount: Callable[[common_pb2.RequestTrace], int]) -> str:
+    return str(sum(amount(trace) for trace in traces))

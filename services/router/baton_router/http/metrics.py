@@ -1,0 +1,53 @@
+"""What the HTTP front counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_MAX_FIELD_LABELS = 100
+
+
+class HttpMetrics:
+    """Metrics of the HTTP front, in the registry that was passed in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "baton_http_"
+        self._requests = Counter(
+            name + "requests", "Requests, by endpoint and status", ["endpoint", "status"], registry=registry
+        )
+        self._in_flight = Gauge(name + "in_flight", "Requests that are being served", ["endpoint"], registry=registry)
+        self._seconds = Histogram(
+            name + "request_seconds",
+            "First byte in to last byte out",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._ignored = Counter(
+            name + "ignored_fields", "Request fields that had no effect", ["field"], registry=registry
+        )
+        self._field_labels: set[str] = set()
+
+    def begin(self, endpoint: str) -> None:
+        """Count a request that begins."""
+        self._in_flight.labels(endpoint).inc()
+
+    def end(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count a request that has ended."""
+        self._in_flight.labels(endpoint).dec()
+        self._requests.labels(endpoint, str(status)).inc()
+        self._seconds.labels(endpoint).observe(seconds)
+
+    def count_ignored(self, fields: Iterable[str]) -> None:
+        """Count ignored fields. Clients choose the names, so only the first hundred have series of their own."""
+        for field in fields:
+            label = field[:64]
+            if label not in self._field_labels:
+                if len(self._field_labels) < _MAX_FIELD_LABELS:
+                    self._field_labels.add(label)
+                else:
+                    label = "other"
+            self._ignored.labels(label).inc()

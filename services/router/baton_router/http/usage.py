@@ -1,0 +1,37 @@
+"""Counting tokens for the ``usage`` of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton_router.generation_metrics import cached_tokens
+from baton_router.text_request import PreparedRequest, TextChunk
+
+
+class Usage:
+    """Tokens of one HTTP request, all its prompts together."""
+
+    __slots__ = ("_cached", "_count_output", "_output", "_prompt")
+
+    def __init__(self, prepared: Sequence[PreparedRequest], *, count_output: bool = True) -> None:
+        self._prompt = sum(item.prompt_tokens for item in prepared)
+        self._cached = [0] * len(prepared)
+        self._output = 0
+        self._count_output = count_output
+
+    def add(self, at: int, chunk: TextChunk) -> None:
+        """Count what a chunk of prompt ``at`` brought."""
+        if chunk.trace is not None:
+            self._cached[at] = cached_tokens(chunk.trace)
+        if self._count_output:
+            self._output += sum(len(delta.token_ids) for delta in chunk.deltas)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the ``usage`` so far."""
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._output,
+            "total_tokens": self._prompt + self._output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }

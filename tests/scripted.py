@@ -1,0 +1,159 @@
+"""A dispatcher that answers from a script, with the demo model's tokenizer: for tests above the router's seam."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.api.v1 import common_pb2, router_pb2
+from baton.errors import BatonError
+from baton.text import TextModel
+from baton.types import FinishReason, SamplingParams, TokenLogprob
+from baton_router.core import ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
+
+TINY = Path(__file__).parents[1] / "models" / "baton-tiny"
+MODEL = TextModel.load(TINY)
+EOS = 4
+INFO = ModelInfo("baton-tiny", str(TINY), 256, 4096, frozenset({2, 4}))
+ANSWER = "def add(a, b):\n    # naïve 👩‍👩‍👧‍👦 日本\n    return a + b\n"
+
+
+def encode(text: str) -> list[int]:
+    return MODEL.tokenizer.encode(text, add_special_tokens=False)
+
+
+def logprob(token_id: int, top: int) -> TokenLogprob:
+    """A made-up but consistent value: the token itself comes second."""
+    others = [token_id + 1, token_id, *range(token_id + 2, token_id + 22)]
+    values = tuple((other % 4096, -0.5 * rank) for rank, other in enumerate(others, 1))
+    return TokenLogprob(token_id, -1.0, 2, values[:top])
+
+
+@dataclass
+class ScriptedDispatcher:
+    """Answers with the tokens of ``script``; a request with a temperature gets random ones drawn from its seed.
+
+    Attributes:
+        per_chunk: Tokens of each sequence per message.
+        hang_after: Messages after which the stream waits for ever (until it is closed).
+        fail_after: Messages after which ``error`` is raised.
+        requests: Everything that came.
+        open_streams: Streams that are running now.
+        closed_early: Streams that were closed before they had ended.
+    """
+
+    script: Callable[[RoutedRequest, int], list[int]] = lambda request, index: encode(ANSWER)
+    per_chunk: int = 1
+    hang_after: int | None = None
+    fail_after: int | None = None
+    error: Exception | None = None
+    info_error: BatonError | None = None
+    info: ModelInfo = INFO
+    requests: list[RoutedRequest] = field(default_factory=list)
+    open_streams: int = 0
+    closed_early: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def model_info(self) -> ModelInfo:
+        if self.info_error is not None:
+            raise self.info_error
+        return self.info
+
+    async def route(self, request: RoutedRequest) -> router_pb2.RouteDecision:
+        return self._decision(request)
+
+    async def stream(self, request: RoutedRequest) -> AsyncIterator[RoutedChunk]:
+        self.requests.append(request)
+        self.open_streams += 1
+        ended = False
+        try:
+            for count, chunk in enumerate(self._chunks(request)):
+                if count == self.fail_after and self.error is not None:
+                    raise self.error
+                if count == self.hang_after:
+                    await asyncio.Event().wait()
+                await asyncio.sleep(0)
+                yield chunk
+            ended = True
+        finally:
+            self.open_streams -= 1
+            self.closed_early += not ended
+            self.changed.set()
+
+    def _chunks(self, request: RoutedRequest) -> list[RoutedChunk]:
+        sequences = [self._sequence(request, index) for index in range(request.sampling.n)]
+        longest = max(len(ids) for ids, _, _ in sequences)
+        chunks = []
+        for begin in range(0, longest, self.per_chunk):
+            end = begin + self.per_chunk
+            deltas = []
+            for index, (ids, reason, stop) in enumerate(sequences):
+                new = ids[begin:end]
+                if not new:
+                    continue
+                last = end >= len(ids)
+                top = request.sampling.logprobs
+                values = [] if top is None else [logprob(token_id, top) for token_id in new]
+                deltas.append(RoutedDelta(index, new, values, reason if last else None, stop if last else None))
+            first, final = begin == 0, end >= longest
+            chunks.append(
+                RoutedChunk(
+                    deltas,
+                    trace=self._trace(request) if first or final else None,
+                    decision=self._decision(request) if first else None,
+                    prompt_logprobs=self._prompt_logprobs(request) if first else None,
+                )
+            )
+        return chunks
+
+    def _sequence(self, request: RoutedRequest, index: int) -> tuple[list[int], FinishReason, int | None]:
+        sampling = request.sampling
+        assert sampling.max_tokens is not None
+        assert sampling.seed is not None
+        ids = [*self.script(request, index), EOS] if sampling.temperature == 0 else _random_ids(sampling, index)
+        for at, token_id in enumerate(ids[: sampling.max_tokens]):
+            ends = token_id in sampling.stop_token_ids or (token_id == EOS and not sampling.ignore_eos)
+            if ends and at + 1 > sampling.min_tokens:
+                return ids[: at + 1], FinishReason.STOP, token_id
+        return ids[: sampling.max_tokens], FinishReason.LENGTH, None
+
+    def _prompt_logprobs(self, request: RoutedRequest) -> list[TokenLogprob | None] | None:
+        top = request.sampling.prompt_logprobs
+        if top is None:
+            return None
+        return [None, *(logprob(token_id, top) for token_id in request.prompt_token_ids[1:])]
+
+    def _trace(self, request: RoutedRequest) -> common_pb2.RequestTrace:
+        tokens = len(request.prompt_token_ids)
+        return common_pb2.RequestTrace(
+            path=common_pb2.PREFILL_PATH_REMOTE,
+            prefill_instance="prefill-0",
+            decode_instance="decode-1",
+            pipe="shm",
+            kv_bytes=4096,
+            transfer_us=1500,
+            prompt_tokens=tokens,
+            cached_tokens=min(3, tokens),
+            transferred_tokens=max(0, tokens - 3),
+        )
+
+    def _decision(self, request: RoutedRequest) -> router_pb2.RouteDecision:
+        candidate = router_pb2.RouteCandidate
+        return router_pb2.RouteDecision(
+            prefill_instance="prefill-0",
+            decode_instance="decode-1",
+            prompt_tokens=len(request.prompt_token_ids),
+            candidates=[
+                candidate(instance_id="prefill-0", role=common_pb2.ROLE_PREFILL, match_rate=0.75),
+                candidate(instance_id="decode-1", role=common_pb2.ROLE_DECODE, match_rate=0.25),
+            ],
+            index_state="exact",
+        )
+
+
+def _random_ids(sampling: SamplingParams, index: int) -> list[int]:
+    chance = random.Random(f"{sampling.seed}/{index}")
+    return [chance.randrange(5, 4096) for _ in range(sampling.max_tokens or 0)]
