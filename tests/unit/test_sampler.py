@@ -19,10 +19,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from baton.engine.filters import draw, filter_batch, filtered_probs, kth_greatest, nucleus_threshold
 from baton.engine.logprobs import token_logprobs
 from baton.engine.penalties import apply_edits
 from baton.engine.rng import request_seed, sequence_seed, uniforms
-from baton.engine.sampler import Sampler, SamplerRow, filtered_probs
+from baton.engine.sampler import Sampler, SamplerRow
 from baton.types import SamplingParams
 
 VOCAB = 97
@@ -72,8 +73,8 @@ def test_filters_equal_hugging_face(seed: int, temperature: float, top_k: int, t
         expected = TopPLogitsWarper(top_p)(NO_IDS, expected)
     if min_p > 0.0:
         expected = MinPLogitsWarper(min_p)(NO_IDS, expected)
-    probs = filtered_probs(logits, [params])
-    torch.testing.assert_close(probs / probs.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-4, atol=1e-7)
+    for probs in (filtered_probs(logits, [params]), filter_batch(logits / temperature, [params])):
+        torch.testing.assert_close(probs / probs.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-4, atol=1e-7)
 
 
 def test_filters_of_rows_do_not_touch_each_other() -> None:
@@ -88,6 +89,32 @@ def test_filters_of_rows_do_not_touch_each_other() -> None:
     together = filtered_probs(logits, many)
     for i, params in enumerate(many):
         assert torch.equal(together[i], filtered_probs(logits[i : i + 1], [params])[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    size=st.sampled_from([1, 5, 127, 128, 129, 1000, 5000]),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 8.0]),
+    k=st.integers(1, 5000),
+    top_p=st.floats(0.001, 0.9999),
+)
+def test_thresholds_equal_those_of_a_full_sort(seed: int, size: int, scale: float, k: int, top_p: float) -> None:
+    row_of_logits = logits_of(seed, vocab=size, scale=scale)
+    values = row_of_logits[0].numpy()
+    k = min(k, size)
+    assert kth_greatest(values, k) == np.sort(values)[size - k]
+    probs = row_of_logits.softmax(-1)[0].numpy()
+    descending = np.sort(probs)[::-1]
+    before = np.cumsum(descending, dtype=np.float64) - descending
+    assert nucleus_threshold(probs, top_p) == descending[max(1, int((before < top_p).sum())) - 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-10])
+def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
+    logits = logits_of(1, rows=3) * 50
+    rows = [row(SamplingParams(temperature=temperature), seed=seed) for seed in range(3)]
+    assert Sampler().sample(logits.clone(), rows).token_ids == logits.argmax(-1).tolist()
 
 
 # Edits
@@ -115,6 +142,18 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     expected[0, 3] -= 0.5 - 0.25
     expected[0, 4] -= 0.5 - 2 * 0.25
     torch.testing.assert_close(edited(logits, one), expected)
+
+
+def test_counts_grow_with_the_output() -> None:
+    logits = torch.zeros(1, 1000)
+    one = row(SamplingParams(frequency_penalty=1.0, repetition_penalty=1.1), prompt=range(10))
+    for token in [*range(5, 700), 650]:
+        one.append(token)
+    values = edited(logits, one)[0]
+    assert values[0] == 0.0
+    assert values[650] == -2.0
+    assert (values[5:650] == -1.0).all()
+    assert (values[700:] == 0.0).all()
 
 
 def test_all_penalties_together_come_in_order() -> None:
@@ -169,6 +208,24 @@ def test_draws_follow_the_distribution() -> None:
     kept = [token for token in range(20) if expected[token] > 0]
     chi2 = sum((counts[t] - draws * expected[t].item()) ** 2 / (draws * expected[t].item()) for t in kept)
     assert chi2 < 31.3  # 99.9th percentile for 11 degrees of freedom
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    vocab=st.sampled_from([1, 100, 128, 300, 1024]),
+    kept=st.integers(1, 50),
+    uniform=st.one_of(st.floats(0.0, 1.0 - 2.0**-40), st.sampled_from([0.0, 1.0 - 2.0**-40])),
+)
+def test_draws_are_those_of_a_plain_inverse_cdf(seed: int, vocab: int, kept: int, uniform: float) -> None:
+    probs = logits_of(seed, vocab=vocab).softmax(-1)
+    probs[0, torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[kept:]] = 0.0
+    (token,) = draw(probs, np.array([uniform]))
+    cdf = probs[0].double().cumsum(-1)
+    assert probs[0, token] > 0
+    before = float(cdf[token] - probs[0, token])
+    slack = 1e-6 * float(cdf[-1])
+    assert before - slack <= uniform * float(cdf[-1]) <= float(cdf[token]) + slack
 
 
 def test_uniforms_are_uniform_and_independent_along_both_axes() -> None:

@@ -62,14 +62,14 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
         context = start + new
         contexts[i] = context
         if new == 1:
-            token_ids[at] = sequence.tokens[start]
+            token_ids[at] = sequence.buffer[start]
             positions[at] = start
         else:
-            token_ids[at : at + new] = sequence.tokens[start:context]
+            token_ids[at : at + new] = sequence.buffer[start:context]
             positions[at : at + new] = np.arange(start, context)
         blocks = -(-context // block_size)
-        tables[i, :blocks] = sequence.block_table[:blocks]
-        if sequence.wants_prompt_logprobs:
+        tables[i, :blocks] = sequence.table[:blocks]
+        if sequence.group.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
             prompt_rows += _add_prompt_rows(logit_rows, sequence, at, new)
         if context == sequence.num_tokens:
             last = at + new - 1
@@ -93,4 +93,4 @@ def _add_prompt_rows(logit_rows: list[int], sequence: Sequence, at: int, new: in
         return []
     rows = range(len(logit_rows), len(logit_rows) + end - first)
     logit_rows.extend(range(at + first - start, at + end - start))
-    return [PromptRows(sequence, list(rows), sequence.tokens[first + 1 : end + 1].tolist())]
+    return [PromptRows(sequence, list(rows), sequence.buffer[first + 1 : end + 1].tolist())]

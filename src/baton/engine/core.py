@@ -40,6 +40,8 @@ class EngineCore:
     """Continuous batching over one model and one KV pool.
 
     Attributes:
+        runner: The model.
+        arena: The KV pool's memory.
         max_model_len: Most tokens of prompt and output together: of the model, the configuration and the pool.
     """
 
@@ -74,7 +76,8 @@ class EngineCore:
                 field="block_size",
             )
         self._config = config
-        self._runner = runner
+        self.runner = runner
+        self.arena = arena
         self._on_events = on_events
         self._events: list[KVEvent] = []
         self._block_size = runner.layout.block_size
@@ -102,7 +105,7 @@ class EngineCore:
         """
         return check_request(
             request,
-            vocab_size=self._runner.vocab_size,
+            vocab_size=self.runner.vocab_size,
             max_model_len=self.max_model_len,
             seed=self._config.seed,
         )
@@ -124,7 +127,7 @@ class EngineCore:
         group = RequestGroup(
             request=request,
             sampling=sampling,
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._runner.eos_token_ids,
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self.runner.eos_token_ids,
             root=root_hash(self._content_key, request.cache_salt),
             priority=request.priority if self._config.policy == "priority" else 0,
             arrival=self._arrivals,
@@ -239,12 +242,12 @@ class EngineCore:
     @torch.inference_mode()
     def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
         batch = build_batch(plan, self._block_size)
-        logits = self._runner.forward(batch.forward)
+        logits = self.runner.forward(batch.forward)
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
         for sequence, count in plan.items():
-            prompt = max(0, min(count, sequence.num_prompt - sequence.num_computed))
-            self._prefill_tokens += prompt
+            if sequence.num_computed < sequence.num_prompt:
+                self._prefill_tokens += min(count, sequence.num_prompt - sequence.num_computed)
             sequence.advance(count)
             self._scheduler.commit(sequence)
             self._exchange.progress(sequence)
@@ -280,7 +283,7 @@ class EngineCore:
         if update.error is not None:
             _log.warning("load of request %s fell short: %s", update.request_id, update.error)
         first = update.first_token
-        if first is not None and not 0 <= first.token_id < self._runner.vocab_size:
+        if first is not None and not 0 <= first.token_id < self.runner.vocab_size:
             _log.error("request %s: first token %d is not in the vocabulary", update.request_id, first.token_id)
             first = None
         # Without the next token the last one is computed again, for its logits.

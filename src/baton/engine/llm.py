@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
@@ -78,7 +78,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model for offline use. Not thread-safe.
+    """A model for offline use, also as a context manager. Not thread-safe.
 
     Attributes:
         core: The engine.
@@ -100,6 +100,16 @@ class LLM:
         self.core: EngineCore = build_engine(self.config)
         self.tokenizer = _load_tokenizer(self.config.model)
         self._ids = itertools.count()
+
+    def close(self) -> None:
+        """Give the KV pool's memory back."""
+        self.core.arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,

@@ -39,7 +39,8 @@ class TokenCounts:
 
     def add(self, token: int) -> None:
         """Count one more output token."""
-        self._counts[self._slot(token)] += 1.0
+        slot = self._slot(token)  # may replace the arrays
+        self._counts[slot] += 1.0
 
     def _slot(self, token: int) -> int:
         slot = self._slots.get(token)

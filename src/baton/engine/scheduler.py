@@ -76,11 +76,9 @@ class Scheduler:
         return budget
 
     def _plan_prefills(self, plan: StepPlan, budget: int) -> int:
-        for sequence in self.running.copy():
+        for sequence in [other for other in self.running if other not in plan]:
             count = min(sequence.num_missing, self._chunk, budget)
-            if sequence in plan or count == 0:
-                continue
-            if self._make_room(sequence, sequence.num_computed + count, plan):
+            if count and self._make_room(sequence, sequence.num_computed + count, plan):
                 plan[sequence] = count
                 budget -= count
         return budget

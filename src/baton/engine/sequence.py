@@ -89,15 +89,16 @@ class Sequence:
         num_computed: Leading tokens whose KV is in the pool.
         num_committed: Leading blocks that were registered in the prefix cache.
         block_ids: Its blocks, from its first token on.
+        buffer: All its tokens, uint32, and room for more.
+        table: ``block_ids`` as int32, and room for more.
         hashes: Hashes of its full blocks, as far as they were needed.
         sampler: Its row in the sampler.
     """
 
     __slots__ = (
-        "_table",
-        "_tokens",
         "admitted",
         "block_ids",
+        "buffer",
         "finish_reason",
         "group",
         "hashes",
@@ -115,6 +116,7 @@ class Sequence:
         "num_transferred",
         "sampler",
         "state",
+        "table",
     )
 
     def __init__(self, group: RequestGroup, index: int) -> None:
@@ -127,14 +129,14 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.num_prompt = len(prompt)
         self.num_tokens = len(prompt) + len(output)
-        self._tokens: npt.NDArray[np.uint32] = np.empty(self.num_tokens + 32, np.uint32)
-        self._tokens[: self.num_prompt] = prompt
-        self._tokens[self.num_prompt : self.num_tokens] = output
+        self.buffer: npt.NDArray[np.uint32] = np.empty(self.num_tokens + 32, np.uint32)
+        self.buffer[: self.num_prompt] = prompt
+        self.buffer[self.num_prompt : self.num_tokens] = output
         self.max_output = 1 + len(output) if request.prefill_only else group.sampling.max_tokens or 1
         self.num_computed = 0
         self.num_committed = 0
         self.block_ids: list[BlockId] = []
-        self._table: npt.NDArray[np.int32] = np.zeros(16, np.int32)
+        self.table: npt.NDArray[np.int32] = np.zeros(16, np.int32)
         self.hashes: list[BlockHash] = []
         self.sampler = SamplerRow(
             group.sampling,
@@ -153,7 +155,7 @@ class Sequence:
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
         """All tokens, uint32 [num_tokens], a view."""
-        return self._tokens[: self.num_tokens]
+        return self.buffer[: self.num_tokens]
 
     @property
     def num_output(self) -> int:
@@ -176,27 +178,22 @@ class Sequence:
         found = self.group.prompt_logprobs
         return found is not None and self.index == 0 and len(found) < self.num_prompt
 
-    @property
-    def block_table(self) -> npt.NDArray[np.int32]:
-        """Its blocks as int32 [len(block_ids)], a view."""
-        return self._table[: len(self.block_ids)]
-
     def append_token(self, token: int) -> None:
         """Add an output token."""
-        if self.num_tokens == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
-        self._tokens[self.num_tokens] = token
+        if self.num_tokens == len(self.buffer):
+            self.buffer = np.concatenate([self.buffer, np.empty_like(self.buffer)])
+        self.buffer[self.num_tokens] = token
         self.num_tokens += 1
         self.sampler.append(token)
 
     def append_blocks(self, block_ids: SequenceOf[BlockId]) -> None:
         """Add blocks at the end of its table."""
         have, want = len(self.block_ids), len(self.block_ids) + len(block_ids)
-        if want > len(self._table):
-            table = np.zeros(max(want, 2 * len(self._table)), np.int32)
-            table[:have] = self._table[:have]
-            self._table = table
-        self._table[have:want] = block_ids
+        if want > len(self.table):
+            table = np.zeros(max(want, 2 * len(self.table)), np.int32)
+            table[:have] = self.table[:have]
+            self.table = table
+        self.table[have:want] = block_ids
         self.block_ids.extend(block_ids)
 
     def hold_prefix(self, block_ids: SequenceOf[BlockId], block_size: int) -> None:
@@ -222,9 +219,7 @@ class Sequence:
         known = len(self.hashes)
         if known < count:
             parent = self.hashes[-1] if known else self.group.root
-            self.hashes += block_hashes(
-                self._tokens[: count * block_size], block_size, parent, start=known * block_size
-            )
+            self.hashes += block_hashes(self.buffer[: count * block_size], block_size, parent, start=known * block_size)
         return self.hashes[:count]
 
     def advance(self, count: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.engine.loader import quiet_transformers
+from baton.testing.checkpoints import make_checkpoint
 
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt_oss", "deepseek_v3")
 """Architectures that every path is tested with."""
@@ -74,3 +75,36 @@ def hf_greedy(
             )
             found.append(output[0, len(prompt) :].tolist())
     return found
+
+
+class References:
+    """Checkpoints and what ``generate`` gives for them, each made once; share one per test session."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep checkpoints under ``folder``."""
+        self._folder = folder
+        self._checkpoints: dict[str, Path] = {}
+        self._greedy: dict[tuple[Any, ...], list[list[int]]] = {}
+
+    def checkpoint(self, architecture: str) -> Path:
+        """Return a tiny random checkpoint of an architecture."""
+        if architecture not in self._checkpoints:
+            self._checkpoints[architecture] = make_checkpoint(self._folder / architecture, architecture)
+        return self._checkpoints[architecture]
+
+    def greedy(
+        self, architecture: str, prompts: list[list[int]], max_new_tokens: int, **generate_options: Any
+    ) -> list[list[int]]:
+        """Return :func:`hf_greedy` of an architecture's checkpoint.
+
+        Raises:
+            AssertionError: The outputs are too alike to show anything.
+        """
+        key = (architecture, tuple(map(tuple, prompts)), max_new_tokens, *sorted(generate_options.items()))
+        if key not in self._greedy:
+            path = self.checkpoint(architecture)
+            found = hf_greedy(path, prompts, max_new_tokens, **generate_options)
+            if len(set(map(tuple, found))) < len(set(map(tuple, prompts))) // 2:
+                raise AssertionError(f"{architecture}: different prompts give the same tokens")
+            self._greedy[key] = found
+        return self._greedy[key]
