@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,7 @@ class Router:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not condition():
-                await asyncio.sleep(0.005)
+                await self.registry.wait_changed(0.005)
 
     async def ready(self, *workers: FakeWorker) -> None:
         """Wait until the workers are ready and their caches known."""
@@ -337,6 +338,35 @@ async def test_two_instances_die_one_after_the_other(world: World) -> None:
     assert_right(answer, request)
     assert answer.trace.num_migrations == 2
     router.assert_nothing_held()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_right_answers_while_instances_die_and_come_back(world: World, seed: int) -> None:
+    rng = random.Random(seed)
+    decodes = await world.decodes(3)
+    router = await world.cluster([], decodes, max_retries=1000, no_instance_wait_s=20.0)
+    requests = [
+        make_request(f"r{i}", prompt=[*range(i % 7, i % 7 + rng.randint(8, 40))], max_tokens=rng.randint(20, 120))
+        for i in range(40)
+    ]
+    requests = [
+        replace(r, sampling=r.sampling.replace(n=rng.choice([1, 1, 3]), seed=i)) for i, r in enumerate(requests)
+    ]
+    jobs = [asyncio.create_task(run(router, r)) for r in requests]
+    kills = 0
+    while not all(job.done() for job in jobs) and kills < 25:
+        victim = rng.choice(decodes)
+        await asyncio.wait(jobs, timeout=rng.random() * 0.03)
+        if victim.state.running:
+            await victim.restart()
+            kills += 1
+    answers = await asyncio.gather(*jobs)
+    for request, answer in zip(requests, answers, strict=True):
+        assert_right(answer, request)
+    assert sum(a.trace.num_migrations for a in answers) > 10
+    router.assert_nothing_held()
+    for worker in decodes:
+        await worker.wait_until(lambda worker=worker: not worker.state.running)  # type: ignore[misc]
 
 
 async def test_the_only_instance_restarts_in_mid_stream(world: World) -> None:

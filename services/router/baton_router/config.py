@@ -34,6 +34,7 @@ class RouterConfig:
     index_stale_limit_s: float = option(30.0, "seconds without events after which an instance's index is not used")
     strict_fields: bool = option(False, "refuse requests with unknown fields")
     api_key_file: str = option("", "file with the API keys that HTTP clients must show, one per line")
+    open_http: bool = option(False, "serve HTTP off loopback although there are no API keys")
     token_file: str = option("", "file with the token that services show each other")
     max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
     max_retries: int = option(3, "times a request goes to another decode instance after a failure")

@@ -35,6 +35,8 @@ from baton_router.trace import TraceMerge
 
 log = logging.getLogger(__name__)
 
+_MAX_ID_CHARS = 240
+"""Of a request's id that instances see: they take 256, with room for the number of the call."""
 _END_GRACE_S = 1.0
 """How long an instance may take to end its call after the last token."""
 
@@ -227,8 +229,10 @@ class RequestRun:
     def _message(self, group: _Group, placement: Placement) -> worker_pb2.GenerateRequest:
         request, first = self._request, group.sequences[0]
         self._calls += 1
+        # Unique among live requests, also beside a call of ours that its instance has not yet seen cancelled.
+        request_id = request.request_id[-_MAX_ID_CHARS:]
         message = worker_pb2.GenerateRequest(
-            request_id=request.request_id if self._calls == 1 else f"{request.request_id[:240]}~{self._calls}",
+            request_id=request_id if self._calls == 1 else f"{request_id}~{self._calls}",
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=first.token_ids if len(group.sequences) == 1 else (),
             sampling=sampling_to_pb(self._sampling(group)),

@@ -9,6 +9,10 @@ from typing import Protocol
 
 from baton.types import InstanceId
 
+_SMOOTHING = 0.25
+"""Share of a request's own work in the relative load. In simulations 0.1 to 0.5 gave the lowest time to first token:
+1.0 balances too late, 0 gives up a tenth of the hits while the cluster is nearly idle."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -59,16 +63,20 @@ class Policy(Protocol):
 
 
 def relative_loads(candidates: Sequence[Candidate]) -> list[float]:
-    """Return each candidate's load relative to the mean of all, with the request itself counted everywhere.
+    """Return each candidate's load relative to the mean of all, smoothed by a part of the request's own work.
 
-    ``(load_i + cost) / (mean(load) + cost)``: 1.0 for all on an idle cluster and in perfect balance. Counting the
-    request keeps the ratio tame while there is little in flight: without it the only busy one of eight instances
-    would stand at 8 times the mean after a single request.
+    ``(load_i + s) / (mean(load) + s)`` with ``s = cost_i / 4``: 1.0 for all on an idle cluster and in perfect balance.
+    The smoothing keeps the ratio tame while there is little in flight (without it the only busy one of eight instances
+    stands at 8 times the mean after a single request) and vanishes beside the queues of a busy cluster.
     """
     if not candidates:
         return []
     mean = sum(c.load for c in candidates) / len(candidates)
-    return [(c.load + c.cost) / (mean + c.cost) if mean + c.cost > 0 else 1.0 for c in candidates]
+    loads = []
+    for c in candidates:
+        smoothing = _SMOOTHING * c.cost
+        loads.append((c.load + smoothing) / (mean + smoothing) if mean + smoothing > 0 else 1.0)
+    return loads
 
 
 def ordered(scored: list[Scored], rng: random.Random) -> list[Scored]:

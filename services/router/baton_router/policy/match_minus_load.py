@@ -17,13 +17,14 @@ class MatchMinusLoad:
     Algorithm, for each role by itself::
 
         match_i = matched prompt tokens on i / prompt tokens
-        load_i  = (work in flight on i + c) / (mean work in flight of the role + c)
+        load_i  = (work in flight on i + s) / (mean work in flight of the role + s)
         score_i = match_i - beta * load_i
 
-    with c the work of this very request. Work in flight is counted in tokens: for a prefill instance the prompt
-    tokens it still has to compute, for a decode instance the tokens whose KV it holds (see ``baton_router.load``).
-    The pair's score is the sum of both, so the best of each role is the best pair. Decode's own match counts like
-    prefill's: what decode holds need not travel, and if little is missing it computes the rest itself.
+    with s a quarter of the work that this very request would be if nothing matched. Work in flight is counted in
+    tokens: for a prefill instance the prompt tokens it still has to compute, for a decode instance the tokens whose
+    KV it holds (see ``baton_router.load``). The pair's score is the sum of both, so the best of each role is the best
+    pair. Decode's own match counts like prefill's: what decode holds need not travel, and if little is missing it
+    computes the rest itself.
 
     ``beta`` is the price of imbalance: with 0.3 a full match gives way once its instance carries about 4.3 times the
     mean (1 / 0.3 + 1), a half match at 2.7 times. On traces with shared prefixes, 0.1 to 0.5 keep nearly all of

@@ -1,0 +1,194 @@
+"""One router: HTTP and gRPC in one event loop over one registry, from start to drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from baton.api.v1 import router_pb2_grpc
+from baton.errors import ConfigError
+from baton.rpc.auth import is_loopback, read_token, require_safe_bind
+from baton.rpc.server import GrpcServer
+from baton.text import TextModelCache
+from baton.types import Role
+from baton_router.config import RouterConfig
+from baton_router.dispatcher import PlacingDispatcher
+from baton_router.generation_metrics import GenerationMetrics
+from baton_router.http import HttpOptions, create_app
+from baton_router.metrics import RouterMetrics
+from baton_router.registry import Registry
+from baton_router.servicer import SERVICE, RouterServicer
+from baton_router.text_pipeline import TextPipeline
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+class RouterApp:
+    """Everything a router process runs.
+
+    Args:
+        config: What to run.
+
+    Raises:
+        ConfigError: A file cannot be read, or the address is open to others without authentication.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        token = read_token(config.token_file)
+        require_safe_bind(config.host, token)
+        api_keys = read_api_keys(config.api_key_file)
+        if not (api_keys or config.open_http or is_loopback(config.host)):
+            raise ConfigError(
+                f"HTTP on {config.host}, which others can reach, needs --api-key-file (or --open-http)", field="host"
+            )
+        self.metrics = RouterMetrics()
+        self.registry = Registry(config, self.metrics, token=token)
+        self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics)
+        self._tokenizers = TextModelCache(config.model)
+        self.pipeline = TextPipeline(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry))
+        self._token = token
+        self._grpc: GrpcServer | None = None
+        options = HttpOptions(
+            api_keys=api_keys, strict_fields=config.strict_fields, request_timeout_s=config.request_timeout_s
+        )
+        self._http = _HttpServer(
+            uvicorn.Config(
+                create_app(
+                    self.pipeline,
+                    self.dispatcher,
+                    registry=self.metrics.registry,
+                    options=options,
+                    ready=self.is_ready,
+                ),
+                lifespan="off",
+                http="httptools",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+        self.http_port = 0
+        self.grpc_port = 0
+
+    def is_ready(self) -> bool:
+        """Whether requests can be served now."""
+        return not self._http.should_exit and bool(self.registry.ready(Role.DECODE))
+
+    async def start(self) -> None:
+        """Listen, connect to the instances, and answer health checks with SERVING.
+
+        Raises:
+            ConfigError: A port is in use, or the tokenizer that was named cannot be loaded.
+        """
+        if self._config.model:
+            await self._tokenizers.get(self._config.model)
+        sock = listen(self._config.host, self._config.port)
+        self.http_port = sock.getsockname()[1]
+        try:
+            self._grpc = await self._start_grpc()
+        except ConfigError:
+            sock.close()
+            raise
+        self.registry.start()
+        self._serving = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
+        await self._http.wait_started(self._serving)
+        await self._grpc.set_serving(True)
+        log.info(
+            "serving http=%s:%d grpc=%s:%d policy=%s prefill=%d decode=%d",
+            *(self._config.host, self.http_port, self._config.host, self.grpc_port),
+            *(self._config.policy, len(self._config.prefill), len(self._config.decode)),
+        )
+
+    async def _start_grpc(self) -> GrpcServer:
+        if self._config.grpc_port:
+            # gRPC's core would complain about a port in use in lines of its own; a look before keeps it at one.
+            listen(self._config.host, self._config.grpc_port).close()
+        server = GrpcServer(host=self._config.host, port=self._config.grpc_port, services=[SERVICE], token=self._token)
+        servicer = RouterServicer(self.pipeline, self.registry)
+        router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
+        self.grpc_port = await server.start()
+        return server
+
+    async def stop(self) -> None:
+        """Stop accepting, let running requests end for ``drain_timeout_s``, then cut them off."""
+        self._http.should_exit = True
+        ends: list[Awaitable[None]] = []
+        if self._serving is not None:
+            ends.append(self._serving)
+        if self._grpc is not None:
+            ends.append(self._grpc.stop(self._config.drain_timeout_s))
+        await asyncio.gather(*ends)
+        await self.registry.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn, except that signals belong to the process and not to one of its servers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def wait_started(self, serving: asyncio.Task[None]) -> None:
+        """Wait until requests are answered.
+
+        Raises:
+            ConfigError: It ended instead.
+        """
+        while not self.started:
+            await asyncio.wait([serving], timeout=0.005)
+            if serving.done():
+                raise ConfigError(f"the HTTP server did not start: {serving.exception()}", field="port")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening TCP socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: The port is in use, or the address is not ours.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error}", field="host") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
+    return sock
+
+
+def read_api_keys(path: str) -> tuple[str, ...]:
+    """Read the keys that HTTP clients may show, one per line; empty lines and ``#`` comments don't count.
+
+    Raises:
+        ConfigError: The file cannot be read or has no key.
+    """
+    if not path:
+        return ()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read the API key file {path}: {error.strerror}", field="api_key_file") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    if not keys:
+        raise ConfigError(f"the API key file {path} has no key", field="api_key_file")
+    return keys

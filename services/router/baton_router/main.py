@@ -1,0 +1,81 @@
+"""``baton-router``: the router process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from baton.config import add_flags, from_flags
+from baton.errors import BatonError, ConfigError
+from baton.version import __version__
+from baton.worker.logs import set_up_logging
+from baton_router.app import RouterApp
+from baton_router.config import RouterConfig
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a router until SIGTERM or SIGINT.
+
+    Args:
+        argv: Command line; default: the process's.
+
+    Returns:
+        The exit status: 0 after a clean end, 2 for a configuration that cannot work, 1 for any other failure.
+    """
+    parser = argparse.ArgumentParser(
+        prog="baton-router",
+        description="Route requests to prefill and decode instances; OpenAI-compatible HTTP and gRPC.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    add_flags(parser, RouterConfig)
+    args = parser.parse_args(argv)
+    try:
+        config = from_flags(RouterConfig, args)
+        set_up_logging(config.log_level, "router")
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(config))
+    except ConfigError as error:
+        print(f"baton-router: error: {error.message}", file=sys.stderr)  # noqa: T201
+        return 2
+    except BatonError as error:
+        print(f"baton-router: failed: {error.message}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+async def _run(config: RouterConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            log.warning("second signal: ending at once")
+            loop.remove_signal_handler(number)
+            signal.raise_signal(number)
+        stop.set()
+
+    app = RouterApp(config)
+    try:
+        await app.start()
+    except BaseException:
+        await app.stop()
+        raise
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    await stop.wait()
+    log.info("draining: no new requests, %d in flight", app.dispatcher.num_in_flight)
+    await app.stop()
+    log.info("stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The gRPC router service: text in and out, registration, and what the router knows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton_router import grpc_generate
+from baton_router.registry import Registry
+from baton_router.text_pipeline import TextPipeline
+
+SERVICE = "baton.api.v1.RouterService"
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """Answers ``baton.api.v1.RouterService``; the server's interceptors turn errors into statuses.
+
+    Args:
+        pipeline: For Generate and Route.
+        registry: For everything about instances.
+    """
+
+    def __init__(self, pipeline: TextPipeline, registry: Registry) -> None:
+        self._pipeline = pipeline
+        self._registry = registry
+
+    async def Generate(
+        self, request: router_pb2.RouterGenerateRequest, context: Any
+    ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
+        """Generate; see ``grpc_generate.generate``."""
+        responses: Any = grpc_generate.generate(self._pipeline, request, context)
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
+
+    async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
+        """Say where a prompt would go."""
+        return await grpc_generate.route(self._pipeline, request, context)
+
+    async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
+        """Say which models are served."""
+        return grpc_generate.list_models(self._pipeline)
+
+    async def Register(self, request: router_pb2.RegisterRequest, context: Any) -> router_pb2.RegisterResponse:
+        """Make an instance known."""
+        return self._registry.register(request)
+
+    async def Heartbeat(self, request: router_pb2.HeartbeatRequest, context: Any) -> router_pb2.HeartbeatResponse:
+        """Keep an instance's lease."""
+        return router_pb2.HeartbeatResponse(known=self._registry.heartbeat(request.lease_id))
+
+    async def Deregister(self, request: router_pb2.DeregisterRequest, context: Any) -> router_pb2.DeregisterResponse:
+        """Forget an instance that leaves."""
+        self._registry.deregister(request.lease_id)
+        return router_pb2.DeregisterResponse()
+
+    async def ListInstances(
+        self, request: router_pb2.ListInstancesRequest, context: Any
+    ) -> router_pb2.ListInstancesResponse:
+        """Say which instances there are."""
+        return router_pb2.ListInstancesResponse(instances=[x.describe() for x in self._registry.instances()])
