@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from baton.api.v1 import common_pb2
+from baton_router.text_request import TextDelta
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -50,9 +51,14 @@ class GenerationClock:
         self._arrived = arrived
         self._last = 0.0
 
-    def tokens(self, count: int) -> None:
+    def tokens(self, deltas: list[TextDelta]) -> None:
         """Count new tokens that arrived together."""
-        if self._metrics is None or count == 0:
+        if self._metrics is None:
+            return
+        count = 0
+        for delta in deltas:
+            count += len(delta.token_ids)
+        if count == 0:
             return
         now = time.perf_counter()
         if self._last:

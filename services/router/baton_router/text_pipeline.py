@@ -142,7 +142,7 @@ class TextPipeline:
                 chunk = answer.follow(routed)
                 if routed.decision is not None:
                     clock.prompt(prepared.prompt_tokens, cached_tokens(routed.trace))
-                clock.tokens(sum(len(delta.token_ids) for delta in chunk.deltas))
+                clock.tokens(chunk.deltas)
                 if answer.ended_by_strings:
                     outcome = "done"
                     await _close(source)  # before the consumer gets to see it: the instances are free at once

@@ -69,6 +69,7 @@ class Generations:
         builder = AnswerBuilder(job, prepared, ident, created)
         async with run.guard(request.receive), aclosing(run.chunks()) as chunks:
             async for at, chunk in chunks:
+                run.note(at, chunk)
                 builder.add(at, chunk)
         content = orjson.dumps(builder.build())
         return Response(content, media_type="application/json", headers=run.headers())
@@ -101,12 +102,14 @@ class GenerationRun:
             receive, limit_s=self._options.request_timeout_s, send_timeout_s=self._options.send_timeout_s
         )
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, TextChunk], None]:
-        """Yield the chunks of all prompts as they come, each with its prompt's place."""
-        async with aclosing(run_all(self._pipeline, self._prepared)) as chunks:
-            async for at, chunk in chunks:
-                self._routes[at].add(chunk)
-                yield at, chunk
+    def chunks(self) -> AsyncGenerator[tuple[int, TextChunk], None]:
+        """Return the chunks of all prompts as they come, each with its prompt's place; tell :meth:`note` of them."""
+        return run_all(self._pipeline, self._prepared)
+
+    def note(self, at: int, chunk: TextChunk) -> None:
+        """Remember which way a prompt's generation went."""
+        if chunk.trace is not None or chunk.decision is not None:
+            self._routes[at].add(chunk)
 
     def headers(self) -> dict[str, str]:
         """Return the response headers, with what is known by now."""
@@ -130,6 +133,7 @@ class EventResponse(Response):
             async with self._run.guard(receive) as guard:
                 async with aclosing(self._run.chunks()) as chunks:
                     async for at, chunk in chunks:
+                        self._run.note(at, chunk)
                         data = self._writer.add(at, chunk)
                         if not started:
                             started = True

@@ -77,7 +77,7 @@ def route_headers(routes: Sequence[Route]) -> dict[str, str]:
 def _names(values: Iterable[str]) -> str:
     names = sorted({value for value in values if value})
     text = ",".join(names) or NONE
-    return "".join(char if " " <= char <= "~" else "?" for char in text)
+    return text if text.isascii() and text.isprintable() else ascii(text)
 
 
 def _total(traces: Sequence[common_pb2.RequestTrace], amount: Callable[[common_pb2.RequestTrace], int]) -> str:

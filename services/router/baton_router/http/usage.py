@@ -25,7 +25,8 @@ class Usage:
         if chunk.trace is not None:
             self._cached[at] = cached_tokens(chunk.trace)
         if self._count_output:
-            self._output += sum(len(delta.token_ids) for delta in chunk.deltas)
+            for delta in chunk.deltas:
+                self._output += len(delta.token_ids)
 
     def as_object(self) -> dict[str, Any]:
         """Return the ``usage`` so far."""
