@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 
+from baton.kv.connector import KVConnector
 from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.p2p_load import P2PLoader
 from baton.types import Role
@@ -12,11 +14,12 @@ from baton.worker.dialer import GrpcPrefillDialer
 from baton.worker.instance import Parts
 from baton.worker.main import main as run_worker
 from baton.worker.servicer import WorkerContext
+from baton.worker.store import StoreSide
 from baton_decode.servicer import DecodeServicer
 
 
 class DecodeParts:
-    """A decode instance fetches KV from prefill instances."""
+    """A decode instance fetches KV from the store, if it has one, and from prefill instances."""
 
     def __init__(self, parts: Parts) -> None:
         config, fingerprint = parts.config, parts.runner.fingerprint
@@ -24,7 +27,7 @@ class DecodeParts:
             parts.arena, fingerprint, kinds=config.pipes, token=parts.token, memory=parts.memory
         )
         self._dialer = GrpcPrefillDialer(fingerprint, parts.token)
-        self.connector = P2PLoader(
+        self._loader = P2PLoader(
             fetcher=self._fetcher,
             dialer=self._dialer,
             loop=parts.loop,
@@ -33,16 +36,19 @@ class DecodeParts:
             threshold=config.remote_prefill_threshold,
             stall_s=config.prefill_stall_s,
         )
+        self._store = StoreSide(parts, self._fetcher)
+        self.connector: KVConnector = self._store.first(self._loader)
 
     def servicer(self, context: WorkerContext) -> DecodeServicer:
         """Build the decode calls."""
-        return DecodeServicer(context, self.connector)
+        return DecodeServicer(context, self._loader)
 
     async def close(self) -> None:
-        """Close connections."""
+        """End loads, then close connections."""
         self.connector.close()
+        await self._store.close()
         await self._dialer.close()
-        self._fetcher.close()
+        await asyncio.to_thread(self._fetcher.close)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 
-from baton.transport.lookup_buffer import LookupBuffer
-
+from baton.kv.connector import KVConnector
+from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.p2p_load import Offer
 from baton.transport.connector.p2p_offer import P2POfferer
+from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import Role
 from baton.worker.instance import Parts
 from baton.worker.main import main as run_worker
 from baton.worker.servicer import WorkerContext
+from baton.worker.store import StoreSide
 from baton_prefill.servicer import PrefillServicer
 
 OFFER_BUFFER_BYTES = 64 * 1024 * 1024
 
 
 class PrefillParts:
-    """A prefill instance offers what it computes."""
+    """A prefill instance offers what it computes, and shares it through the store, if it has one."""
 
     def __init__(self, parts: Parts) -> None:
+        config = parts.config
         self._buffer: LookupBuffer[Offer] = LookupBuffer(max_bytes=OFFER_BUFFER_BYTES)
-        self.connector = P2POfferer(
+        self._offerer = P2POfferer(
             arena=parts.arena,
             buffer=self._buffer,
             wake=parts.wake,
             block_size=parts.engine_config.block_size,
-            lease_s=parts.config.lease_s,
-            max_leases=parts.config.max_leases,
+            lease_s=config.lease_s,
+            max_leases=config.max_leases,
         )
+        self._fetcher = BlockFetcher(
+            parts.arena, parts.runner.fingerprint, kinds=config.pipes, token=parts.token, memory=parts.memory
+        )
+        self._store = StoreSide(parts, self._fetcher)
+        self.connector: KVConnector = self._store.first(self._offerer)
 
     def servicer(self, context: WorkerContext) -> PrefillServicer:
         """Build the prefill calls."""
-        return PrefillServicer(context, self.connector)
+        return PrefillServicer(context, self._offerer)
 
     async def close(self) -> None:
-        """End all leases."""
+        """End all leases, then close connections."""
         self.connector.close()
         self._buffer.close()
+        await self._store.close()
+        await asyncio.to_thread(self._fetcher.close)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from baton.hashing import as_token_array
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb
 from baton.transport.connector.p2p_load import Offer
 from baton.transport.connector.p2p_offer import Lease, P2POfferer
+from baton.transport.connector.source_pb import source_to_pb
 from baton.types import FinishReason
-from baton.worker.dialer import source_to_pb
 from baton.worker.engine_thread import RequestStream
 from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request
 

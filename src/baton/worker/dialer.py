@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 
-from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import TransferError
 from baton.kv.connector import LoadRequest
 from baton.kv.fingerprint import Fingerprint
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import fingerprint_from_pb, fingerprint_to_pb, logprob_from_pb, sampling_to_pb
+from baton.rpc.convert import fingerprint_to_pb, logprob_from_pb, sampling_to_pb
 from baton.rpc.errors import from_rpc_error
-from baton.transport.blocks import BlockSource, Endpoint
 from baton.transport.connector.p2p_load import Accepted, Finished, Offer, PrefillEvent
-from baton.types import Epoch, InstanceId, TokenLogprob
+from baton.transport.connector.source_pb import source_from_pb
+from baton.types import TokenLogprob
 
 MAX_CHANNELS = 256
 
@@ -94,25 +94,3 @@ async def _events(
         raise from_rpc_error(error) from error
     except grpc.aio.UsageError as error:  # the channel was closed under us
         raise TransferError(f"the prefill stream broke: {error}") from error
-
-
-def source_from_pb(message: common_pb2.KvSource) -> BlockSource:
-    """Read where blocks live from the wire."""
-    return BlockSource(
-        instance_id=InstanceId(message.instance_id),
-        epoch=Epoch(message.epoch),
-        endpoints=tuple(Endpoint(item.kind, item.address) for item in message.endpoints),
-        fingerprint=fingerprint_from_pb(message.fingerprint),
-        num_blocks=message.num_blocks,
-    )
-
-
-def source_to_pb(source: BlockSource) -> common_pb2.KvSource:
-    """Write where blocks live to the wire."""
-    return common_pb2.KvSource(
-        instance_id=source.instance_id,
-        epoch=source.epoch,
-        endpoints=[common_pb2.KvEndpoint(kind=item.kind, address=item.address) for item in source.endpoints],
-        fingerprint=fingerprint_to_pb(source.fingerprint),
-        num_blocks=source.num_blocks,
-    )

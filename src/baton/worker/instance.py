@@ -24,7 +24,7 @@ from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
 from baton.rpc.auth import read_token, require_safe_bind
 from baton.rpc.server import GrpcServer
-from baton.transport.blocks import BlockServer, MemoryNetwork, ServerOptions
+from baton.transport.blocks import BlockServer, BlockSource, MemoryNetwork, ServerOptions
 from baton.types import InstanceId, Role
 from baton.worker.admission import Admission
 from baton.worker.engine_thread import EngineThread
@@ -43,6 +43,7 @@ class Parts:
 
     Attributes:
         wake: Makes the engine poll its connector; any thread may call it.
+        source: Returns where this instance's blocks can be read, once it listens.
         memory: Joins the instances of one process, for the ``memory`` pipe.
     """
 
@@ -53,6 +54,7 @@ class Parts:
     token: str | None
     loop: asyncio.AbstractEventLoop
     wake: Callable[[], None]
+    source: Callable[[], BlockSource]
     memory: MemoryNetwork | None = None
 
 
@@ -135,7 +137,19 @@ class WorkerInstance:
         self._stack.callback(arena.close)
         wake = _Wake()
         loop = asyncio.get_running_loop()
-        parts = self._build(Parts(config, self._engine_config, runner, arena, token, loop, wake, self._memory))
+        parts = self._build(
+            Parts(
+                config=config,
+                engine_config=self._engine_config,
+                runner=runner,
+                arena=arena,
+                token=token,
+                loop=loop,
+                wake=wake,
+                source=lambda: self.context.block_server.source,
+                memory=self._memory,
+            )
+        )
         self._stack.push_async_callback(parts.close)
         events = KvEventLog(arena.epoch)
 

@@ -83,7 +83,7 @@ class _Load:
     block_ids: tuple[BlockId, ...]
     valid: np.ndarray
     cancelled: threading.Event = field(default_factory=threading.Event)
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[str | None] | None = None
     failures: list[str] = field(default_factory=list)
     kv_bytes: int = 0
     transfer_s: float = 0.0
@@ -155,6 +155,8 @@ class P2PLoader(KVConnector):
 
     def _start(self, load: _Load) -> None:
         load.task = self._loop.create_task(self._run(load), name=f"load {load.request.request_id}")
+        # Not at the end of the coroutine: a task that is cancelled before its first step never enters it.
+        load.task.add_done_callback(lambda task: self._report(load, task))
 
     def cancel_load(self, request_id: RequestId) -> None:
         """Stop a load; its update still comes."""
@@ -194,23 +196,25 @@ class P2PLoader(KVConnector):
         for request_id in list(self._loads):
             self.cancel_load(request_id)
 
-    async def _run(self, load: _Load) -> None:
-        error: str | None = None
-        try:
-            for address in load.request.candidates:
-                try:
-                    await self._try(load, address)
-                    break
-                except BatonError as failure:
-                    load.failures.append(f"{address}: {failure.message}")
-                    log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
-            else:
-                error = "; ".join(load.failures)
-        except asyncio.CancelledError:
-            error = "cancelled"
-        except Exception as failure:
-            log.exception("load of %s failed", load.request.request_id)
+    async def _run(self, load: _Load) -> str | None:
+        """Try the candidates; returns why none of them did it."""
+        for address in load.request.candidates:
+            try:
+                await self._try(load, address)
+                return None
+            except BatonError as failure:
+                load.failures.append(f"{address}: {failure.message}")
+                log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
+        return "; ".join(load.failures)
+
+    def _report(self, load: _Load, task: asyncio.Task[str | None]) -> None:
+        if task.cancelled():
+            error: str | None = "cancelled"
+        elif (failure := task.exception()) is not None:
+            log.error("load of %s failed", load.request.request_id, exc_info=failure)
             error = f"{type(failure).__name__}: {failure}"
+        else:
+            error = task.result()
         self._done.append(self._update(load, error))
         self._wake()
 

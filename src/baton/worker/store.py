@@ -1,0 +1,40 @@
+"""The KV store beside the point-to-point hand-over, for instances started with ``--kvstore``."""
+
+from __future__ import annotations
+
+from baton.kv.connector import KVConnector
+from baton.transport.blocks import BlockFetcher
+from baton.transport.connector.multi import MultiConnector
+from baton.transport.connector.store import StoreConnector, StoreOptions
+from baton.worker.instance import Parts
+
+
+class StoreSide:
+    """A worker's connection to its KV store, or nothing if it has none.
+
+    Args:
+        parts: The instance's parts.
+        fetcher: Copies blocks into its pool; closed by the caller after :meth:`close`.
+    """
+
+    def __init__(self, parts: Parts, fetcher: BlockFetcher) -> None:
+        self.connector: StoreConnector | None = None
+        if parts.config.kvstore:
+            self.connector = StoreConnector(
+                StoreOptions(parts.config.kvstore, token=parts.token),
+                arena=parts.arena,
+                fingerprint=parts.runner.fingerprint,
+                fetcher=fetcher,
+                loop=parts.loop,
+                wake=parts.wake,
+                source=parts.source,
+            )
+
+    def first(self, other: KVConnector) -> KVConnector:
+        """Ask the store before ``other``; all save."""
+        return other if self.connector is None else MultiConnector([self.connector, other])
+
+    async def close(self) -> None:
+        """End loads and saves, and wait for them."""
+        if self.connector is not None:
+            await self.connector.aclose()
