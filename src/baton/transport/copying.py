@@ -8,13 +8,14 @@ process: slower per byte, but one system call takes a thousand runs, and every c
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ class BlockCopier:
         method: ``"native"`` or ``"libc"``.
     """
 
-    def __init__(self, *, native: bool = True, compilers: Sequence[str] = ("cc", "gcc", "clang")) -> None:
+    def __init__(self, *, native: bool = True, compilers: tuple[str, ...] = ("cc", "gcc", "clang")) -> None:
         found = _compile(compilers) if native else None
         self.method = "native" if found else "libc"
         self._copy = found or _libc_copy()
@@ -116,7 +117,8 @@ def _split(runs: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.int64]:
     return np.array(out, dtype=np.int64)
 
 
-def _compile(compilers: Sequence[str]) -> CopyRuns | None:
+@functools.cache  # a loaded library stays loaded: the second copier of a process needs no compiler
+def _compile(compilers: tuple[str, ...]) -> CopyRuns | None:
     """Build the C helper in a private directory that is gone when this returns; ``None`` where that cannot be."""
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:

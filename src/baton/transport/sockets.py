@@ -7,6 +7,7 @@ The socket stays in blocking mode with kernel time-outs of one tick, because one
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import select
 import socket
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from baton.errors import PipeClosedError
+from baton.errors import ConfigError, PipeClosedError
 from baton.transport.waiting import TICK_S, Wait
 
 IOV_MAX = 512
@@ -61,9 +62,20 @@ class Stream:
         Raises:
             DeadlineError, CancelledError, PipeClosedError: As their names say.
         """
+        self._poll(select.POLLIN, wait, what)
+
+    def wait_writable(self, wait: Wait, what: str) -> None:
+        """Block until some bytes can be sent (or the peer's end is known).
+
+        Raises:
+            DeadlineError, CancelledError, PipeClosedError: As their names say.
+        """
+        self._poll(select.POLLOUT, wait, what)
+
+    def _poll(self, event: int, wait: Wait, what: str) -> None:
         with self._use():
             poller = select.poll()
-            poller.register(self._sock, select.POLLIN)
+            poller.register(self._sock, event)
             while True:
                 nap = wait.nap()
                 if poller.poll(None if nap is None else math.ceil(nap * 1000)):
@@ -275,3 +287,34 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Write ``host:port``, IPv6 hosts in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind_tcp(host: str, port: int, token: str | None) -> socket.socket:
+    """Bind a TCP socket.
+
+    Raises:
+        ConfigError: No token off loopback, or the address cannot be bound.
+    """
+    if token is None and not _is_loopback(host):
+        raise ConfigError(f"listening on {host} needs a shared token: only loopback goes without", field="token")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error}", field="host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

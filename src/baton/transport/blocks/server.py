@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import secrets
@@ -21,7 +20,7 @@ from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
 from baton.transport.pipe.memory import MemoryNetwork
 from baton.transport.pipe.shm_read import require_same_user, send_descriptors, shm_address
 from baton.transport.pipe.tcp_read import ServeLimits, serve_reads
-from baton.transport.sockets import Stream, join_address
+from baton.transport.sockets import Stream, bind_tcp, join_address
 from baton.transport.waiting import Wait
 from baton.transport.wire import send_error
 from baton.types import InstanceId
@@ -92,7 +91,7 @@ class BlockServer:
         self._closed = threading.Event()
         self._fd = -1
         self.endpoints: list[Endpoint] = []
-        _check(kinds, host, token, fingerprint, arena)
+        _check(kinds, fingerprint, arena)
         try:
             for kind in kinds:
                 self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
@@ -153,7 +152,7 @@ class BlockServer:
             listener.bind("\0" + name)
             address = shm_address(name)
         else:
-            listener = _bind_tcp(host, self._options.port)
+            listener = bind_tcp(host, self._options.port, self._token)
             address = join_address(self._options.advertise_host or host, listener.getsockname()[1])
         listener.listen(_BACKLOG)
         self._listeners.append(listener)
@@ -234,38 +233,12 @@ class BlockServer:
             send_descriptors(stream, [self._fd])
 
 
-def _check(kinds: Sequence[str], host: str, token: str | None, fingerprint: Fingerprint, arena: KVArena) -> None:
+def _check(kinds: Sequence[str], fingerprint: Fingerprint, arena: KVArena) -> None:
     unknown = set(kinds) - {"shm", "tcp", "memory"}
     if unknown or not kinds or len(set(kinds)) != len(kinds):
         raise ConfigError(f"pipes must be some of shm, tcp, memory, each once, got {tuple(kinds)}", field="pipes")
-    if "tcp" in kinds and token is None and not _is_loopback(host):
-        raise ConfigError(f"serving blocks on {host} needs a shared token: only loopback goes without", field="token")
     if fingerprint.block_bytes != arena.block_bytes:
         raise ConfigError(
             f"the fingerprint says {fingerprint.block_bytes} bytes per block, the arena has {arena.block_bytes}",
             field="block_bytes",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _bind_tcp(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error}", field="host") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
-    return listener
