@@ -47,7 +47,7 @@ def block_hashes(
         parent: Hash of the block that ends at ``start``, or the root hash.
         start: First token to hash; a multiple of ``block_size``.
     """
-    data = memoryview(as_token_array(token_ids)).cast("B")
+    data = as_token_array(token_ids).data.cast("B")
     stride = 4 * block_size
     sha256 = hashlib.sha256
     out: list[BlockHash] = []

@@ -115,9 +115,10 @@ def _hugging_face(model: str, prompt: str, max_tokens: int) -> list[int]:
     """Generate greedily with transformers' own tokenizer, template and model code from the same files."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
 
-    disable_progress_bar()
+    quiet: Any = transformers_logging
+    quiet.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     messages = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

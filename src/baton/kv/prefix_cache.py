@@ -87,7 +87,7 @@ class PrefixCache:
         while todo:
             parent, at = todo.pop()
             run = [at]
-            while len(below := children.get(at, ())) == 1:
+            while len(below := children.get(at, [])) == 1:
                 at = below[0]
                 run.append(at)
             runs.append(BlocksStored(parent, tuple(run)))

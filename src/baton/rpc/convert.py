@@ -8,7 +8,10 @@ from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
 from baton.types import FinishReason, PrefillPath, Role, SamplingParams, TokenLogprob
 
-_ROLES: dict[Role, common_pb2.Role.ValueType] = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+_ROLES: dict[Role, common_pb2.Role.ValueType] = {
+    Role.PREFILL: common_pb2.ROLE_PREFILL,
+    Role.DECODE: common_pb2.ROLE_DECODE,
+}
 _FINISH: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
