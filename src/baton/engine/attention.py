@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from baton_kernels.paged_attention import AttentionSpec
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from baton.engine.loader import LoadedModel
 from baton.errors import ConfigError
+from baton_kernels.paged_attention import AttentionSpec
 
 log = logging.getLogger(__name__)
 

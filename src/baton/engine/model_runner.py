@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from baton_kernels.paged_attention import LayerPool, PagedAttention, RaggedBatch
 
 from baton.config import EngineConfig
 from baton.engine.attention import AttentionName, probe
-from baton.engine.backends import choose_backend
+from baton.engine.backends import choose_attention, cpu_library
 from baton.engine.batch import ForwardBatch
 from baton.engine.checkpoint import model_digest, rope_digest
 from baton.engine.limits import max_sequence_length
@@ -23,6 +22,7 @@ from baton.errors import ConfigError, InternalError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
+from baton_kernels.paged_attention import LayerPool, PagedAttention, RaggedBatch
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class ModelRunner:
         self.vocab_size = int(model.text_config.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
-        self._backend: PagedAttention = choose_backend(config, model)
+        library = cpu_library(config, model.device)
+        self._backend: PagedAttention = choose_attention(library)
         self.attention_backend = self._backend.name
         self._pools: list[LayerPool] = []
         self._plan: Any = None

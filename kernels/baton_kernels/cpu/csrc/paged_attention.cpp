@@ -1,0 +1,173 @@
+// One call: write the new tokens' KV into the pool, then attend, prompt chunks and decodes in one parallel loop.
+#include "decode.h"
+#include "rotate.h"
+#include "tile.h"
+
+namespace baton {
+namespace {
+
+constexpr int ITEMS_PER_THREAD = 4;  // so that threads end together
+constexpr long SPLIT_KEYS = 256;     // shortest part of a decode worth a merge
+
+// Split decodes: which items are parts of the same head, and where their partial results lie.
+struct Split {
+  int32_t seq, head, first, count;
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Split> splits;
+  int parts = 0;
+};
+
+void add_decode(const Attention& a, int seq, long wanted_keys, Plan& plan) {
+  const long end = a.context_lens[seq];
+  const long begin = a.window ? std::max<long>(0, end - a.window) : 0;
+  const long parts = std::max<long>(1, std::min((end - begin) / SPLIT_KEYS, (end - begin) / std::max(1l, wanted_keys)));
+  const long step = round_up((end - begin + parts - 1) / parts, KB);
+  for (int head = 0; head < a.kv_heads; ++head) {
+    const int first = plan.parts;
+    for (long at = begin; at < end; at += step) {
+      const long until = std::min(end, at + step);
+      const int part = step >= end - begin ? -1 : plan.parts++;
+      plan.items.push_back({seq, head, 0, 1, (int)at, (int)until, part, at == begin, until - at});
+    }
+    if (plan.parts > first) plan.splits.push_back({seq, head, first, plan.parts - first});
+  }
+}
+
+void add_tiles(const Attention& a, int seq, int tokens, Plan& plan) {
+  const int group = a.num_heads / a.kv_heads, start = a.context_lens[seq] - tokens;
+  const int step = std::max(1, TILE_ROWS / group);
+  for (int head = 0; head < a.kv_heads; ++head)
+    for (int at = 0; at < tokens; at += step) {
+      const int until = std::min(tokens, at + step);
+      const long keys = std::min<long>(start + until, a.window ? a.window + step : start + until);
+      plan.items.push_back({seq, head, at, until, 0, 0, -1, true, keys * (until - at) * group});
+    }
+}
+
+void make_plan(const Attention& a, Plan& plan) {
+  plan.items.clear(), plan.splits.clear(), plan.parts = 0;
+  const int group = a.num_heads / a.kv_heads;
+  long decode_keys = 0;
+  for (int seq = 0; seq < a.num_seqs; ++seq)
+    if (a.query_starts[seq + 1] - a.query_starts[seq] == 1)
+      decode_keys += std::min<long>(a.context_lens[seq], a.window ? a.window : a.context_lens[seq]);
+  const long wanted = a.threads > 1 ? decode_keys * a.kv_heads / (a.threads * ITEMS_PER_THREAD) : decode_keys;
+  for (int seq = 0; seq < a.num_seqs; ++seq) {
+    const int tokens = a.query_starts[seq + 1] - a.query_starts[seq];
+    if (tokens == 1 && group <= MAX_GROUP)
+      add_decode(a, seq, std::max(1l, wanted), plan);
+    else if (tokens > 0)
+      add_tiles(a, seq, tokens, plan);
+  }
+  if (a.threads > 1)
+    std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
+}
+
+template <class T>
+void write(const Attention& a, int thread, int threads, Scratch& scratch) {
+  float* work = scratch.get<float>(a.k_dim + VL);
+  const long total = a.query_starts[a.num_seqs];
+  const long from = total * thread / threads, to = total * (thread + 1) / threads;
+  int seq = 0;
+  for (long token = from; token < to; ++token) {
+    while (a.query_starts[seq + 1] <= token) ++seq;
+    write_token<T>(a, seq, token, a.context_lens[seq] - a.query_starts[seq + 1] + token, work);
+  }
+}
+
+template <class C, class T>
+void attend(const Attention& a, const Item& item, Scratch& scratch, float* partials) {
+  const int group = a.num_heads / a.kv_heads;
+  if (item.end > 0)
+    decode<T>(a, item, scratch, item.part < 0 ? nullptr : partials + (long)item.part * group * (a.v_dim + 2));
+  else
+    Tile<C, T>(a, item, scratch).run();
+}
+
+template <class T>
+void merge(const Attention& a, const Split& split, const float* partials) {
+  const int group = a.num_heads / a.kv_heads, stride = a.v_dim + 2;
+  for (int g = 0; g < group; ++g) {
+    const float* first = partials + ((long)split.first * group + g) * stride;
+    float top = NEG_INF, total = 0;
+    for (int i = 0; i < split.count; ++i) top = std::max(top, first[(long)i * group * stride]);
+    std::vector<float> factor(split.count);
+    for (int i = 0; i < split.count; ++i) {
+      const float* part = first + (long)i * group * stride;
+      factor[i] = top == NEG_INF ? 0.0f : exp2f(part[0] - top);
+      total += factor[i] * part[1];
+    }
+    T* to = (T*)a.out + ((long)a.query_starts[split.seq] * a.num_heads + split.head * group + g) * a.v_dim;
+    for (int d = 0; d < a.v_dim; d += VL) {
+      vf acc = vf{};
+      for (int i = 0; i < split.count; ++i) acc += load_upto(first + (long)i * group * stride + 2 + d, a.v_dim - d) * factor[i];
+      store_upto(to + d, acc * (total > 0 ? 1.0f / total : 0.0f), a.v_dim - d);
+    }
+  }
+}
+
+template <class C, class T>
+void run(const Attention& a) {
+  static thread_local Plan plan;
+  static thread_local Scratch partial_scratch;
+  make_plan(a, plan);
+  const Plan& work = plan;
+  float* partials = partial_scratch.get<float>((size_t)work.parts * (a.num_heads / a.kv_heads) * (a.v_dim + 2));
+  const int threads = a.threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    static thread_local Scratch scratch;
+    write<T>(a, omp_get_thread_num(), omp_get_num_threads(), scratch);
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < work.items.size(); ++i) attend<C, T>(a, work.items[i], scratch, partials);
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < work.splits.size(); ++i) merge<T>(a, work.splits[i], partials);
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+// Returns 0, or 1 for a storage type that is not known.
+extern "C" int baton_paged_attention(const Attention* a) {
+  switch (a->dtype) {
+    case 0:
+      run<ComputeF32, float>(*a);
+      return 0;
+    case 1:
+#if defined(BATON_AVX512_BF16)
+      if (a->pairs) {
+        run<ComputeBF16, bf16>(*a);
+        return 0;
+      }
+#endif
+      run<ComputeF32, bf16>(*a);
+      return 0;
+    case 2:
+      run<ComputeF32, f16>(*a);
+      return 0;
+  }
+  return 1;
+}
+
+extern "C" const char* baton_cpu_instructions() {
+#if defined(BATON_AVX512_BF16)
+  return "avx512-bf16";
+#elif defined(BATON_AVX512)
+  return "avx512";
+#elif defined(__AVX2__)
+  return "avx2";
+#elif defined(__aarch64__)
+  return "neon";
+#else
+  return "plain";
+#endif
+}
+
+extern "C" int64_t baton_attention_struct_bytes() { return sizeof(Attention); }

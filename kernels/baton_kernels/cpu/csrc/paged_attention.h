@@ -1,0 +1,94 @@
+// Attention of a ragged batch over a paged KV pool: what the two kernels (tile.h, decode.h) share.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+namespace baton {
+
+constexpr int KB = 64;          // keys per tile
+constexpr int MAX_GROUP = 8;    // query heads per KV head that the decode kernel takes; more go through tiles
+constexpr int TILE_ROWS = 192;  // about as many (token, head) rows share one packed tile of keys
+
+// The arguments of one call; laid out as the ctypes structure of the same name. Sizes and strides in elements.
+struct Attention {
+  const void *q, *k, *v;
+  void *k_pool, *v_pool, *out;
+  const float* sinks;  // [num_heads] or null
+  const int32_t *query_starts, *context_lens, *block_tables;
+  const float *cos, *sin;        // [positions, rotary / 2] or null: q and k are rotated already
+  const void *q_norm, *k_norm;   // [k_dim] or null: RMS norm of each head before the rotation
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
+  int64_t block_stride, table_stride;
+  int32_t dtype, num_seqs, num_heads, kv_heads, k_dim, v_dim, block_size, window, rotary, threads;
+  int32_t pairs;  // multiply pairs of bfloat16 (vdpbf16ps) rather than float32: where that is faster
+  float scale, softcap, norm_eps, norm_offset;
+  int32_t unused;
+};
+
+// Grows, never shrinks; aligned to a cache line. One per thread and use.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  template <class T>
+  T* get(size_t count) {
+    const size_t bytes = round_up(count * sizeof(T), 64);
+    if (bytes > size_) {
+      std::free(data_);
+      data_ = std::aligned_alloc(64, bytes);
+      size_ = data_ ? bytes : 0;
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// One KV head of one sequence.
+template <class T>
+struct Head {
+  const Attention& a;
+  const int32_t* table;
+  const T *k, *v;
+
+  Head(const Attention& args, int seq, int head)
+      : a(args),
+        table(args.block_tables + seq * args.table_stride),
+        k((const T*)args.k_pool + (long)head * args.block_size * args.k_dim),
+        v((const T*)args.v_pool + (long)head * args.block_size * args.v_dim) {}
+
+  // Rows of n keys and values from position j on.
+  void rows(long j, int n, const T** keys, const T** values) const {
+    int i = 0;
+    while (i < n) {
+      const long block = (j + i) / a.block_size, offset = (j + i) % a.block_size;
+      const int run = (int)std::min<long>(n - i, a.block_size - offset);
+      const T* key = k + table[block] * a.block_stride + offset * a.k_dim;
+      const T* value = v + table[block] * a.block_stride + offset * a.v_dim;
+      for (int r = 0; r < run; ++r, ++i) {
+        keys[i] = key + (long)r * a.k_dim;
+        values[i] = value + (long)r * a.v_dim;
+      }
+    }
+  }
+};
+
+// Scores come in as raw dot products; out they are in units of log2, ready for exp2.
+inline vf scaled(const Attention& a, vf s) {
+  if (a.softcap > 0) return tanhv(s * (a.scale / a.softcap)) * (a.softcap * LOG2E);
+  return s * (a.scale * LOG2E);
+}
+
+// Part of the work: query tokens q0 to q1 of a sequence (a tile), or one decode over keys begin to end (a split).
+struct Item {
+  int32_t seq, head, q0, q1, begin, end, part;
+  bool first;
+  int64_t cost;
+};
+
+}  // namespace baton

@@ -1,0 +1,303 @@
+// The tile kernel: many query rows (tokens of a chunk times the heads that share a KV head) against tiles of 64 keys.
+//
+// Keys and values of a tile are packed once and stay in the first-level cache while all rows go over them, MR rows at a
+// time: scores in registers, softmax kept online, weights times values added to the rows' outputs.
+#pragma once
+#include "paged_attention.h"
+
+namespace baton {
+
+#if defined(BATON_AVX512)
+inline void transpose16(__m512i* x) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    x[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+#endif
+
+// Compute in float32, from any storage.
+struct ComputeF32 {
+  typedef float elem;
+  static constexpr int PAIR = 1;
+  static constexpr bool ROUGH = false;
+  static vf fma(vf acc, elem a, const elem* b) { return acc + splat(a) * *(const vf*)b; }
+
+  template <class T>
+  static void pack_row(const T* x, int n, elem* out, int padded) {
+    for (int i = 0; i < padded; i += VL) *(vf_unaligned*)(out + i) = i < n ? load_upto(x + i, n - i) : vf{};
+  }
+  // rows [KB][dim] -> out [dim][KB]
+  template <class T>
+  static void pack_keys(const T* const* rows, int n, int dim, elem* out) {
+    for (int j = 0; j < KB; j += VL)
+      for (int d = 0; d < dim; d += VL) {
+#if defined(BATON_AVX512)
+        __m512i x[16];
+        for (int i = 0; i < 16; ++i) x[i] = (__m512i)(j + i < n ? load_upto(rows[j + i] + d, dim - d) : vf{});
+        transpose16(x);
+        const int columns = std::min(VL, dim - d);
+        for (int c = 0; c < columns; ++c) _mm512_store_si512(out + (long)(d + c) * KB + j, x[c]);
+#else
+        float block[VL][VL];
+        for (int i = 0; i < VL; ++i) store(block[i], j + i < n ? load_upto(rows[j + i] + d, dim - d) : vf{});
+        const int width = std::min(VL, dim - d);
+        for (int c = 0; c < width; ++c)
+          for (int i = 0; i < VL; ++i) out[(long)(d + c) * KB + j + i] = block[i][c];
+#endif
+      }
+  }
+  template <class T>
+  static void pack_values(const T* const* rows, int n, int dim, int padded, elem* out) {
+    for (int j = 0; j < KB; ++j)
+      if (j < n)
+        pack_row(rows[j], dim, out + (long)j * padded, padded);
+      else
+        std::memset(out + (long)j * padded, 0, padded * sizeof(elem));
+  }
+  static void weights(const vf* p, elem* out) {
+    for (int i = 0; i < KB / VL; ++i) store(out + i * VL, p[i]);
+  }
+};
+
+#if defined(BATON_AVX512_BF16)
+// Pairs of bfloat16 through vdpbf16ps, sums in float32. Dims and keys go in pairs; an odd last one has a zero beside it.
+struct ComputeBF16 {
+  typedef uint32_t elem;
+  static constexpr int PAIR = 2;
+  static constexpr bool ROUGH = true;
+  static vf fma(vf acc, elem a, const elem* b) {
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)_mm512_load_si512(b));
+  }
+
+  static __m512i load_pairs(const bf16* x, long left) {  // 32 values, or the `left` that are there
+    if (left >= 32) return _mm512_loadu_si512(x);
+    return _mm512_maskz_loadu_epi16((__mmask32)((1ull << (left < 0 ? 0 : left)) - 1), x);
+  }
+  static void pack_row(const bf16* x, int n, elem* out, int padded) {
+    for (int i = 0; i < padded; i += 16) _mm512_storeu_si512(out + i, load_pairs(x + 2 * i, n - 2 * i));
+  }
+  // rows [KB][dim] -> out [dim / 2][KB] of pairs of dims
+  static void pack_keys(const bf16* const* rows, int n, int dim, elem* out) {
+    const int pairs = (dim + 1) / 2;
+    for (int j = 0; j < KB; j += 16)
+      for (int d = 0; d < pairs; d += 16) {
+        __m512i x[16];
+        for (int i = 0; i < 16; ++i)
+          x[i] = j + i < n ? load_pairs(rows[j + i] + 2 * d, dim - 2 * d) : _mm512_setzero_si512();
+        transpose16(x);
+        const int width = std::min(16, pairs - d);
+        for (int c = 0; c < width; ++c) _mm512_store_si512(out + (long)(d + c) * KB + j, x[c]);
+      }
+  }
+  // rows [KB][dim] -> out [KB / 2][padded] of pairs of keys
+  static void pack_values(const bf16* const* rows, int n, int dim, int padded, elem* out) {
+    for (int j = 0; j < KB; j += 2)
+      for (int d = 0; d < padded; d += 32) {
+        const __m512i zero = _mm512_setzero_si512();
+        const __m512i x = j < n ? load_pairs(rows[j] + d, dim - d) : zero;
+        const __m512i y = j + 1 < n ? load_pairs(rows[j + 1] + d, dim - d) : zero;
+        elem* to = out + (long)(j / 2) * padded + d;
+        _mm512_store_si512(to, interleave_low(x, y));
+        if (d + 16 < padded) _mm512_store_si512(to + 16, interleave_high(x, y));
+      }
+  }
+  static __m512i interleave_low(__m512i x, __m512i y) {  // x0 y0 x1 y1 ... of the first 16 values
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(y)), 16));
+  }
+  static __m512i interleave_high(__m512i x, __m512i y) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(y, 1)), 16));
+  }
+  static void weights(const vf* p, elem* out) {
+    for (int i = 0; i < KB / VL; i += 2)
+      _mm512_store_si512(out + i * (VL / 2), (__m512i)_mm512_cvtne2ps_pbh((__m512)p[i + 1], (__m512)p[i]));
+  }
+};
+#endif
+
+// out[MR][N vectors] = (fresh ? 0 : out * factor[row]) + a[MR][steps] x b[steps][..]
+template <class C, int N, bool fresh>
+inline void multiply(const typename C::elem* a, long lda, const typename C::elem* b, long ldb, int steps,
+                     const float* factor, float* out, long ldo) {
+  vf acc[MR][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < N; ++c) acc[r][c] = fresh ? vf{} : load(out + r * ldo + c * VL) * factor[r];
+  for (int s = 0; s < steps; ++s, b += ldb) {
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      const auto x = a[r * lda + s];
+#pragma GCC unroll 4
+      for (int c = 0; c < N; ++c) acc[r][c] = C::fma(acc[r][c], x, b + c * VL);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < N; ++c) store(out + r * ldo + c * VL, acc[r][c]);
+}
+
+template <class C>
+inline void multiply_values(const typename C::elem* p, const typename C::elem* v, int padded, const float* factor,
+                            float* out) {
+  constexpr int STEPS = KB / C::PAIR;
+  int d = 0;
+  for (; d + NV * VL <= padded; d += NV * VL)
+    multiply<C, NV, false>(p, STEPS, v + d, padded, STEPS, factor, out + d, padded);
+  for (; d < padded; d += VL) multiply<C, 1, false>(p, STEPS, v + d, padded, STEPS, factor, out + d, padded);
+}
+
+// The softmax's state of a row: largest score so far, and the weights' sum, lane by lane.
+struct RowState {
+  vf sum;
+  float largest;
+};
+
+// One row's scores of a tile -> weights; columns outside [low, high] are hidden. Returns the factor for what was summed
+// up before.
+template <class C>
+inline float soften(const Attention& a, const float* s, int low, int high, RowState& state, typename C::elem* out) {
+  constexpr int N = KB / VL;
+  vf x[N];
+  for (int i = 0; i < N; ++i) x[i] = scaled(a, *(const vf*)(s + i * VL));
+  if (low > 0 || high < KB - 1) {
+    vi column;
+    for (int i = 0; i < VL; ++i) column[i] = i;
+    for (int i = 0; i < N; ++i, column += VL) x[i] = select((column >= low) & (column <= high), x[i], splat(NEG_INF));
+  }
+  vf top = x[0];
+  for (int i = 1; i < N; ++i) top = vmax(top, x[i]);
+  const float before = state.largest, now = std::max(before, largest(top));
+  const float base = now == NEG_INF ? 0.0f : now;
+  vf total = vf{};
+  for (int i = 0; i < N; ++i) {
+    x[i] = exp2v<C::ROUGH>(x[i] - base);
+    total += x[i];
+  }
+  C::weights(x, out);
+  const float factor = before == now ? 1.0f : exp2f(before - base);
+  state.sum = state.sum * factor + total;
+  state.largest = now;
+  return factor;
+}
+
+template <class C, class T>
+class Tile {
+ public:
+  typedef typename C::elem elem;
+
+  Tile(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item), head(args, item.seq, item.head) {
+    group = a.num_heads / a.kv_heads;
+    count = (item.q1 - item.q0) * group;
+    padded_count = (int)round_up(count, MR);
+    steps = (a.k_dim + C::PAIR - 1) / C::PAIR;
+    width = (int)round_up(steps, 16);
+    padded = (int)round_up(a.v_dim, VL);
+    const size_t sizes[] = {(size_t)padded_count * width * 4, (size_t)steps * KB * 4, (size_t)KB / C::PAIR * padded * 4,
+                            (size_t)padded_count * padded * 4, padded_count * sizeof(RowState)};
+    size_t bytes = 0;
+    for (size_t size : sizes) bytes += round_up(size, 64);
+    char* at = scratch.get<char>(bytes);
+    void* parts[5];
+    for (int i = 0; i < 5; ++i) parts[i] = at, at += round_up(sizes[i], 64);
+    q = (elem*)parts[0], keys = (elem*)parts[1], values = (elem*)parts[2], out = (float*)parts[3];
+    state = (RowState*)parts[4];
+    start = a.context_lens[item.seq] - (a.query_starts[item.seq + 1] - a.query_starts[item.seq]);
+  }
+
+  void run() {
+    begin();
+    const long last = start + item.q1 - 1, first = start + item.q0;
+    const long low = a.window ? std::max<long>(0, first - a.window + 1) : 0;
+    for (long j = low / KB * KB; j <= last; j += KB) {
+      const int n = (int)std::min<long>(KB, last + 1 - j);
+      const T *key_rows[KB], *value_rows[KB];
+      head.rows(j, n, key_rows, value_rows);
+      C::pack_keys(key_rows, n, a.k_dim, keys);
+      C::pack_values(value_rows, n, a.v_dim, padded, values);
+      for (int r = 0; r < padded_count; r += MR) rows_of(r, j);
+    }
+    finish();
+  }
+
+ private:
+  const Attention& a;
+  const Item& item;
+  Head<T> head;
+  int group, count, padded_count, steps, width, padded;
+  long start;  // position of the sequence's first new token
+  elem *q, *keys, *values;
+  float* out;
+  RowState* state;
+
+  long position(int row) const { return start + item.q0 + row / group; }
+
+  void begin() {
+    for (int r = 0; r < padded_count; ++r) {
+      if (r < count) {
+        const long token = a.query_starts[item.seq] + item.q0 + r / group;
+        const T* x = (const T*)a.q + token * a.q_token + (long)(item.head * group + r % group) * a.q_head;
+        C::pack_row(x, a.k_dim, q + (long)r * width, width);
+      } else {
+        std::memset(q + (long)r * width, 0, width * sizeof(elem));
+      }
+      const bool sink = a.sinks && r < count;
+      state[r].largest = sink ? a.sinks[item.head * group + r % group] * LOG2E : NEG_INF;
+      state[r].sum = vf{};
+      if (sink) state[r].sum[0] = 1.0f;
+    }
+    std::memset(out, 0, (size_t)padded_count * padded * sizeof(float));
+  }
+
+  void rows_of(int r, long j) {
+    const int end = std::min(r + MR, count);
+    if (position(end - 1) < j) return;
+    if (a.window && position(r) - a.window + 1 > j + KB - 1) return;
+    alignas(64) float s[MR * KB];
+    alignas(64) elem p[MR * (KB / C::PAIR)];
+    float factor[MR];
+    for (int c = 0; c < KB; c += NV * VL)
+      multiply<C, NV, true>(q + (long)r * width, width, keys + c, KB, steps, nullptr, s + c, KB);
+    for (int i = 0; i < MR; ++i) {
+      const long at = position(std::min(r + i, count - 1));
+      const int low = a.window ? (int)std::max<long>(0, at - a.window + 1 - j) : 0;
+      const int high = (int)std::min<long>(KB - 1, at - j);
+      factor[i] = soften<C>(a, s + i * KB, low, high, state[r + i], p + i * (KB / C::PAIR));
+    }
+    multiply_values<C>(p, values, padded, factor, out + (long)r * padded);
+  }
+
+  void finish() {
+    for (int r = 0; r < count; ++r) {
+      const float total = sum(state[r].sum), inverse = total > 0 ? 1.0f / total : 0.0f;
+      const long token = a.query_starts[item.seq] + item.q0 + r / group;
+      T* to = (T*)a.out + (token * a.num_heads + item.head * group + r % group) * a.v_dim;
+      for (int d = 0; d < a.v_dim; d += VL)
+        store_upto(to + d, *(const vf*)(out + (long)r * padded + d) * inverse, a.v_dim - d);
+    }
+  }
+};
+
+}  // namespace baton

@@ -1,0 +1,67 @@
+"""Loads the compiled operators into this process."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton_kernels.cpu.build import BuildError, build_library
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Storage types as the C interface numbers them."""
+
+
+class CpuLibrary:
+    """The operators as ctypes functions; a call releases the interpreter's lock.
+
+    Attributes:
+        instructions: What the library was compiled for, e.g. ``"avx512-bf16"``.
+        pairs_are_faster: Whether bfloat16 pairs are multiplied faster than float32 here, measured at load (a
+            millisecond): processors that have the instruction differ by a factor of four in its rate.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        library = ctypes.CDLL(str(path))
+        self.paged_attention = _function(library, "baton_paged_attention", ctypes.c_int, 1)
+        self.attention_struct_bytes = int(_function(library, "baton_attention_struct_bytes", ctypes.c_int64, 0)())
+        name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()
+        self.instructions: str = name.decode()
+        self.pairs_are_faster = bool(_function(library, "baton_pairs_are_faster", ctypes.c_int, 0)())
+        self._library = library
+
+
+def load_library(cache_dir: Path) -> CpuLibrary:
+    """Build the operators unless they are cached, and load them.
+
+    Raises:
+        BuildError: They cannot be built or loaded on this machine.
+    """
+    openmp = _torch_openmp()
+    if openmp is not None:
+        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+    path = build_library(cache_dir, link_openmp=openmp is None)
+    try:
+        return CpuLibrary(path)
+    except OSError as error:
+        raise BuildError(f"cannot load {path}: {error}") from error
+
+
+def _torch_openmp() -> str | None:
+    """Path of the GNU OpenMP runtime that this process (torch) has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
+    return min(paths) if paths else None
+
+
+def _function(library: ctypes.CDLL, name: str, result: type, arguments: int) -> Any:
+    function = library[name]
+    function.restype = result
+    function.argtypes = [ctypes.c_void_p] * arguments
+    return function
