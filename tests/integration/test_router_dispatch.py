@@ -663,6 +663,18 @@ async def test_an_instance_moves_to_another_port(world: World) -> None:
     await router.ready(decode)
 
 
+async def test_a_static_instance_that_registers_under_another_name_is_one_instance(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.router(decode=(f"localhost:{decode.port}",))
+    await router.ready(decode)
+    lease = router.registry.register(registration(decode))
+    assert [x.address for x in router.registry.instances()] == [f"localhost:{decode.port}"]
+    router.clock.now += 100
+    router.registry.expire()
+    assert not router.registry.heartbeat(lease.lease_id)
+    assert router.registry.ready(Role.DECODE), "a static instance needs no lease"
+
+
 @pytest.mark.parametrize(
     ("changes", "field_name"),
     [({"address": "nowhere"}, "address"), ({"instance_id": ""}, "instance_id"), ({"role": 0}, "role")],

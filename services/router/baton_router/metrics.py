@@ -44,7 +44,7 @@ class RouterMetrics:
         )
         self.paths = Counter(
             name + "prefill_path",
-            "Requests, by where their KV came from and why",
+            "Requests per decode instance that ran them, by where their KV came from and why",
             ["path", "pipe", "reason"],
             registry=r,
         )
@@ -77,7 +77,7 @@ class RouterMetrics:
         self.sequence_gaps = Counter(name + "index_sequence_gaps", "Gaps in KV events", ["instance"], registry=r)
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
-        """Count how a finished request came to its KV."""
+        """Count how a request came to its KV on one decode instance."""
         path = path_from_pb(trace.path)
         self.paths.labels(path=path or "unknown", pipe=trace.pipe, reason=trace.local_reason).inc()
         self.prompt_tokens.labels(source="cached").inc(trace.cached_tokens)

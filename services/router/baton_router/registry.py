@@ -157,24 +157,34 @@ class Registry:
         if not request.instance_id or len(request.instance_id) > 256:
             raise InvalidRequestError("instance_id must have 1 to 256 characters", field="instance_id")
         role = role_from_pb(request.role)
-        known = self._instances.get(request.address)
+        address = self._same_static(request) or request.address
+        known = self._instances.get(address)
         if known is None and len(self._instances) >= self._config.max_instances:
             raise QueueFullError(f"{len(self._instances)} instances are known already", retry_after_s=10.0)
         if known is not None and known.role is not role:
-            if request.address in self._static:
-                raise InvalidRequestError(f"{request.address} is known as a {known.role} instance", field="role")
-            self._remove(request.address)
+            if address in self._static:
+                raise InvalidRequestError(f"{address} is known as a {known.role} instance", field="role")
+            self._remove(address)
         for other in self.instances():
             # The same instance came back on another port before its old lease ran out.
-            if other.instance_id == request.instance_id and other.address not in {request.address, *self._static}:
+            if other.instance_id == request.instance_id and other.address not in {address, *self._static}:
                 self.leases.drop_address(other.address)
                 self._remove(other.address)
-        if request.address not in self._instances:
-            self._add(request.address, role)
-        lease = self.leases.grant(request.address)
+        if address not in self._instances:
+            self._add(address, role)
+        lease = self.leases.grant(address)
         self._metrics.registrations.labels(change="registered").inc()
-        log.info("%s instance %s registered from %s", role, request.instance_id, request.address)
+        log.info("%s instance %s registered from %s", role, request.instance_id, address)
         return router_pb2.RegisterResponse(lease_id=lease.lease_id, ttl_ms=int(1000 * self.leases.ttl_s))
+
+    def _same_static(self, request: router_pb2.RegisterRequest) -> str | None:
+        """Return the address of a static instance that is the very process, under another spelling of its address."""
+        for x in self.instances():
+            if x.address not in self._static or x.info is None:
+                continue
+            if (x.info.instance_id, x.info.epoch) == (request.instance_id, request.epoch):
+                return x.address
+        return None
 
     def heartbeat(self, lease_id: str) -> bool:
         """Keep a lease; ``False``: register again."""

@@ -119,8 +119,8 @@ class RequestRun:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            if self._begun:
-                self._context.metrics.observe_trace(self._traces.merged())
+            for trace in self._traces.attempts():
+                self._context.metrics.observe_trace(trace)
 
     async def _run_group(self, group: _Group) -> AsyncGenerator[RoutedChunk, None]:
         while group.open:

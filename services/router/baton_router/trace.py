@@ -10,8 +10,8 @@ _SUMS = ("kv_bytes", "transfer_us", "transferred_tokens", "recomputed_tokens", "
 class TraceMerge:
     """Collects the traces of all attempts.
 
-    What describes the request (path, pipe, prompt and cached tokens, TTFT) comes from the first attempt that
-    answered; costs are summed; ``decode_instance`` is the last one.
+    What describes the request (path, prompt and cached tokens, TTFT) comes from the first attempt that answered; costs
+    are summed; ``decode_instance`` is the last one, ``pipe`` the first that was used.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,14 @@ class TraceMerge:
         """Take an attempt's trace; a later one replaces its earlier."""
         self._latest[attempt] = trace
 
+    def attempts(self) -> list[common_pb2.RequestTrace]:
+        """Return the latest trace of each attempt that answered, in order."""
+        return [trace for _, trace in sorted(self._latest.items())]
+
     def merged(self) -> common_pb2.RequestTrace:
         """Return the request's trace as far as it is known."""
         out = common_pb2.RequestTrace()
-        for at, (_, trace) in enumerate(sorted(self._latest.items())):
+        for at, trace in enumerate(self.attempts()):
             if at == 0:
                 out.CopyFrom(trace)
                 continue
