@@ -83,10 +83,12 @@ async def read_to_result(call) -> list[worker_pb2.PrefillResponse]:
 
 
 async def refusal(call) -> Exception:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    try:
         while await call.read() is not grpc.aio.EOF:
             continue
-    return from_rpc_error(caught.value)
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the call was not refused")
 
 
 async def active(instance: WorkerInstance) -> int:

@@ -99,8 +99,8 @@ class Supervisor:
 
     async def _launch(self, spec: ProcessSpec) -> None:
         process = ManagedProcess(spec, self._emit)
-        self.processes[spec.name] = process
         await process.start(self._env)
+        self.processes[spec.name] = process
 
     async def _wait_ready(self, process: ManagedProcess) -> None:
         await process.wait_ready(self._ready_timeout_s)

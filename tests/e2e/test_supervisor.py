@@ -1,0 +1,76 @@
+"""Processes that die: restarted and registered again, or the end of the whole, as asked. Nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import psutil
+import pytest
+
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
+from baton.cli.process import ManagedProcess, ProcessSpec
+from baton.cli.supervisor import Supervisor
+from baton.client import AsyncClient
+from baton.errors import ConfigError, UnavailableError
+
+pytestmark = pytest.mark.slow
+
+
+def plan(model: str):
+    return make_plan(ratio=Ratio(0, 1), port=0, extra=ExtraArgs(worker=("--model", model, "--kv-blocks", "200")))
+
+
+async def test_an_instance_that_dies_is_restarted_and_registers_again(model):
+    lines: list[str] = []
+    async with Supervisor(plan(model), lambda name, line: lines.append(f"{name} | {line}")) as supervisor:
+        async with AsyncClient(supervisor.plan.grpc_address, timeout=60) as client:
+            assert (await client.generate("import os", max_tokens=4, ignore_eos=True)).token_ids
+            first = supervisor.processes["decode-0"].pid
+            supervisor.kill("decode-0")
+            async with asyncio.timeout(60):
+                while supervisor.processes["decode-0"].pid == first or not (await client.list_instances())[0].healthy:
+                    await asyncio.sleep(0.05)
+            # The router knows the new one by its epoch: nothing of the old one's cache is believed.
+            assert (await client.generate("import os", max_tokens=4, ignore_eos=True)).token_ids
+        pids = [process.pid for process in supervisor.processes.values()]
+    assert any("restarting in" in line for line in lines), lines[-20:]
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+async def test_no_restart_ends_the_whole(model):
+    async with Supervisor(plan(model), lambda *_: None, restart=False) as supervisor:
+        supervisor.kill("decode-0")
+        async with asyncio.timeout(30):
+            assert "decode-0" in await supervisor.wait()
+
+
+async def test_a_process_that_is_never_ready_is_told_by_name():
+    spec = ProcessSpec("sleepy", "timeit", ("-n", "1", "import time; time.sleep(60)"), "127.0.0.1:1", "decode")
+    process = ManagedProcess(spec, lambda *_: None)
+    await process.start({})
+    with pytest.raises(UnavailableError, match="sleepy was not ready"):
+        await process.wait_ready(0.3)
+    await process.end(0.0)
+    assert process.returncode is not None
+
+
+async def test_a_process_that_ends_at_once_is_told_with_its_status():
+    spec = ProcessSpec("broken", "no_such_module_of_ours", (), "127.0.0.1:1", "decode")
+    process = ManagedProcess(spec, lambda *_: None)
+    await process.start({"PATH": sys.exec_prefix})
+    with pytest.raises(UnavailableError, match="broken ended with status 1"):
+        await process.wait_ready(30)
+    assert any("no_such_module_of_ours" in line for line in process.tail)
+
+
+@pytest.mark.parametrize(("text", "prefill", "decode"), [("2P3D", 2, 3), ("0p1d", 0, 1), ("10P20D", 10, 20)])
+def test_ratios(text, prefill, decode):
+    assert Ratio.parse(text) == Ratio(prefill, decode)
+
+
+@pytest.mark.parametrize("text", ["", "2P", "3D", "P1D", "1P0D", "-1P1D", "1P1D1", "60P60D"])
+def test_ratios_that_are_none(text):
+    with pytest.raises(ConfigError) as caught:
+        Ratio.parse(text)
+    assert caught.value.field == "ratio"
