@@ -19,7 +19,7 @@ from baton.transport.blocks.links import Connector, Link, LinkCache
 from baton.transport.blocks.types import BlockReads, BlockSource, FetchResult
 from baton.transport.handshake import Facts
 from baton.transport.pipe.memory import MemoryNetwork
-from baton.transport.waiting import Wait
+from baton.transport.waiting import Flag, Wait
 
 log = logging.getLogger(__name__)
 AUTO_KINDS = ("memory", "shm", "tcp")
@@ -74,7 +74,7 @@ class BlockFetcher:
         local_ids: npt.ArrayLike,
         *,
         deadline: float,
-        cancelled: threading.Event | None = None,
+        cancelled: Flag | None = None,
     ) -> FetchResult:
         """Copy blocks; blocks the calling thread. On return nothing writes into the local blocks any more.
 
