@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +12,22 @@ from baton_kernels.cpu.build import BuildError, build_library
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Storage types as the C interface numbers them."""
+
+
+class RowCall(ctypes.Structure):
+    """The C structure ``RowOp``; see ``csrc/fused.cpp``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "dim", "x_stride")),
+        *((name, ctypes.c_int32) for name in ("dtype", "threads")),
+        *((name, ctypes.c_float) for name in ("eps", "offset")),
+    ]
+
+
+def row_call(dtype: torch.dtype) -> RowCall:
+    """Return a call of a row-wise operator for a storage type."""
+    return RowCall(dtype=DTYPE_CODES[dtype])
 
 
 class CpuLibrary:
@@ -27,6 +43,15 @@ class CpuLibrary:
         self.path = path
         library = ctypes.CDLL(str(path))
         self.paged_attention = _function(library, "baton_paged_attention", ctypes.c_int, 1)
+        self.linear = _function(library, "baton_linear", None, 1)
+        self.rms_norm = _function(library, "baton_rms_norm", None, 1)
+        self.silu_mul = _function(library, "baton_silu_mul", None, 1)
+        self.linear_pack = library["baton_linear_pack"]
+        self.linear_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
+        self.linear_pack.restype = None
+        self.linear_packed_size = library["baton_linear_packed_size"]
+        self.linear_packed_size.argtypes = [ctypes.c_int64] * 2
+        self.linear_packed_size.restype = ctypes.c_int64
         self.attention_struct_bytes = int(_function(library, "baton_attention_struct_bytes", ctypes.c_int64, 0)())
         name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()
         self.instructions: str = name.decode()
@@ -60,7 +85,7 @@ def _torch_openmp() -> str | None:
     return min(paths) if paths else None
 
 
-def _function(library: ctypes.CDLL, name: str, result: type, arguments: int) -> Any:
+def _function(library: ctypes.CDLL, name: str, result: Any, arguments: int) -> Any:
     function = library[name]
     function.restype = result
     function.argtypes = [ctypes.c_void_p] * arguments

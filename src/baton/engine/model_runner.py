@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import weakref
-from typing import Any
 
 import numpy as np
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.attention import AttentionName, probe
+from baton.engine.attention import Probe, probe
 from baton.engine.backends import choose_attention, cpu_library
 from baton.engine.batch import ForwardBatch
 from baton.engine.checkpoint import model_digest, rope_digest
+from baton.engine.fusion import FusedDecoder, NotFusableError
+from baton.engine.generic import GenericDecoder
 from baton.engine.limits import max_sequence_length
+from baton.engine.linears import MakeLinear, choose_linear, pack_modules, restore_modules
 from baton.engine.loader import TORCH_DTYPES, LoadedModel, load_model
-from baton.engine.selfcheck import check_batches, compare, eager_logits
+from baton.engine.selfcheck import SLACK, TOLERANCE, SelfCheck
 from baton.errors import ConfigError, InternalError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
-from baton_kernels.paged_attention import LayerPool, PagedAttention, RaggedBatch
+from baton_kernels.cpu import CpuLibrary
+from baton_kernels.linear import PlainLinear
+from baton_kernels.paged_attention import CpuPagedAttention, LayerPool, PagedAttention, RaggedBatch
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class ModelRunner:
         max_model_len: Longest sequence in tokens.
         eos_token_ids: Tokens that end a sequence.
         attention_backend: Name of the attention operator in use.
+        description: Which path, attention and linears run the model, for people.
 
     Raises:
         ConfigError: The model cannot be loaded or not be served; see :func:`baton.engine.loader.load_model`.
@@ -50,7 +53,6 @@ class ModelRunner:
         found = probe(model, longest)
         self.max_model_len = _max_model_len(config, found.max_len or longest)
         self._specs = list(found.specs.values())
-        self._layer_of = {module: index for index, module in enumerate(found.specs)}
         shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, spec.v_dim) for spec in self._specs)
         self.layout = KVLayout(shapes, config.block_size, model.dtype)
         self.fingerprint = Fingerprint.of(
@@ -63,37 +65,68 @@ class ModelRunner:
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
         library = cpu_library(config, model.device)
-        self._backend: PagedAttention = choose_attention(library)
-        self.attention_backend = self._backend.name
+        self._attention: PagedAttention = choose_attention(library)
+        self.attention_backend = self._attention.name
         self._pools: list[LayerPool] = []
-        self._plan: Any = None
         self._arena: KVArena | None = None
-        self._module = model.module
-        self._keeps_logits = "logits_to_keep" in inspect.signature(type(model.module).forward).parameters
-        expected = eager_logits(model)
-        self._take_over()
-        self._check(model, expected)
+        self._decoder: GenericDecoder | FusedDecoder
+        self._choose_decoder(model, found, library)
 
-    def _take_over(self) -> None:
-        """Make the module call this runner's attention; a weak reference, so that a dropped runner frees its model."""
-        this = weakref.ref(self)
-
-        def attention(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-        ) -> tuple[torch.Tensor, None]:
-            runner = this()
-            if runner is None:
-                raise InternalError("the runner of this model is gone")
-            return runner._attend(module, query, key, value), None
-
-        self._name = AttentionName(attention)
-        self._module.set_attn_implementation(self._name.name)
-
-    def _check(self, model: LoadedModel, expected: list[torch.Tensor]) -> None:
-        _, blocks = check_batches(self.layout.block_size, self.vocab_size)
-        self._pools = self._temporary_pools(blocks)
-        compare(model, expected, self.forward, self.layout.block_size)
+    def _choose_decoder(self, model: LoadedModel, found: Probe, library: CpuLibrary | None) -> None:
+        """Check transformers' own modules over the paged pool, then use the fastest path that is as exact."""
+        check = SelfCheck(model, self.layout.block_size)
+        self._pools = self._temporary_pools(check.num_blocks)
+        generic = self._decoder = GenericDecoder(model, found, self._attention)
+        error = check.error(self.forward)
+        if not error < TOLERANCE[model.dtype]:
+            raise ConfigError(
+                f"{model.architecture} cannot be served: over a paged KV cache its logits differ from its own "
+                f"(relative error {error:.2g})",
+                field="model",
+            )
+        allowed = 2 * error + SLACK[model.dtype]
+        linears, make = choose_linear(self.config, model, library)
+        path = "transformers' modules"
+        if self.config.packed_linears and self._fuse(model, library, make, check, allowed):
+            path = "fused decoder"
+        elif make is not PlainLinear and not self._pack(generic, make, check, allowed):
+            linears = "torch"
         self._pools = []
+        log.info("%s: %s, attention %s, linears %s", model.architecture, path, self.attention_backend, linears)
+        self.description = f"{path}, attention {self.attention_backend}, linears {linears}"
+
+    def _fuse(
+        self, model: LoadedModel, library: CpuLibrary | None, make: MakeLinear, check: SelfCheck, allowed: float
+    ) -> bool:
+        """Switch to the fused decoder if the model has its shape and the results agree."""
+        if library is None or not isinstance(self._attention, CpuPagedAttention):
+            return False
+        generic = self._decoder
+        try:
+            self._decoder = FusedDecoder(model, self._specs, self.max_model_len, library, self._attention, make)
+        except NotFusableError as why:
+            log.debug("%s: not fused: %s", model.architecture, why)
+            return False
+        error = check.error(self.forward)
+        if error <= allowed:
+            return True
+        log.warning("%s: fused decoder is off, its logits differ (relative error %.2g)", model.architecture, error)
+        self._decoder = generic
+        return False
+
+    def _pack(self, generic: GenericDecoder, make: MakeLinear, check: SelfCheck, allowed: float) -> bool:
+        """Replace the modules' linear layers by packed ones if the results agree."""
+        replaced = pack_modules(generic.module, make)
+        try:
+            error = check.error(self.forward)
+        except (AttributeError, TypeError, RuntimeError) as failure:
+            log.warning("packed linears are off: a module needs its weight as it is (%s)", failure)
+        else:
+            if error <= allowed:
+                return True
+            log.warning("packed linears are off: the logits differ (relative error %.2g)", error)
+        restore_modules(generic.module, replaced)
+        return False
 
     def trial_run(self, num_tokens: int) -> None:
         """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
@@ -141,7 +174,7 @@ class ModelRunner:
         """
         if not self._pools:
             raise InternalError("forward before bind")
-        self._plan = self._backend.prepare(
+        plan = self._attention.prepare(
             RaggedBatch(
                 positions=batch.positions,
                 query_starts=batch.query_starts,
@@ -150,26 +183,9 @@ class ModelRunner:
                 block_size=self.layout.block_size,
             )
         )
-        try:
-            with torch.inference_mode():
-                return self._logits(batch)
-        finally:
-            self._plan = None
-
-    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
-        tokens = torch.from_numpy(batch.token_ids)[None].to(self.device)
-        positions = torch.from_numpy(batch.positions)[None].to(self.device)
-        rows = torch.from_numpy(batch.logit_rows).to(self.device)
-        options = {"logits_to_keep": rows} if self._keeps_logits else {}
-        output = self._module(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True, **options)
-        logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps_logits else logits[rows]
-
-    def _attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention of one layer: query [1, heads, T, dim], key and value likewise -> [1, T, heads, v_dim]."""
-        layer = self._layer_of[id(module)]
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._backend.run(self._plan, self._specs[layer], self._pools[layer], q, k, v)[None]
+        tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        with torch.inference_mode():
+            return self._decoder.forward(tokens, positions, torch.from_numpy(batch.logit_rows), plan, self._pools)
 
 
 def pool_views(layout: KVLayout, memory: torch.Tensor) -> list[LayerPool]:

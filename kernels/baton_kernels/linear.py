@@ -1,0 +1,129 @@
+"""Linear layers with bfloat16 weights: ``x W^T + bias + residual``, summed in float32, rounded once.
+
+Two implementations, each with weights packed once: the C++ one multiplies in float32, which many processors do faster
+than their bfloat16; oneDNN's is for those with AMX or a fast vdpbf16ps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.cpu.library import CpuLibrary
+
+CACHE_LINE = 64
+
+
+def linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``x W^T + bias + residual`` computed in float64, in x's dtype."""
+    out = x.double() @ weight.double().T
+    if bias is not None:
+        out = out + bias.double()
+    if residual is not None:
+        out = out + residual.double()
+    return out.to(x.dtype)
+
+
+class PackedLinear(Protocol):
+    """A linear layer with its weights in an order of its own."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Take x [rows, in_features] and residual [rows, out_features], return [rows, out_features]."""
+
+
+class LinearCall(ctypes.Structure):
+    """The C structure ``Linear``; see ``csrc/linear.cpp``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "x_stride", "residual_stride", "out_stride")),
+        *((name, ctypes.c_int32) for name in ("in_features", "out_features", "threads", "unused")),
+    ]
+
+
+class CpuLinear:
+    """The C++ operator; see the module's docstring."""
+
+    def __init__(self, library: CpuLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        if weight.dtype != torch.bfloat16:
+            raise ValueError(f"weight must be bfloat16, got {weight.dtype}")
+        self.out_features, self.in_features = weight.shape
+        self._run = library.linear
+        size = int(library.linear_packed_size(self.out_features, self.in_features))
+        self._packed = aligned_empty(size, torch.int32)
+        weight = weight.detach().contiguous()
+        library.linear_pack(weight.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._call = LinearCall(
+            packed=self._packed.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            in_features=self.in_features,
+            out_features=self.out_features,
+            out_stride=self.out_features,
+        )
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`PackedLinear`."""
+        out = x.new_empty(x.shape[0], self.out_features)
+        call = self._call
+        call.x, call.out, call.rows, call.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
+        if residual is None:
+            call.residual = None
+        else:
+            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+        call.threads = torch.get_num_threads()
+        self._run(ctypes.byref(call))
+        return out
+
+
+class OneDnnLinear:
+    """oneDNN's operator over weights that it has packed."""
+
+    PACK_ROWS = 32
+    """Rows that the packing is chosen for."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), self.PACK_ROWS)
+        self._bias = None if bias is None else bias.detach().to(weight.dtype)
+        self._run: Any = torch.ops.mkldnn._linear_pointwise.default
+        self._run_binary: Any = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`PackedLinear`."""
+        out: torch.Tensor
+        if residual is None:
+            out = self._run(x, self._weight, self._bias, "none", [], "")
+        else:
+            out = self._run_binary(x, residual, self._weight, self._bias, "add")
+        return out
+
+
+class PlainLinear:
+    """torch's own operator, for other dtypes and where nothing is packed."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach()
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`PackedLinear`."""
+        out = F.linear(x, self._weight, self._bias)
+        return out if residual is None else out.add_(residual)
+
+
+def aligned_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialized tensor [count] that begins at a cache line."""
+    item = torch.empty((), dtype=dtype).element_size()
+    memory = torch.empty(count + CACHE_LINE // item, dtype=dtype)
+    skip = (-memory.data_ptr() % CACHE_LINE) // item
+    return memory[skip : skip + count]
