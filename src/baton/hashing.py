@@ -7,7 +7,9 @@ tenant salt), so equal hashes mean equal KV. SHA-256 because a collision would a
 
 from __future__ import annotations
 
+import array
 import hashlib
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +35,8 @@ def root_hash(content_key: bytes, cache_salt: str = "") -> BlockHash:
 
 def as_token_array(token_ids: Sequence[int] | npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Return token ids as a contiguous uint32 array, without copying one that already is."""
+    if isinstance(token_ids, list) and sys.byteorder == "little":
+        return np.frombuffer(array.array("I", token_ids), dtype="<u4")  # twice as fast as asking numpy for it
     return np.ascontiguousarray(token_ids, dtype="<u4")
 
 
@@ -47,14 +51,11 @@ def block_hashes(
         parent: Hash of the block that ends at ``start``, or the root hash.
         start: First token to hash; a multiple of ``block_size``.
     """
-    data = as_token_array(token_ids).data.cast("B")
+    data = as_token_array(token_ids).tobytes()
     stride = 4 * block_size
-    sha256 = hashlib.sha256
+    sha256, previous = hashlib.sha256, bytes(parent)
     out: list[BlockHash] = []
-    previous: bytes = parent
     for at in range(4 * start, len(data) - stride + 1, stride):
-        digest = sha256(previous)
-        digest.update(data[at : at + stride])
-        previous = digest.digest()
+        previous = sha256(previous + data[at : at + stride]).digest()
         out.append(BlockHash(previous))
     return out

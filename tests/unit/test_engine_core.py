@@ -7,9 +7,9 @@ import pytest
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
-from baton.engine.rng import sequence_seed
 from baton.errors import ConfigError, InvalidRequestError
 from baton.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from baton.seeds import sequence_seed
 from baton.testing.toy_runner import ToyRunner
 from baton.types import BlockHash, FinishReason, RequestId, SamplingParams
 

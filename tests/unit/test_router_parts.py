@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from baton.api.v1 import common_pb2
 from baton.config import add_flags, from_flags
 from baton.errors import ConfigError
-from baton.seeds import sequence_seed
 from baton.types import Role
 from baton_router.app import RouterApp, listen, read_api_keys
 from baton_router.backoff import Backoff
@@ -213,15 +212,6 @@ def test_backoff() -> None:
     assert len({round(p, 6) for p in pauses[6:]}) > 5, "no jitter"
     backoff.reset()
     assert backoff.next_s() <= 0.05
-
-
-# --- seeds ---
-
-
-def test_engine_and_router_share_the_seed_rule() -> None:
-    rng = pytest.importorskip("baton.engine.rng")
-    for seed in (0, 1, 2**64 - 1):
-        assert [sequence_seed(seed, i) for i in range(8)] == [rng.sequence_seed(seed, i) for i in range(8)]
 
 
 # --- configuration ---

@@ -22,8 +22,9 @@ from transformers import (
 from baton.engine.filters import draw, filter_batch, filtered_probs, kth_greatest, nucleus_threshold
 from baton.engine.logprobs import token_logprobs
 from baton.engine.penalties import apply_edits
-from baton.engine.rng import request_seed, sequence_seed, uniforms
+from baton.engine.rng import request_seed, uniforms
 from baton.engine.sampler import Sampler, SamplerRow
+from baton.seeds import sequence_seed
 from baton.types import SamplingParams
 
 VOCAB = 97

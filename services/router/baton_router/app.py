@@ -112,9 +112,6 @@ class RouterApp:
         )
 
     async def _start_grpc(self) -> GrpcServer:
-        if self._config.grpc_port:
-            # gRPC's core would complain about a port in use in lines of its own; a look before keeps it at one.
-            listen(self._config.host, self._config.grpc_port).close()
         server = GrpcServer(host=self._config.host, port=self._config.grpc_port, services=[SERVICE], token=self._token)
         servicer = RouterServicer(self.pipeline, self.registry)
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)

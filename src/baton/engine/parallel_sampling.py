@@ -2,7 +2,7 @@
 
 Sequence 0 goes first and computes the prompt; when it has its first token the others are queued. They find the prompt's
 full blocks in the prefix cache and compute only its tail, which gives each its own first token (without a prefix cache
-they compute the prompt again). Each has a seed of its own, see :func:`baton.engine.rng.sequence_seed`.
+they compute the prompt again). Each has a seed of its own, see :func:`baton.seeds.sequence_seed`.
 """
 
 from __future__ import annotations

@@ -36,16 +36,6 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
     return (bits >> np.uint64(64 - _BITS)).astype(np.float64) * 2.0**-_BITS
 
 
-def sequence_seed(seed: int, index: int) -> int:
-    """Return the seed of the ``index``-th of ``n`` sequences; sequence 0 has the request's own.
-
-    Whoever moves one of ``n`` sequences elsewhere sends it as a request of its own with this seed.
-    """
-    if index == 0:
-        return seed
-    return xxhash.xxh3_64_intdigest(seed.to_bytes(8, "little") + index.to_bytes(8, "little"))
-
-
 def request_seed(engine_seed: int, request_id: str) -> int:
     """Return the seed of a request that brought none: the same on every instance with the same ``--seed``."""
     return xxhash.xxh3_64_intdigest(request_id.encode(), seed=engine_seed % 2**64)

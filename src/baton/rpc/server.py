@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,7 @@ class GrpcServer:
             ConfigError: The port is in use or the address is not ours.
         """
         address = f"{self._host}:{self._port}"
+        require_free_port(self._host, self._port)
         try:
             port = self.server.add_insecure_port(address)
         except RuntimeError as error:
@@ -79,6 +81,23 @@ class GrpcServer:
         """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""
         await self.set_serving(False)
         await self.server.stop(grace_s)
+
+
+def require_free_port(host: str, port: int, *, field: str = "port") -> None:
+    """Find out now, and without gRPC's own lines in the log, whether a port can be listened on; 0 always can.
+
+    Raises:
+        ConfigError: It is in use or not ours.
+    """
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", field=field) from error
 
 
 class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

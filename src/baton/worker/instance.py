@@ -23,7 +23,7 @@ from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
 from baton.rpc.auth import read_token, require_safe_bind
-from baton.rpc.server import GrpcServer
+from baton.rpc.server import GrpcServer, require_free_port
 from baton.transport.blocks import BlockServer, BlockSource, MemoryNetwork, ServerOptions
 from baton.types import InstanceId, Role
 from baton.worker.admission import Admission
@@ -131,7 +131,9 @@ class WorkerInstance:
         config = self._config
         token = read_token(config.token_file)
         require_safe_bind(config.host, token)
-        _require_free_port(config)
+        # Before the model is loaded, which may take minutes.
+        require_free_port(config.host, config.port)
+        require_free_port(config.host, config.metrics_port, field="metrics_port")
         runner = load_runner(self._engine_config)
         arena = make_arena(self._engine_config, runner)
         self._stack.callback(arena.close)
@@ -238,21 +240,6 @@ class WorkerInstance:
             thread.join(5.0)
 
         self._stack.callback(close)
-
-
-def _require_free_port(config: WorkerConfig) -> None:
-    """Fail before the model is loaded if the port cannot be had."""
-    for name in ("port", "metrics_port"):
-        port = getattr(config, name)
-        if port == 0:
-            continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.host, port))
-            except OSError as error:
-                message = f"cannot listen on {config.host}:{port}: {error.strerror}"
-                raise ConfigError(message, field=name) from error
 
 
 class _Wake:
