@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from baton.cli import demo, up
+from baton.cli import demo, health, up
 from baton.version import __version__
 
 
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     up.add_parser(commands)
     demo.add_parser(commands)
+    health.add_parser(commands)
     args = parser.parse_args(argv)
     return int(args.run(args))
 

@@ -1,0 +1,111 @@
+"""Writes the flag tables of docs/configuration.md from the code; ``--check`` fails if they are out of date.
+
+Each table stands between ``<!-- flags: NAME -->`` and ``<!-- end flags -->``; everything else in the file is prose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from baton.cli import demo, health, up
+from baton.config import EngineConfig
+from baton.config.worker import WorkerConfig
+from baton_kvstore.config import KVStoreConfig
+from baton_router.config import RouterConfig
+
+DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
+CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "engine": EngineConfig, "kvstore": KVStoreConfig}
+COMMANDS = {"up": up, "demo": demo, "health": health}
+
+
+def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:
+    """Yield flag, default and meaning of each option of a configuration class."""
+    for item in dataclasses.fields(cls):
+        if item.metadata.get("help") is None:
+            continue
+        choices = item.metadata.get("choices")
+        text = item.metadata["help"] + (f"; one of {', '.join(choices)}" if choices else "")
+        flag = "--" + item.name.replace("_", "-")
+        if isinstance(item.default, bool):
+            flag += f"`, `--no-{item.name.replace('_', '-')}"
+        yield flag, _default(item.default), text
+
+
+def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield flag, default and meaning of each argument of a command; flags of ``EngineConfig`` are left out."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    COMMANDS[name].add_parser(commands)
+    (parser,) = commands.choices.values()
+    engine = {item.name for item in dataclasses.fields(EngineConfig)} if name == "up" else set()
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction) or action.dest in engine:
+            continue
+        flag = "`, `".join(action.option_strings) or str(action.metavar)
+        default = _default(action.default)
+        yield flag, default, (action.help or "").removesuffix(f" (default: {default})")
+
+
+def _default(value: object) -> str:
+    if value in (None, "", (), False) and value != 0:
+        return ""
+    if value is False:
+        return "off"
+    if value is True:
+        return "on"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def table(name: str) -> str:
+    """Return the table of a section."""
+    rows = command_rows(name) if name in COMMANDS else config_rows(CONFIGS[name])
+    lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    lines += [f"| `{flag}` | {_code(default)} | {_plain(text)} |" for flag, default, text in rows]
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _code(text: str) -> str:
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}" if text else ""
+
+
+def _plain(text: str) -> str:
+    return text.replace("<", "&lt;").replace("|", "\\|")
+
+
+def render(text: str) -> str:
+    """Return the document with fresh tables.
+
+    Raises:
+        ValueError: A table that there should be has no place in it.
+    """
+    found = {match[1] for match in SECTION.finditer(text)}
+    if missing := (CONFIGS.keys() | COMMANDS.keys()) - found:
+        raise ValueError(f"{DOC.name} has no place for the flags of {', '.join(sorted(missing))}")
+    return SECTION.sub(lambda match: match[1] + match[2] + table(match[1]), text)
+
+
+def main() -> int:
+    """Write or check; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if the tables are out of date")
+    args = parser.parse_args()
+    old = DOC.read_text(encoding="utf-8")
+    new = render(old)
+    if args.check:
+        if old != new:
+            print(f"{DOC.name} is out of date: run scripts/gen_config_docs.py", file=sys.stderr)
+        return int(old != new)
+    DOC.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""``baton health``: asks a service's gRPC health check, for container probes and scripts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from baton.rpc.channel import check_health
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("health", help="ask a service whether it serves; exit status 0 if it does")
+    parser.add_argument("address", metavar="HOST:PORT", help="its gRPC address")
+    parser.add_argument("--timeout-s", type=float, default=2.0, help="seconds to wait for an answer (default: 2)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask; returns the exit status: 0 serving, 1 not serving or no answer, 2 for arguments that cannot work."""
+    host, _, port = args.address.rpartition(":")
+    if not host or not port.isdigit() or not args.timeout_s > 0:
+        print("baton health: error: give HOST:PORT and a --timeout-s above 0", file=sys.stderr)
+        return 2
+    serving = asyncio.run(check_health(args.address, timeout_s=args.timeout_s))
+    print(f"{args.address} {'is serving' if serving else 'is not serving or does not answer'}")
+    return 0 if serving else 1

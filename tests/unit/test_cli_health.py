@@ -1,0 +1,38 @@
+"""``baton health``, as a container probe calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from baton.cli.main import main
+from baton.rpc.server import GrpcServer
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["host:port"], [":1"], ["127.0.0.1:1", "--timeout-s", "0"]])
+def test_arguments_that_cannot_work(arguments, capsys):
+    assert main(["health", *arguments]) == 2
+    assert "HOST:PORT" in capsys.readouterr().err
+
+
+def test_nobody_there(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["health", address, "--timeout-s", "1"]) == 1
+    assert capsys.readouterr().out == f"{address} is not serving or does not answer\n"
+
+
+@pytest.mark.parametrize(("serving", "status"), [(True, 0), (False, 1)])
+async def test_what_the_service_says(serving, status, capsys):
+    """Without a token, although the server wants one: probes have none."""
+    server = GrpcServer(host="127.0.0.1", port=0, services=["test"], token="secret")
+    port = await server.start()
+    try:
+        await server.set_serving(serving)
+        assert await asyncio.to_thread(main, ["health", f"127.0.0.1:{port}"]) == status
+    finally:
+        await server.stop(0)
+    assert ("not serving" in capsys.readouterr().out) is not serving
