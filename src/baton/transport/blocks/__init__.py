@@ -1,8 +1,8 @@
 """Block transfer: a server that lets its arena's blocks be read, and a fetcher that copies them into its own."""
 
+from baton.transport.block_types import BlockReads, BlockSource, Endpoint, FetchResult
 from baton.transport.blocks.fetcher import BlockFetcher
 from baton.transport.blocks.server import BlockServer, ServerOptions
-from baton.transport.blocks.types import BlockReads, BlockSource, Endpoint, FetchResult
 from baton.transport.pipe.memory import MemoryNetwork
 
 __all__ = [

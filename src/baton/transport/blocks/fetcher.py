@@ -15,8 +15,8 @@ import numpy.typing as npt
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
+from baton.transport.block_types import BlockReads, BlockSource, FetchResult
 from baton.transport.blocks.links import Connector, Link, LinkCache
-from baton.transport.blocks.types import BlockReads, BlockSource, FetchResult
 from baton.transport.handshake import Facts
 from baton.transport.pipe.memory import MemoryNetwork
 from baton.transport.waiting import Flag, Wait

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import FingerprintMismatchError, PipeClosedError, QueueFullError
-from baton.transport.blocks.types import BlockSource
+from baton.transport.block_types import BlockSource
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import Facts
 from baton.transport.pipe.base import ReadPipe

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
-from baton.transport.blocks.types import BlockSource, Endpoint
+from baton.transport.block_types import BlockSource, Endpoint
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
 from baton.transport.pipe.memory import MemoryNetwork
 from baton.transport.pipe.shm_read import require_same_user, send_descriptors, shm_address

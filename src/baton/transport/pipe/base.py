@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from baton.errors import InvalidRequestError
-from baton.transport.blocks.types import BlockReads, Bytes, Valid
+from baton.transport.block_types import BlockReads, Bytes, Valid
 from baton.transport.waiting import Flag, Wait
 
 MAX_TENSORS = 4096

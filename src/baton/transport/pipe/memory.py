@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from baton.errors import PipeClosedError
 from baton.kv.arena import KVArena
-from baton.transport.blocks.types import BlockReads, Bytes, Valid, current
+from baton.transport.block_types import BlockReads, Bytes, Valid, current
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import Facts
 from baton.transport.pipe.base import MAX_MESSAGE_BYTES, Pipe, PipeListener, ReadPipe, WireTensor, check_message

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from baton.errors import BatonError, InvalidRequestError, PipeClosedError
-from baton.transport.blocks.types import Bytes
+from baton.transport.block_types import Bytes
 from baton.transport.handshake import PURPOSE_MESSAGES, greet_as_client
 from baton.transport.pipe.base import MAX_MESSAGE_BYTES, PipeListener
 from baton.transport.pipe.shm_read import (

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, UnauthenticatedError
 from baton.kv.arena import KVArena
-from baton.transport.blocks.types import BlockReads, Bytes, Valid, current
+from baton.transport.block_types import BlockReads, Bytes, Valid, current
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.pipe.base import ReadPipe

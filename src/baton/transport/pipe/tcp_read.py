@@ -25,7 +25,7 @@ import numpy as np
 
 from baton.errors import CancelledError, DeadlineError, InvalidRequestError, PipeClosedError
 from baton.kv.arena import KVArena
-from baton.transport.blocks.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid, current
+from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid, current
 from baton.transport.copying import fence, id_runs
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.pipe.base import ReadPipe
