@@ -325,3 +325,22 @@ async def test_events_tell_exactly_what_is_cached(cluster):
                     removed += len(event.removed.block_hashes)
         assert removed > 0
         events.cancel()
+
+
+async def test_an_engine_whose_requests_all_wait_for_kv_does_not_spin(cluster):
+    decode = cluster.decode[0]
+    silent = await asyncio.start_server(lambda *_: asyncio.sleep(0), "127.0.0.1", 0)
+    host, port = silent.sockets[0].getsockname()
+    async with open_channel(decode.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        call = stub.Generate(generate_request(cluster, prefill_candidates=[f"{host}:{port}"]))
+        reading = asyncio.ensure_future(call.read())
+        async with asyncio.timeout(10):
+            while not decode.context.engine.stats.num_loading:
+                await asyncio.sleep(0.01)
+        before = decode.context.engine.num_steps
+        await asyncio.sleep(0.3)
+        assert decode.context.engine.num_steps - before <= 2
+        call.cancel()
+        await asyncio.wait([reading])
+    silent.close()

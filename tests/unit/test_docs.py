@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.engine.request import EngineStats
+from baton.transport.connector.store_use import StoreUse
 from baton.worker.metrics import WorkerMetrics
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
@@ -177,6 +178,7 @@ async def registries() -> dict[str, CollectorRegistry]:
     store = KVStoreServer(KVStoreConfig())
     worker = WorkerMetrics()
     worker.watch(lambda: EngineStats(*[0] * len(EngineStats.__dataclass_fields__)), lambda: (0, 0.0))
+    worker.watch_store(StoreUse())
     try:
         return {"router": router.metrics.registry, "worker": worker.registry, "kvstore": store.metrics.registry}
     finally:

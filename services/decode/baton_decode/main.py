@@ -41,6 +41,7 @@ class DecodeParts:
 
     def servicer(self, context: WorkerContext) -> DecodeServicer:
         """Build the decode calls."""
+        context.metrics.watch_store(self._store.use)
         return DecodeServicer(context, self._loader)
 
     async def close(self) -> None:

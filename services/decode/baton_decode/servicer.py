@@ -77,6 +77,7 @@ class DecodeServicer(WorkerServicerBase):
             prefill_instance=transfer.source if transfer.path is PrefillPath.REMOTE else "",
             decode_instance=self._worker.instance_id,
             pipe=transfer.pipe,
+            pipe_fallback=transfer.pipe_fallback,
             kv_bytes=transfer.kv_bytes,
             transfer_us=transfer.transfer_us,
             prompt_tokens=metrics.prompt_tokens,

@@ -16,7 +16,7 @@ from baton.worker.logs import set_up_logging
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton_kvstore.main")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

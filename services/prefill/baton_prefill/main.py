@@ -43,6 +43,7 @@ class PrefillParts:
 
     def servicer(self, context: WorkerContext) -> PrefillServicer:
         """Build the prefill calls."""
+        context.metrics.watch_store(self._store.use)
         return PrefillServicer(context, self._offerer)
 
     async def close(self) -> None:

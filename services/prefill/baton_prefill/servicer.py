@@ -43,13 +43,14 @@ class PrefillServicer(WorkerServicerBase):
                     stream = await worker.engine.submit(engine_request)
                     try:
                         async for response in self._responses(lease, stream):
+                            if response.HasField("result"):
+                                code = "ok"  # whoever has the result closes the stream: that is no cancellation
                             yield response
                     finally:
                         stream.close()
                 finally:
                     self._offerer.close_lease(lease)
                     worker.metrics.leases.set(self._offerer.num_leases())
-            code = "ok"
         except BatonError as error:
             code = error.code
             raise

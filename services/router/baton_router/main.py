@@ -18,7 +18,7 @@ from baton.worker.logs import set_up_logging
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton_router.main")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

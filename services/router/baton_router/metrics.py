@@ -79,7 +79,7 @@ class RouterMetrics:
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count how a request came to its KV on one decode instance."""
         path = path_from_pb(trace.path)
-        self.paths.labels(path=path or "unknown", pipe=trace.pipe, reason=trace.local_reason).inc()
+        self.paths.labels(path=path or "unknown", pipe=trace.pipe, reason=trace.local_reason.partition(":")[0]).inc()
         self.prompt_tokens.labels(source="cached").inc(trace.cached_tokens)
         self.prompt_tokens.labels(source="transferred").inc(trace.transferred_tokens)
         self.prompt_tokens.labels(source="recomputed").inc(trace.recomputed_tokens)

@@ -78,6 +78,7 @@ def make_plan(
     pipes: str = "shm,tcp",
     kvstore: bool = False,
     load_from_store: bool = False,
+    token_file: str = "",
     extra: ExtraArgs | None = None,
 ) -> DeploymentPlan:
     """Lay out a deployment on loopback.
@@ -89,6 +90,7 @@ def make_plan(
         pipes: Comma-separated kinds, in order of preference.
         kvstore: Whether a KV store runs too.
         load_from_store: Whether instances load from and save to the store.
+        token_file: File with the token that the services show each other; empty: none.
         extra: More flags.
     """
     more = extra or ExtraArgs()
@@ -96,8 +98,9 @@ def make_plan(
     free = iter(_free_ports(2 * num_workers + 4))
     http = f"{HOST}:{port or next(free)}"
     grpc = f"{HOST}:{grpc_port or next(free)}"
-    store = _kvstore_spec(next(free), next(free), pipes) if kvstore else None
-    shared = ["--routers", grpc, "--pipes", pipes, *more.worker]
+    token = ("--token-file", token_file) if token_file else ()
+    store = _kvstore_spec(next(free), next(free), ["--pipes", pipes, *token]) if kvstore else None
+    shared = ["--routers", grpc, "--pipes", pipes, *token, *more.worker]
     if store is not None and load_from_store:
         shared += ["--kvstore", store.health_address]
     workers = []
@@ -108,7 +111,7 @@ def make_plan(
     router = ProcessSpec(
         name="router",
         module="baton_router.main",
-        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *more.router),
+        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *token, *more.router),
         health_address=grpc,
         role="router",
         listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),
@@ -123,11 +126,11 @@ def _worker_spec(role: str, index: int, port: int, metrics_port: int, args: Sequ
     return ProcessSpec(name, f"baton_{role}.main", (*own, *args), address, role, listens)
 
 
-def _kvstore_spec(port: int, metrics_port: int, pipes: str) -> ProcessSpec:
+def _kvstore_spec(port: int, metrics_port: int, args: Sequence[str]) -> ProcessSpec:
     address = f"{HOST}:{port}"
-    args = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--pipes", pipes)
+    own = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", "kvstore")
     listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
-    return ProcessSpec("kvstore", "baton_kvstore.main", args, address, "kvstore", listens)
+    return ProcessSpec("kvstore", "baton_kvstore.main", (*own, *args), address, "kvstore", listens)
 
 
 def _free_ports(count: int) -> list[int]:

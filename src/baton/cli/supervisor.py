@@ -29,6 +29,7 @@ class Supervisor:
         plan: The processes.
         emit: Gets ``(name, line)`` for each log line.
         restart: Whether a process that dies after it was ready is started again; else the whole ends.
+        token: Shared token, if the services use one.
         ready_timeout_s: How long a process may take to become ready.
         grace_s: How long a process may take to drain.
     """
@@ -39,12 +40,13 @@ class Supervisor:
         emit: Callable[[str, str], None],
         *,
         restart: bool = True,
+        token: str | None = None,
         ready_timeout_s: float = 300.0,
         grace_s: float = 40.0,
     ) -> None:
         self.plan = plan
         self._emit = emit
-        self._restart = restart
+        self._restart, self._token = restart, token
         self._ready_timeout_s, self._grace_s = ready_timeout_s, grace_s
         self._env = dict(os.environ)
         self.processes: dict[str, ManagedProcess] = {}
@@ -109,7 +111,10 @@ class Supervisor:
         expected = {spec.name for spec in self.plan.workers}
         seen: set[str] = set()
         try:
-            async with asyncio.timeout(self._ready_timeout_s), open_channel(self.plan.grpc_address) as channel:
+            async with (
+                asyncio.timeout(self._ready_timeout_s),
+                open_channel(self.plan.grpc_address, token=self._token) as channel,
+            ):
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while not expected <= seen:
                     answer = await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=5.0)

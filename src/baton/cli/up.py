@@ -15,9 +15,10 @@ from rich.table import Table
 
 from baton.cli.plan import DeploymentPlan, ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.config import EngineConfig, add_flags
+from baton.config import EngineConfig, add_flags, from_flags
 from baton.config.worker import WorkerConfig
 from baton.errors import BatonError, ConfigError
+from baton.rpc.auth import read_token
 
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
 
@@ -31,6 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--pipe", default="shm,tcp", help="pipes for KV, in order of preference (default: shm,tcp)")
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=True, help="run a KV store too")
     parser.add_argument("--use-kvstore", action="store_true", help="instances load from and save to the KV store")
+    parser.add_argument("--token-file", default=None, help="file with the token that the services show each other")
     parser.add_argument("--no-restart", action="store_true", help="end the whole when one process dies")
     parser.add_argument("--router-args", default="", help="more flags for the router, quoted")
     parser.add_argument("--prefill-args", default="", help="more flags for prefill instances, quoted")
@@ -58,7 +60,12 @@ async def _up(args: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    supervisor = Supervisor(plan, lambda name, line: _emit(console, name, line), restart=not args.no_restart)
+    supervisor = Supervisor(
+        plan,
+        lambda name, line: _emit(console, name, line),
+        restart=not args.no_restart,
+        token=read_token(worker_config(args).token_file),
+    )
     starting = asyncio.ensure_future(supervisor.start())
     interrupted = asyncio.ensure_future(stop.wait())
     try:
@@ -88,23 +95,36 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
     Raises:
         ConfigError: A flag cannot work.
     """
-    WorkerConfig(pipes=tuple(args.pipe.split(",")))
-    engine_args = engine_flags(args)
-    model = getattr(args, "model", None) or default_model()
+    workers = worker_config(args)
+    engine = from_flags(EngineConfig, args)
+    model = engine.model if engine.model != EngineConfig.model else default_model()
     return make_plan(
         ratio=Ratio.parse(args.ratio),
         port=args.port,
         grpc_port=args.grpc_port,
         pipes=args.pipe,
         kvstore=args.kvstore,
+        token_file=workers.token_file,
         load_from_store=args.use_kvstore,
         extra=ExtraArgs(
-            worker=("--model", model, *engine_args),
+            worker=("--model", model, *engine_flags(args)),
             prefill=tuple(shlex.split(args.prefill_args)),
             decode=tuple(shlex.split(args.decode_args)),
             router=tuple(shlex.split(args.router_args)),
         ),
     )
+
+
+def worker_config(args: argparse.Namespace) -> WorkerConfig:
+    """Check, before anything starts, what every service will be told.
+
+    Raises:
+        ConfigError: A flag or variable cannot work.
+    """
+    known = argparse.Namespace(pipes=tuple(args.pipe.split(",")))
+    if args.token_file is not None:
+        known.token_file = args.token_file
+    return from_flags(WorkerConfig, known)
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:

@@ -29,7 +29,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),  # retries are decided here, where it is known whether a token has come
 ]

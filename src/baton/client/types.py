@@ -24,6 +24,7 @@ class Trace:
     prefill_instance: str = ""
     decode_instance: str = ""
     pipe: str = ""
+    pipe_fallback: str = ""
     kv_bytes: int = 0
     transfer_us: int = 0
     prompt_tokens: int = 0

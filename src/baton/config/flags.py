@@ -59,7 +59,7 @@ def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str]
     """Build ``cls`` from parsed flags and the environment.
 
     Raises:
-        ConfigError: A value in the environment cannot be read; names the variable.
+        ConfigError: A value in the environment cannot be read or is none of the choices; names the variable.
     """
     source = os.environ if env is None else env
     hints = typing.get_type_hints(cls)
@@ -70,7 +70,11 @@ def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str]
             continue
         variable = ENV_PREFIX + item.name.upper()
         if item.metadata.get("help") is not None and variable in source:
-            values[item.name] = _parse(source[variable], _base_type(hints[item.name]), variable)
+            value = _parse(source[variable], _base_type(hints[item.name]), variable)
+            choices = item.metadata.get("choices")
+            if choices and value not in choices:
+                raise ConfigError(f"{variable} must be one of {', '.join(choices)}, got {value!r}", field=variable)
+            values[item.name] = value
     return cls(**values)
 
 

@@ -14,6 +14,7 @@ class WorkerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; off loopback it needs --token-file")
     port: int = option(0, "gRPC port; 0 takes a free one")
+    kv_port: int = option(0, "port of the tcp pipe; 0 takes a free one")
     metrics_port: int = option(0, "port of /metrics; 0: none")
     instance_id: str = option("", "name of this instance; default: role, host and port")
     advertise: str = option("", "host:port under which others reach this instance; default: where it listens")
@@ -30,7 +31,7 @@ class WorkerConfig:
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name in ("port", "metrics_port"):
+        for name in ("port", "kv_port", "metrics_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
         for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms"):
@@ -41,7 +42,14 @@ class WorkerConfig:
             raise ConfigError(
                 f"pipes must be some of shm, tcp, memory; got {','.join(self.pipes) or 'none'}", field="pipes"
             )
-        for address in (*self.routers, *filter(None, (self.kvstore, self.advertise))):
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit():
-                raise ConfigError(f"{address!r} is not host:port", field="routers")
+        for name, addresses in (
+            ("routers", self.routers),
+            ("kvstore", (self.kvstore,)),
+            ("advertise", (self.advertise,)),
+        ):
+            for address in filter(None, addresses):
+                host, _, port = address.rpartition(":")
+                if not host or not port.isdigit():
+                    raise ConfigError(f"{name}: {address!r} is not host:port", field=name)
+        if self.host in {"0.0.0.0", "::", "[::]"} and not self.advertise:
+            raise ConfigError(f"listening on {self.host} needs --advertise: others cannot dial it", field="advertise")

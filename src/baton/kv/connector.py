@@ -30,6 +30,8 @@ class TransferStats:
     source: str = ""
     """Instance the KV came from."""
     pipe: str = ""
+    pipe_fallback: str = ""
+    """Why a pipe preferred over ``pipe`` was not used."""
     kv_bytes: int = 0
     transfer_us: int = 0
     transferred_tokens: int = 0

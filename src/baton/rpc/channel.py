@@ -19,7 +19,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),  # retries are decided by whoever owns the request
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer on the same port gets a fresh connection

@@ -142,9 +142,10 @@ class EngineThread:
                 self._wakeup.clear()
                 while self._commands:
                     self._commands.popleft()()
-                if self._core.has_work() or self._core.wants_poll:
+                if self._core.has_work():
                     self._step()
-                idle = not self._core.has_work()
+                # Also idle with work: when all of it waits for the connector, which wakes us.
+                idle = not self._core.made_progress
                 now = time.monotonic()
                 if idle or now >= self._stats_due:
                     self.stats = self._core.stats()

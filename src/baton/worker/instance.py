@@ -133,6 +133,7 @@ class WorkerInstance:
         require_safe_bind(config.host, token)
         # Before the model is loaded, which may take minutes.
         require_free_port(config.host, config.port)
+        require_free_port(config.host, config.kv_port, field="kv_port")
         require_free_port(config.host, config.metrics_port, field="metrics_port")
         runner = load_runner(self._engine_config)
         arena = make_arena(self._engine_config, runner)
@@ -164,7 +165,9 @@ class WorkerInstance:
         instance_id = InstanceId(
             config.instance_id or f"{self._role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
         )
-        options = ServerOptions(memory=self._memory)
+        options = ServerOptions(
+            port=config.kv_port, advertise_host=config.advertise.rpartition(":")[0] or None, memory=self._memory
+        )
         block_server = BlockServer(
             arena, runner.fingerprint, instance_id, kinds=config.pipes, host=config.host, token=token, options=options
         )

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from baton.api.v1 import common_pb2
 from baton.engine.request import EngineStats
 from baton.rpc.convert import path_from_pb
+from baton.transport.connector.store_use import StoreUse
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -41,6 +42,9 @@ class WorkerMetrics:
         self.transfer_seconds = Histogram(
             "baton_kv_transfer_seconds", "Time in fetches per request", ["pipe"], buckets=_SECONDS, registry=reg
         )
+        self.fallbacks = Counter(
+            "baton_kv_pipe_fallbacks", "Requests whose KV did not come over the preferred pipe", ["pipe"], registry=reg
+        )
         self.ttft = Histogram("baton_worker_ttft_seconds", "Admission to first token", buckets=_SECONDS, registry=reg)
         self.queue = Histogram("baton_worker_queue_seconds", "Admission to first work", buckets=_SECONDS, registry=reg)
         self.leases = Gauge("baton_worker_leases", "Prefill streams that hold blocks", registry=reg)
@@ -49,17 +53,24 @@ class WorkerMetrics:
         """Export an engine's statistics, read at scrape time."""
         self.registry.register(_EngineCollector(stats, steps))
 
+    def watch_store(self, use: StoreUse) -> None:
+        """Export how the KV store is used, read at scrape time."""
+        self.registry.register(_StoreCollector(use))
+
     def trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count a request's trace, once, at its first token."""
         path = path_from_pb(trace.path)
         self.prefills.labels(path.value if path else "unknown").inc()
         if trace.local_reason:
-            self.local_reasons.labels(trace.local_reason).inc()
+            # What stands behind a colon is an error's text: without bounds, and for the trace alone.
+            self.local_reasons.labels(trace.local_reason.partition(":")[0]).inc()
         self.failed_prefills.inc(len(trace.failed_prefills))
         if trace.pipe:
             self.transfer_bytes.labels(trace.pipe).inc(trace.kv_bytes)
             self.transfer_tokens.labels(trace.pipe).inc(trace.transferred_tokens)
             self.transfer_seconds.labels(trace.pipe).observe(trace.transfer_us / 1e6)
+        if trace.pipe_fallback:
+            self.fallbacks.labels(trace.pipe).inc()
         self.ttft.observe(trace.ttft_us / 1e6)
         self.queue.observe(trace.queue_us / 1e6)
 
@@ -94,3 +105,27 @@ class _EngineCollector(Collector):
         steps, seconds = self._steps()
         yield CounterMetricFamily("baton_engine_steps", "Engine steps", value=steps)
         yield CounterMetricFamily("baton_engine_step_seconds", "Time in engine steps", value=seconds)
+
+
+class _StoreCollector(Collector):
+    _COUNTERS: ClassVar = {
+        "loads": "Loads from the KV store that ended, whatever with",
+        "load_hits": "Loads that brought at least one block",
+        "load_failures": "Loads that failed",
+        "loaded_tokens": "Tokens whose KV came from the store",
+        "loaded_bytes": "KV bytes that came from the store",
+        "saves": "Puts that the store answered",
+        "save_failures": "Puts that failed",
+        "saved_blocks": "Blocks that the store held after a Put, new or not",
+        "saved_bytes": "KV bytes that the store pulled",
+        "skipped_loads": "Requests not looked for: too many were, or the store was left alone",
+        "skipped_saves": "Saves left out for the same reasons",
+        "times_left_alone": "How often failures in a row made this instance leave the store alone",
+    }
+
+    def __init__(self, use: StoreUse) -> None:
+        self._use = use
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text in self._COUNTERS.items():
+            yield CounterMetricFamily(f"baton_store_{name}", text, value=getattr(self._use, name))

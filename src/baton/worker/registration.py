@@ -65,15 +65,17 @@ class Registration:
                 log.info("router %s did not hear the goodbye: %s", self._router, error.code().name)
 
     async def _run(self) -> None:
-        backoff = FIRST_BACKOFF_S
+        backoff, away = FIRST_BACKOFF_S, False
         async with open_channel(self._router, token=self._token) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             while True:
                 try:
                     interval = await self._renew(stub)
-                    backoff = FIRST_BACKOFF_S
+                    backoff, away = FIRST_BACKOFF_S, False
                 except grpc.aio.AioRpcError as error:
-                    log.warning("router %s: %s %s", self._router, error.code().name, error.details())
+                    level = logging.DEBUG if away else logging.WARNING  # once per absence, not once per try
+                    log.log(level, "router %s is away: %s %s", self._router, error.code().name, error.details())
+                    away = True
                     interval, backoff = backoff, min(2 * backoff, LAST_BACKOFF_S)
                 # Jitter keeps a fleet from calling in step after a router's restart.
                 await asyncio.sleep(interval * random.uniform(0.8, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.kv.connector import KVConnector
 from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.multi import MultiConnector
-from baton.transport.connector.store import StoreConnector, StoreOptions
+from baton.transport.connector.store import StoreConnector, StoreOptions, StoreUse
 from baton.worker.instance import Parts
 
 
@@ -29,6 +29,11 @@ class StoreSide:
                 wake=parts.wake,
                 source=parts.source,
             )
+
+    @property
+    def use(self) -> StoreUse:
+        """What the store was used for; all zero without one."""
+        return StoreUse() if self.connector is None else self.connector.use
 
     def first(self, other: KVConnector) -> KVConnector:
         """Ask the store before ``other``; all save."""

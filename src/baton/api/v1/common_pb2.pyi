@@ -475,6 +475,7 @@ class RequestTrace(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     LOCAL_REASON_FIELD_NUMBER: _builtins.int
     NUM_MIGRATIONS_FIELD_NUMBER: _builtins.int
+    PIPE_FALLBACK_FIELD_NUMBER: _builtins.int
     path: Global___PrefillPath.ValueType
     prefill_instance: _builtins.str
     """empty where the path is local"""
@@ -503,6 +504,8 @@ class RequestTrace(_message.Message):
     """why the path is local: "short", "no_candidates", "prefill_failed", ..."""
     num_migrations: _builtins.int
     """times the stream went on on another decode instance; set by the router"""
+    pipe_fallback: _builtins.str
+    """why a pipe preferred over this one was not used, empty: it was the preferred one"""
     @_builtins.property
     def failed_prefills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """candidates that were tried in vain: "instance: reason" """
@@ -527,10 +530,11 @@ class RequestTrace(_message.Message):
         num_preemptions: _builtins.int = ...,
         local_reason: _builtins.str = ...,
         num_migrations: _builtins.int = ...,
+        pipe_fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "path", b"path", "pipe", b"pipe", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,6 +88,7 @@ class _Load:
     kv_bytes: int = 0
     transfer_s: float = 0.0
     pipe: str = ""
+    pipe_fallback: str = ""
     source: str = ""
     source_cached_tokens: int = 0
     first_token: TokenLogprob | None = None
@@ -284,7 +285,7 @@ class P2PLoader(KVConnector):
         )
         load.transfer_s += time.perf_counter() - started
         load.kv_bytes += result.num_bytes
-        load.pipe, load.source = result.pipe_kind, source.instance_id
+        load.pipe, load.pipe_fallback, load.source = result.pipe_kind, result.fallback_reason, source.instance_id
         for i, ok in zip(wanted, result.valid, strict=True):
             load.valid[offer.first_block + i] = bool(ok)
         if not all(result.valid):
@@ -303,6 +304,7 @@ class P2PLoader(KVConnector):
             path=PrefillPath.REMOTE if complete else PrefillPath.LOCAL,
             source=load.source,
             pipe=load.pipe,
+            pipe_fallback=load.pipe_fallback,
             kv_bytes=load.kv_bytes,
             transfer_us=round(1e6 * load.transfer_s),
             transferred_tokens=moved,
