@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from baton.errors import (
     CancelledError,
@@ -178,11 +174,13 @@ def test_an_entry_past_its_lease_is_still_found_while_there_is_room() -> None:
 
 def test_inserts_are_admitted_in_order_of_arrival() -> None:
     buffer: LookupBuffer[int] = LookupBuffer(100)
-    buffer.insert(A, [1], None, 1, 100, lease_s=60)
+    buffer.insert(A, [1], None, 1, 60, lease_s=60)
     big = in_thread(lambda: buffer.insert(B, [2], None, 2, 90, lease_s=60, deadline=soon()))
     wait_for(lambda: buffer.num_waiting == 1)
     small = in_thread(lambda: buffer.insert(C, [3], None, 3, 20, lease_s=60, deadline=soon()))
-    wait_for(lambda: buffer.num_waiting == 2)
+    wait_for(lambda: buffer.num_waiting == 2)  # it would fit, but then the big one might wait for ever
+    with pytest.raises(QueueFullError):
+        buffer.insert(C, [3], None, 4, 20, lease_s=60)
     buffer.drop_select(A, deadline=soon())
     big.result(10)
     assert not small.done()
@@ -295,6 +293,22 @@ async def test_a_cancelled_consumer_gives_its_entry_to_the_next() -> None:
     buffer.check_integrity()
 
 
+async def test_an_entry_that_came_back_from_a_cancelled_consumer_can_still_be_dropped() -> None:
+    buffer: LookupBuffer[int] = LookupBuffer(100)
+    consumer = asyncio.create_task(buffer.drop_select_async(A, deadline=soon()))
+    await asyncio.sleep(0)
+    buffer.insert(A, [1], None, 1, 100, lease_s=0.01)  # claimed, and its room is taken
+    with pytest.raises(QueueFullError):
+        buffer.insert(B, [1], None, 2, 1, lease_s=60)
+    consumer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await consumer
+    assert len(buffer) == 1
+    await buffer.insert_async(B, [1], None, 2, 1, lease_s=60, deadline=soon(5))
+    assert buffer.drop_select(B, deadline=soon()) == 2
+    buffer.check_integrity()
+
+
 async def test_async_inserts_wait_for_room_and_for_leases() -> None:
     buffer: LookupBuffer[int] = LookupBuffer(100)
     await buffer.insert_async(A, [1], None, 1, 100, lease_s=60)
@@ -363,113 +377,3 @@ def test_look_up_by_tokens_does_not_compare_with_every_entry() -> None:
         assert buffer.drop_select(prompts[i], deadline=soon()) == i
     # Comparing with all would be 2000 * 2000 / 10 * 8 KiB = 3 GB of reads: about a second.
     assert time.process_time() - start < 0.3
-
-
-class Model(RuleBasedStateMachine):
-    """Random calls on one thread's event loop against a plain list; time stands still unless told to move."""
-
-    keys = st.sampled_from([A, B, C])
-    calls = Bundle("calls")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.values = itertools.count()
-        self.loop = asyncio.new_event_loop()
-        self.dropped: list[int] = []
-        self.buffer: LookupBuffer[int] = LookupBuffer(
-            100, max_entries=4, on_drop=lambda key, value: self.dropped.append(value), clock=lambda: self.now
-        )
-        self.inserted: set[int] = set()
-        self.consumed: list[int] = []
-        self.withdrawn: list[int] = []
-        self.inserts: dict[int, asyncio.Task[None]] = {}
-        self.queries: list[asyncio.Task[int]] = []
-
-    def turn(self) -> None:
-        for _ in range(4):
-            self.loop.run_until_complete(asyncio.sleep(0))
-        for task in [t for t in self.queries if t.done()]:
-            self.queries.remove(task)
-            if not task.cancelled() and task.exception() is None:
-                self.consumed.append(task.result())
-        for value, task in list(self.inserts.items()):
-            if task.done():
-                del self.inserts[value]
-                if task.cancelled() or task.exception() is not None:
-                    self.inserted.discard(value)
-
-    @rule(key=keys, tokens=st.lists(st.integers(0, 1), max_size=3), nbytes=st.integers(0, 100), lease=st.integers(1, 5))
-    def insert(self, key: RequestId, tokens: list[int], nbytes: int, lease: int) -> None:
-        value = next(self.values)
-        self.inserted.add(value)
-        call = self.buffer.insert_async(key, tokens, None, value, nbytes, lease_s=lease, deadline=1e9)
-        self.inserts[value] = self.loop.create_task(call)
-        self.turn()
-
-    @rule(key=keys)
-    def take_by_key(self, key: RequestId) -> None:
-        self.queries.append(self.loop.create_task(self.buffer.drop_select_async(key, deadline=1e9)))
-        self.turn()
-
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
-    def take_by_tokens(self, tokens: list[int]) -> None:
-        self.queries.append(self.loop.create_task(self.buffer.drop_select_async(tokens, deadline=1e9)))
-        self.turn()
-
-    @rule(which=st.integers(0, 10), late=st.booleans(), key=keys)
-    def cancel_a_query(self, which: int, late: bool, key: RequestId) -> None:
-        if not self.queries:
-            return
-        task = self.queries[which % len(self.queries)]
-        if late:  # an entry may be claimed for it before it sees that it was cancelled
-            value = next(self.values)
-            self.inserted.add(value)
-            try:
-                self.buffer.insert(key, [0, 1], None, value, 10, lease_s=3)
-            except QueueFullError:
-                self.inserted.discard(value)
-        task.cancel()
-        self.turn()
-
-    @rule(which=st.integers(0, 10))
-    def cancel_an_insert(self, which: int) -> None:
-        if self.inserts:
-            list(self.inserts.values())[which % len(self.inserts)].cancel()
-            self.turn()
-
-    @rule(key=keys)
-    def withdraw(self, key: RequestId) -> None:
-        self.withdrawn += self.buffer.withdraw(key)
-        self.turn()
-
-    @rule(seconds=st.integers(1, 4))
-    def time_passes(self, seconds: int) -> None:
-        self.now += seconds
-        with self.buffer._locked():
-            self.buffer._state.admit()  # what every waiting insert does when a lease ends
-        self.turn()
-
-    @invariant()
-    def books_agree(self) -> None:
-        self.buffer.check_integrity()
-        assert len(self.consumed) == len(set(self.consumed)), "an entry was consumed twice"
-        lost = set(self.dropped) | set(self.withdrawn)
-        assert not lost & set(self.consumed), "an entry was consumed and dropped"
-        waiting = set(self.inserts)
-        held = self.inserted - set(self.consumed) - lost - waiting
-        assert len(self.buffer) == len(held), "an entry was lost"
-
-    def teardown(self) -> None:
-        self.buffer.close()
-        self.turn()
-        assert not self.queries
-        assert not self.inserts
-        assert self.buffer.num_bytes == 0
-        self.loop.close()
-
-
-TestModel = Model.TestCase
-TestModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)

@@ -1,0 +1,249 @@
+"""Block servers and connections: who gets in, who is sent away, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.transport_rig import KINDS, LAYOUT, PRINT, Rig, connect_raw, open_fds, soon
+
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InvalidRequestError,
+    PipeClosedError,
+    QueueFullError,
+    TransferError,
+    UnauthenticatedError,
+)
+from baton.kv.arena import KVArena
+from baton.transport.blocks import BlockFetcher, BlockReads, BlockServer, BlockSource, Endpoint, ServerOptions
+from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.transport.pipe.tcp import TcpPipeListener
+from baton.transport.pipe.tcp_read import ServeLimits, request_blocks
+from baton.transport.waiting import Wait
+from baton.transport.wire import FrameKind, pack_header, recv_control
+from baton.types import InstanceId
+
+
+@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(*request.param)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def tcp_rig() -> Iterator[Rig]:
+    rig = Rig("tcp")
+    yield rig
+    rig.close()
+
+
+def test_auto_prefers_shared_memory_and_tells_of_a_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    arena, target = KVArena(8, LAYOUT.block_bytes), KVArena(8, LAYOUT.block_bytes)
+    with_both = BlockServer(arena, PRINT, InstanceId("p0"))
+    assert [e.kind for e in with_both.endpoints] == ["shm", "tcp"]
+    source = with_both.source
+    fetcher = BlockFetcher(target, PRINT)
+    generations = arena.generations[:1]
+    assert fetcher.fetch(source, [0], generations, [0], deadline=soon()).pipe_kind == "shm"
+    fetcher.close()
+
+    boot, user, name = source.endpoints[0].address.split("/")
+    for address, reason in (
+        (f"another-boot/{user}/{name}", "another host"),
+        (f"{boot}/{user}/baton-kv-nobody", "cannot connect"),
+        ("nonsense", "not a shared-memory address"),
+    ):
+        elsewhere = BlockSource(
+            source.instance_id, source.epoch, (Endpoint("shm", address), source.endpoints[1]), PRINT, 8
+        )
+        fetcher = BlockFetcher(target, PRINT)
+        result = fetcher.fetch(elsewhere, [0], generations, [0], deadline=soon())
+        assert result.pipe_kind == "tcp"
+        assert result.fallback_reason.startswith("shm: ")
+        assert reason in result.fallback_reason
+        assert reason in caplog.text
+        fetcher.close()
+    only_shm = BlockFetcher(target, PRINT, kinds=("shm",))
+    with pytest.raises(PipeClosedError, match="no pipe reaches p0"):
+        only_shm.fetch(elsewhere, [0], generations, [0], deadline=soon())
+    only_shm.close()
+    with_both.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_block_servers_want_the_token(kind: str) -> None:
+    arena, target = KVArena(8, LAYOUT.block_bytes), KVArena(8, LAYOUT.block_bytes)
+    server = BlockServer(arena, PRINT, InstanceId("p0"), kinds=(kind,), token="secret")
+    for token in (None, "other"):
+        fetcher = BlockFetcher(target, PRINT, token=token)
+        with pytest.raises(UnauthenticatedError):
+            fetcher.fetch(server.source, [0], [0], [0], deadline=soon())
+        fetcher.close()
+    fetcher = BlockFetcher(target, PRINT, token="secret")
+    assert fetcher.fetch(server.source, [0], [0], [0], deadline=soon()).valid.all()
+    fetcher.close()
+    server.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
+def test_off_loopback_needs_a_token(host: str) -> None:
+    arena = KVArena(1, LAYOUT.block_bytes)
+    with pytest.raises(ConfigError) as caught:
+        BlockServer(arena, PRINT, InstanceId("p0"), host=host)
+    assert caught.value.field == "token"
+    with pytest.raises(ConfigError):
+        TcpPipeListener(host)
+
+
+def test_wrong_configuration_is_refused() -> None:
+    arena = KVArena(1, LAYOUT.block_bytes)
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("pipes", {"kinds": ("pigeon",)}),
+        ("pipes", {"kinds": ()}),
+        ("pipes", {"kinds": ("tcp", "tcp")}),
+        ("pipes", {"kinds": ("memory",)}),
+        ("port", {"kinds": ("shm", "tcp"), "options": ServerOptions(port=port)}),
+    ]
+    before = open_fds()
+    for field, options in cases:
+        with pytest.raises(ConfigError) as caught:
+            BlockServer(arena, PRINT, InstanceId("p0"), **options)
+        assert caught.value.field == field
+        del caught
+    assert open_fds() == before
+    taken.close()
+    with pytest.raises(ConfigError):
+        BlockServer(KVArena(1, 64), PRINT, InstanceId("p0"))
+    for options in ({"kinds": "pigeon"}, {"kinds": ()}, {"max_threads": 0}, {"streams": 0}):
+        with pytest.raises(ConfigError):
+            BlockFetcher(arena, PRINT, **options)
+
+
+def test_idle_connections_are_closed_and_made_again(tcp_rig: Rig) -> None:
+    fetcher = BlockFetcher(tcp_rig.target, PRINT, kinds=("tcp",), idle_s=0.05)
+    source, generations = tcp_rig.server.source, tcp_rig.source_arena.generations[:1]
+    fetcher.fetch(source, [0], generations, [0], deadline=soon())
+    end = soon(5)
+    while len(fetcher._links) or tcp_rig.server.num_connections():
+        assert time.monotonic() < end
+        threading.Event().wait(0.005)
+    assert fetcher.fetch(source, [0], generations, [0], deadline=soon()).valid.all()
+    fetcher.close()
+
+
+def test_the_server_drops_idle_and_silent_peers_and_bounds_their_number() -> None:
+    rig = Rig("tcp")
+    limits = ServeLimits(frame_s=0.2, idle_s=0.1)
+    server = rig.serve(max_connections=3, handshake_s=0.2, limits=limits)
+    address = server.endpoints[0].address
+    slow = [connect_raw("tcp", address) for _ in range(3)]  # slowloris: connected, and not a word
+    for stream in slow:
+        recv_control(stream, FrameKind.CHALLENGE, Wait(soon()))
+    extra = connect_raw("tcp", address)
+    with pytest.raises(QueueFullError):
+        recv_control(extra, FrameKind.CHALLENGE, Wait(soon()))
+    for stream in slow:
+        with pytest.raises(BatonError):
+            recv_control(stream, FrameKind.WELCOME, Wait(soon()))
+        stream.close()
+    extra.close()
+    end = soon(5)
+    while server.num_connections():
+        assert time.monotonic() < end
+        threading.Event().wait(0.005)
+    source, generations = server.source, rig.source_arena.generations[:1]
+    for _ in range(2):  # the second time on a connection that the server may have dropped
+        assert rig.fetcher.fetch(source, [0], generations, [0], deadline=soon()).valid.all()
+        while server.num_connections():
+            threading.Event().wait(0.005)
+    server.close()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_block_servers_survive_garbage(kind: str) -> None:
+    rig = Rig(kind)
+    for data in (b"", b"\0", os.urandom(100), pack_header(FrameKind.HELLO, 1 << 40), pack_header(FrameKind.HELLO, 2)):
+        stream = connect_raw(kind, rig.server.endpoints[0].address)
+        stream.send_all([data], Wait(soon()), "garbage")
+        stream.close()
+    for payload in (b"[]", b"{", b"\xff\xff", b"{}", b'{"nonce": 5}', b'{"nonce": "00"}', b"[" * 200_000):
+        stream = connect_raw(kind, rig.server.endpoints[0].address)
+        stream.send_all([pack_header(FrameKind.HELLO, len(payload)), payload], Wait(soon()), "garbage")
+        recv_control(stream, FrameKind.CHALLENGE, Wait(soon()))
+        with pytest.raises(BatonError):
+            recv_control(stream, FrameKind.WELCOME, Wait(soon()))
+        stream.close()
+    assert rig.fetch([0], [0]).valid.all()
+    rig.close()
+
+
+def test_a_server_checks_what_readers_ask_for(tcp_rig: Rig) -> None:
+    tcp_rig.fetch([0], [0])
+    pipe = next(iter(tcp_rig.fetcher._links._links.values())).pipe
+    stream = next(iter(pipe._open))  # type: ignore[attr-defined]
+    beyond = BlockReads(np.array([200]), np.zeros(1, np.uint64), np.array([0]))
+    with pytest.raises(InvalidRequestError) as caught:
+        request_blocks(stream, beyond, tcp_rig.target.blocks, Wait(soon()))
+    assert caught.value.field == "remote_ids"
+    assert tcp_rig.fetch([1], [1]).valid.all()  # the connection is still in step
+    for payload in (b"", struct.pack("<I", 5), struct.pack("<I", 1) + b"\0" * 13):
+        bad = BadRequest(tcp_rig)
+        bad.stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], Wait(soon()), "bad")
+        with pytest.raises(TransferError):
+            recv_control(bad.stream, FrameKind.WELCOME, Wait(soon()))
+        bad.stream.close()
+    bad = BadRequest(tcp_rig)
+    bad.stream.send_all([pack_header(FrameKind.READ, 1 << 33)], Wait(soon()), "too many")
+    with pytest.raises(TransferError, match="longer than"):
+        recv_control(bad.stream, FrameKind.WELCOME, Wait(soon()))
+    bad.stream.close()
+    assert tcp_rig.fetch([2], [2]).valid.all()
+
+
+class BadRequest:
+    """An authenticated connection whose next frame is up to the test."""
+
+    def __init__(self, rig: Rig) -> None:
+        source = rig.server.source
+        self.stream = connect_raw("tcp", rig.server.endpoints[0].address)
+        facts = Facts(source.epoch, source.fingerprint, source.num_blocks, LAYOUT.block_bytes)
+        greet_as_client(self.stream, None, Wait(soon()), purpose=PURPOSE_READ, facts=facts)
+
+
+def test_readers_cannot_write_into_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("shm")
+    rig.fetch([0], [0])
+    pipe = next(iter(rig.fetcher._links._links.values())).pipe
+    arena = pipe._arena  # type: ignore[attr-defined]
+    assert not arena.blocks.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        arena.generations[0] = 1
+    del arena, pipe
+    rig.close()
+
+
+def test_no_descriptors_threads_or_shared_memory_are_left(rig: Rig) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    rig.fetch(np.arange(50), np.arange(50))
+    fds, threads = open_fds(), threading.active_count()
+    for _ in range(5):
+        extra = Rig(rig.kind, 2, num_blocks=20)
+        extra.fetch(np.arange(20), np.arange(20))
+        extra.close()
+        del extra
+    assert open_fds() == fds
+    assert threading.active_count() == threads
+    assert set(os.listdir("/dev/shm")) == segments
