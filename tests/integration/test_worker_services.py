@@ -329,7 +329,11 @@ async def test_events_tell_exactly_what_is_cached(cluster):
 
 async def test_an_engine_whose_requests_all_wait_for_kv_does_not_spin(cluster):
     decode = cluster.decode[0]
-    silent = await asyncio.start_server(lambda *_: asyncio.sleep(0), "127.0.0.1", 0)
+    async def swallow(reader, writer):
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(swallow, "127.0.0.1", 0)
     host, port = silent.sockets[0].getsockname()
     async with open_channel(decode.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
