@@ -10,6 +10,10 @@ from typing import Any
 import jinja2
 import pytest
 import torch
+from scripts.demo_model.card import draw_curve, render_card
+from scripts.demo_model.conversations import build_conversations, third_person
+from scripts.demo_model.corpus import is_held_out
+from scripts.demo_model.tokenizer import CHAT_TEMPLATE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,3 +203,27 @@ def test_model_is_well_below_the_bigram_baseline(log: dict[str, Any]) -> None:
     assert results["held_out_loss"] < results["bigram_loss"] - 0.75
     assert log["curve"][-1]["held_out_loss"] < log["curve"][0]["held_out_loss"]
     assert log["data"]["held_out_modules"] == len(log["data"]["held_out_paths"])
+
+
+def test_the_script_writes_these_very_files_from_the_log(log: dict[str, Any]) -> None:
+    assert render_card(log).encode() == (MODEL / "README.md").read_bytes()
+    assert draw_curve(log["curve"], log["results"]["bigram_loss"]).encode() == (MODEL / "loss_curve.svg").read_bytes()
+    assert (MODEL / "chat_template.jinja").read_text("utf-8") == CHAT_TEMPLATE
+    assert all(map(is_held_out, log["data"]["held_out_paths"]))
+
+
+def test_a_function_becomes_a_chat() -> None:
+    source = 'class A:\n    def f(self):\n        """Copy it.\n\n        More."""\n        return self.x\n'
+    (chat,) = build_conversations({"a.py": source + "\n    def empty(self):\n        pass\n"}, 200, seed=0)
+    assert [message["role"] for message in chat[-2:]] == ["user", "assistant"]
+    assert chat[-2]["content"].endswith("for the class `A` that copies it.")
+    assert chat[-1]["content"] == 'def f(self):\n    """Copy it.\n\n    More."""\n    return self.x'
+    assert build_conversations({"a.py": source}, 20, seed=0) == []
+
+
+@pytest.mark.parametrize(
+    ("summary", "action"),
+    [("Return x.", "returns x"), ("Push", "pushes"), ("Sets it.", "sets it"), ("The name.", None), ("", None)],
+)
+def test_third_person(summary: str, action: str | None) -> None:
+    assert third_person(summary) == action

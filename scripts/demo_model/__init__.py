@@ -1,0 +1,6 @@
+"""How the demo model ``models/baton-tiny`` is made; the modules in the order of the work.
+
+``corpus`` reads the standard library, ``conversations`` makes chats out of its functions, ``tokenizer`` encodes both,
+``batches`` keeps them apart from what is held out and makes training rows, ``training`` holds the network and its
+loop, ``evaluation`` measures and samples it, ``card`` writes ``README.md`` and ``loss_curve.svg`` from the run's log.
+"""
