@@ -301,3 +301,15 @@ def test_a_source_that_says_nothing_costs_no_more_than_the_deadline(tcp_rig: Rig
     flag.set()
     with pytest.raises(CancelledError):
         call.result(5)
+
+
+async def test_closing_the_fetcher_ends_what_connects_and_what_waits(tcp_rig: Rig) -> None:
+    fetcher = BlockFetcher(tcp_rig.target, PRINT, kinds=("tcp",), max_threads=1)
+    source = silent_source(tcp_rig)
+    calls = [asyncio.create_task(fetcher.fetch_async(source, [0], [0], [0], deadline=soon(60))) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    start = time.monotonic()
+    await asyncio.to_thread(fetcher.close)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(r) for r in results] == [PipeClosedError] * 3
+    assert time.monotonic() - start < 5

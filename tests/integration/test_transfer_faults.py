@@ -19,6 +19,9 @@ from tests.transport_faults import BIG, LAYOUT, Hook, Process, Proxy, fingerprin
 from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError, StaleBlockError, TransferError
 from baton.kv.arena import KVArena
 from baton.transport.blocks import BlockFetcher, BlockServer, BlockSource, Endpoint
+from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.transport.sockets import connect_tcp
+from baton.transport.waiting import Wait
 from baton.transport.wire import HEADER
 from baton.types import InstanceId
 
@@ -78,10 +81,6 @@ def cuts(total: int, handshake: int) -> list[int]:
 
 def handshake_bytes(server: BlockServer) -> int:
     """Bytes the server says before it is asked for blocks."""
-    from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
-    from baton.transport.sockets import connect_tcp
-    from baton.transport.waiting import Wait
-
     seen: list[int] = []
 
     def count(at: int, data: bytes) -> bytes:

@@ -7,14 +7,17 @@ The socket stays in blocking mode with kernel time-outs of one tick, because one
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import math
+import os
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from baton.errors import ConfigError, PipeClosedError
 from baton.transport.waiting import TICK_S, Wait
@@ -240,14 +243,37 @@ def connect_tcp(address: str, wait: Wait) -> Stream:
     """
     host, port = split_address(address)
     wait.check(f"connecting to {address}")
+    reason = "it has no address"
     try:
-        sock = socket.create_connection((host, port), timeout=wait.remaining())
-    except TimeoutError as error:
-        wait.check(f"connecting to {address}")
-        raise PipeClosedError(f"{address} did not answer") from error
+        for family, kind, proto, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, proto)
+            try:
+                code = _connect(sock, target, wait)
+            except BaseException:
+                sock.close()
+                raise
+            if code == 0:
+                return Stream(sock, peer=address)
+            sock.close()
+            reason = os.strerror(code)
     except OSError as error:
-        raise PipeClosedError(f"cannot connect to {address}: {error.strerror or error}") from error
-    return Stream(sock, peer=address)
+        reason = str(error.strerror or error)
+    raise PipeClosedError(f"cannot connect to {address}: {reason}")
+
+
+def _connect(sock: socket.socket, target: Any, wait: Wait) -> int:
+    """Connect without blocking past the wait; returns the error number, 0 for success."""
+    sock.setblocking(False)
+    code = sock.connect_ex(target)
+    if code != errno.EINPROGRESS:
+        return code
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    while True:
+        nap = wait.nap()
+        if poller.poll(None if nap is None else math.ceil(nap * 1000)):
+            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        wait.check("connecting")
 
 
 def connect_unix(name: str, wait: Wait) -> Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,21 @@ class Flag(Protocol):
     def is_set(self) -> bool:
         """Whether to stop."""
         ...
+
+
+class EitherFlag:
+    """A flag of one's own, or somebody else's."""
+
+    def __init__(self, other: Flag | None) -> None:
+        self._other, self._mine = other, threading.Event()
+
+    def is_set(self) -> bool:
+        """Whether either is set."""
+        return self._mine.is_set() or (self._other is not None and self._other.is_set())
+
+    def set(self) -> None:
+        """Set one's own."""
+        self._mine.set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
+from baton.errors import CancelledError, ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.transport.block_types import BlockReads, BlockSource, FetchResult
@@ -64,6 +64,7 @@ class BlockFetcher:
         self._arena, self._fingerprint = arena, fingerprint
         self._links = LinkCache(Connector(wanted, token, streams, memory), idle_s=idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
+        self._closing = threading.Event()
         self._room = threading.BoundedSemaphore(max_threads * _PENDING_PER_THREAD)
 
     def fetch(
@@ -98,18 +99,25 @@ class BlockFetcher:
             DeadlineError, CancelledError: As their names say.
         """
         start = time.perf_counter()
-        wait = Wait(deadline, cancelled)
+        wait = Wait(deadline, _AnyOf(self._closing, cancelled))
         reads = BlockReads.of(remote_ids, generations, local_ids)
         reads.check_range(source.num_blocks, self._arena.num_blocks)
         self._fingerprint.require_equal(source.fingerprint, who="source")
         if source.fingerprint.block_bytes != self._arena.block_bytes:
             raise FingerprintMismatchError("blocks of another size than this arena's", field="block_bytes")
+        if self._closing.is_set():
+            raise PipeClosedError("the fetcher was closed")
         wait.check("starting a fetch")
         if len(reads) == 0:
             return FetchResult("", 0, time.perf_counter() - start, np.zeros(0, dtype=np.bool_))
         # In the source's order neighbours meet, and memory is read forwards.
         order = np.argsort(reads.remote_ids, kind="stable")
-        link, found = self._read(source, reads.take(order), wait)
+        try:
+            link, found = self._read(source, reads.take(order), wait)
+        except CancelledError as error:
+            if self._closing.is_set():
+                raise PipeClosedError("the fetcher was closed") from error
+            raise
         valid = np.zeros(len(reads), dtype=np.bool_)
         valid[order] = found
         num_bytes = int(valid.sum()) * self._arena.block_bytes
@@ -150,6 +158,9 @@ class BlockFetcher:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if job.cancelled() and (task is None or not task.cancelling()):
+                raise PipeClosedError("the fetcher was closed") from None
             flag.set()
             if not job.cancel():
                 await _settled(future)
@@ -157,6 +168,7 @@ class BlockFetcher:
 
     def close(self) -> None:
         """Close all connections; fetches under way fail. Returns when their threads have ended."""
+        self._closing.set()
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -174,6 +186,16 @@ class BlockFetcher:
                 log.info("the %s pipe to %s was gone (%s): connecting again", link.pipe.kind, source.instance_id, error)
             finally:
                 self._links.give(link)
+
+
+class _AnyOf:
+    """Set if the fetcher is closing, or the caller gave up."""
+
+    def __init__(self, closing: Flag, cancelled: Flag | None) -> None:
+        self._closing, self._cancelled = closing, cancelled
+
+    def is_set(self) -> bool:
+        return self._closing.is_set() or (self._cancelled is not None and self._cancelled.is_set())
 
 
 async def _settled(future: asyncio.Future[FetchResult]) -> None:

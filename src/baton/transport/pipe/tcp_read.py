@@ -30,7 +30,7 @@ from baton.transport.copying import fence, id_runs
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.pipe.base import ReadPipe
 from baton.transport.sockets import Stream, connect_tcp
-from baton.transport.waiting import Flag, Wait
+from baton.transport.waiting import EitherFlag, Wait
 from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header, send_error
 
 _COUNT = struct.Struct("<I")
@@ -142,7 +142,7 @@ class TcpReadPipe(ReadPipe):
         shares = [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
         if self._pool is None or len(shares) == 1:
             return self._read_share(reads, local, wait)
-        siblings = _Either(wait.cancelled)
+        siblings = EitherFlag(wait.cancelled)
         each = Wait(wait.deadline, siblings)
         others = [self._pool.submit(self._read_share, share, local, each) for share in shares[1:]]
         return np.concatenate(_gather(lambda: self._read_share(shares[0], local, each), others, siblings))
@@ -274,20 +274,7 @@ def _unpack_bits(data: bytearray, count: int) -> Valid:
     return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little").astype(np.bool_)
 
 
-class _Either:
-    """The caller's cancel flag, or a sibling's failure."""
-
-    def __init__(self, outer: Flag | None) -> None:
-        self._outer, self._failed = outer, threading.Event()
-
-    def is_set(self) -> bool:
-        return self._failed.is_set() or (self._outer is not None and self._outer.is_set())
-
-    def set(self) -> None:
-        self._failed.set()
-
-
-def _gather(mine: Callable[[], Valid], others: Sequence[Future[Valid]], siblings: _Either) -> list[Valid]:
+def _gather(mine: Callable[[], Valid], others: Sequence[Future[Valid]], siblings: EitherFlag) -> list[Valid]:
     """Run one share here, wait for all of them, and raise the failure that came first; nobody writes afterwards."""
     results: list[Valid] = []
     failure: BaseException | None = None
