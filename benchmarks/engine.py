@@ -1,9 +1,9 @@
 """Baton's engine against Hugging Face's ``generate`` and its continuous batching ``generate_batch``, in one run.
 
-One random Llama of about 120M parameters, bfloat16, greedy, the same prompts for all. Prefill: a prompt of 512 or
-2048 tokens and one new token. Decode: 64 tokens after a context of 512, at batch 1, 8 and 32: the time of 65 new tokens
-less that of one. The three take turns within each repeat, and medians are reported: the machine's other work hits all
-alike.
+One random Llama of about 120M parameters, bfloat16, greedy, new prompts each time. Prefill: the time to the first token
+of a prompt of 512 or 2048 tokens. Decode: batch 1, 8 and 32, context 512, 64 new tokens after the first; counted from
+the moment when all sequences have their first token to the one when the first of them ends, so that the batch is full.
+The engines take turns within each repeat, and medians are reported: the machine's other work hits all alike.
 
     python benchmarks/engine.py --threads 2 --write
 """
@@ -28,7 +28,6 @@ import transformers
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
-from baton.engine.core import EngineCore
 from baton.engine.loader import quiet_transformers
 from baton.engine.request import EngineRequest
 from baton.types import RequestId, SamplingParams
@@ -40,8 +39,8 @@ AIMS = {"prefill_512": 1.3, "prefill_2048": 1.3, "decode_1": 1.2, "decode_8": 2.
 FULL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000}
 SMOKE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 
-Measure = Callable[[list[list[int]], int], float]
-"""Prompts and new tokens -> seconds."""
+Measure = Callable[[list[list[int]], int], list[list[float]]]
+"""Prompts and new tokens -> per sequence the seconds, since the start, at which each of its tokens was there."""
 
 
 def main() -> int:
@@ -131,10 +130,16 @@ def one(measure: Measure, kind: str, size: int, seed: int, sizes: dict[str, int]
         ids: list[list[int]] = generator.integers(3, sizes["vocab_size"], (count, length)).tolist()
         return ids
 
+    count = 1 if kind == "prefill" else size
+    new_tokens = 1 if kind == "prefill" else NEW_TOKENS + 1
+    times = measure(prompts(count, size if kind == "prefill" else CONTEXT), new_tokens)
+    lengths = [len(sequence) for sequence in times]
+    if lengths != [new_tokens] * count:
+        raise RuntimeError(f"expected {count} sequences of {new_tokens} tokens, got {lengths}")
     if kind == "prefill":
-        return size / measure(prompts(1, size), 1)
-    first = measure(prompts(size, CONTEXT), 1)
-    return size * NEW_TOKENS / max(1e-9, measure(prompts(size, CONTEXT), NEW_TOKENS + 1) - first)
+        return size / times[0][0]
+    begin, end = max(sequence[0] for sequence in times), min(sequence[-1] for sequence in times)
+    return sum(begin < at <= end for sequence in times for at in sequence) / (end - begin)
 
 
 def make_baton(folder: str, args: argparse.Namespace) -> tuple[Measure, dict[str, Any]]:
@@ -144,29 +149,22 @@ def make_baton(folder: str, args: argparse.Namespace) -> tuple[Measure, dict[str
     engine = build_engine(config)
     counter = iter(range(10**9))
 
-    def measure(prompts: list[list[int]], new_tokens: int) -> float:
+    def measure(prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
+        times: dict[RequestId, list[float]] = {}
         begin = time.perf_counter()
         for prompt in prompts:
+            request_id = RequestId(str(next(counter)))
+            times[request_id] = []
             sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-            engine.add_request(EngineRequest(RequestId(str(next(counter))), prompt, sampling))
-        done = drain(engine)
-        seconds = time.perf_counter() - begin
-        if done != len(prompts) * new_tokens:
-            raise RuntimeError(f"expected {len(prompts) * new_tokens} tokens, got {done}")
-        return seconds
+            engine.add_request(EngineRequest(request_id, prompt, sampling))
+        while engine.has_work():
+            for output in engine.step():
+                if output.error:
+                    raise RuntimeError(output.error)
+                times[output.request_id] += [time.perf_counter() - begin] * len(output.token_ids)
+        return list(times.values())
 
     return measure, {"version": __version__, "path": getattr(engine.runner, "description", "")}
-
-
-def drain(engine: EngineCore) -> int:
-    """Step until everything is done; returns the number of tokens."""
-    tokens = 0
-    while engine.has_work():
-        for output in engine.step():
-            if output.error:
-                raise RuntimeError(output.error)
-            tokens += len(output.token_ids)
-    return tokens
 
 
 def load_hf(folder: str) -> Any:
@@ -174,25 +172,35 @@ def load_hf(folder: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
+class Clock(transformers.StoppingCriteria):
+    """A stopping criterion that never stops; it notes when each token was there."""
+
+    def __init__(self) -> None:
+        self.begin = time.perf_counter()
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Note the time."""
+        self.times.append(time.perf_counter() - self.begin)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 def make_generate(folder: str, args: argparse.Namespace) -> tuple[Measure, dict[str, Any]]:
     model = load_hf(folder)
 
-    def measure(prompts: list[list[int]], new_tokens: int) -> float:
-        ids = torch.tensor(prompts)
-        begin = time.perf_counter()
+    def measure(prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
+        ids, clock = torch.tensor(prompts), Clock()
         with torch.inference_mode():
-            out = model.generate(
+            model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
                 do_sample=False,
                 pad_token_id=0,
+                stopping_criteria=[clock],
             )
-        seconds = time.perf_counter() - begin
-        if out.shape[1] != ids.shape[1] + new_tokens:
-            raise RuntimeError(f"expected {new_tokens} new tokens, got {out.shape[1] - ids.shape[1]}")
-        return seconds
+        return [clock.times] * len(prompts)
 
     return measure, {"version": transformers.__version__, "attention": model.config._attn_implementation}
 
@@ -204,20 +212,20 @@ def make_generate_batch(folder: str, args: argparse.Namespace) -> tuple[Measure,
         num_blocks=32 * (CONTEXT + NEW_TOKENS) // 256 + 64, max_batch_tokens=2048, allow_block_sharing=False
     )
 
-    def measure(prompts: list[list[int]], new_tokens: int) -> float:
+    def measure(prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         config = transformers.GenerationConfig(
             max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
         begin = time.perf_counter()
         with quiet_transformers():
             out = model.generate_batch(
-                inputs=prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
+                inputs=prompts,
+                generation_config=config,
+                continuous_batching_config=batching,
+                record_timestamps=True,
+                progress_bar=False,
             )
-        seconds = time.perf_counter() - begin
-        got = sum(len(item.generated_tokens) for item in out.values())
-        if got != len(prompts) * new_tokens:
-            raise RuntimeError(f"generate_batch: expected {len(prompts) * new_tokens} tokens, got {got}")
-        return seconds
+        return [[at - begin for at in item.timestamps] for item in out.values()]
 
     return measure, {"version": transformers.__version__, "attention": model.config._attn_implementation}
 
