@@ -97,6 +97,18 @@ async def active(instance: WorkerInstance) -> int:
     return (await engine.call(engine.core.stats)).blocks_active
 
 
+async def test_a_stream_cancelled_while_it_waits_for_an_offer_ends_quietly(cluster, caplog):
+    prefill = cluster.prefill[0]
+    async with open_channel(prefill.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        for at in range(10):
+            call = stub.Prefill(prefill_request(prefill, request_id=f"p{at}", cache_salt=str(at)))
+            assert (await call.read()).WhichOneof("event") == "accepted"
+            call.cancel()
+            await settle(cluster)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_the_stream_is_the_lease(cluster):
     prefill = cluster.prefill[0]
     async with open_channel(prefill.address) as channel:

@@ -89,6 +89,8 @@ class PrefillServicer(WorkerServicerBase):
                     item = await offer
                 finally:
                     offer.cancel()
+                    # The generator cannot be closed while it still runs towards its cancellation.
+                    await asyncio.gather(offer, return_exceptions=True)
                 if item is None:
                     return
                 yield item
