@@ -106,7 +106,9 @@ class World:
         self.stack.push_async_callback(proxy.stop)
         return proxy
 
-    async def router(self, *, token: str | None = None, **options: object) -> Router:
+    async def router(
+        self, *, token: str | None = None, clock: Callable[[], float] | None = None, **options: object
+    ) -> Router:
         defaults: dict[str, object] = {
             "policy_seed": 7,
             "probe_interval_s": 0.1,
@@ -116,11 +118,11 @@ class World:
             "request_timeout_s": 30.0,
         }
         config = RouterConfig(**{**defaults, **options})  # type: ignore[arg-type]
-        metrics, clock = RouterMetrics(), Clock()
-        registry = Registry(config, metrics, token=token, now=clock)
+        metrics, fake = RouterMetrics(), Clock()
+        registry = Registry(config, metrics, token=token, now=clock or fake)
         registry.start()
         self.stack.push_async_callback(registry.close)
-        return Router(registry, PlacingDispatcher(config, registry, metrics), metrics, clock)
+        return Router(registry, PlacingDispatcher(config, registry, metrics), metrics, fake)
 
     async def cluster(self, prefills: list[FakeWorker], decodes: list[FakeWorker], **options: object) -> Router:
         router = await self.router(
@@ -631,6 +633,17 @@ async def test_lease(world: World) -> None:
     assert router.registry.instances() == []
     router.registry.deregister(again.lease_id)
     await router.until(lambda: len(router.registry.index) == 0)
+
+
+async def test_nobody_loses_a_lease_for_a_standstill_of_the_router(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.router(lease_ttl_s=0.8, clock=time.monotonic)
+    router.registry.register(registration(decode))
+    await router.ready(decode)
+    time.sleep(1.5)  # noqa: ASYNC251 - nothing of this process runs, as after SIGSTOP or under far too much load
+    await asyncio.sleep(0.4)
+    assert router.registry.ready(Role.DECODE)
+    await router.until(lambda: router.registry.instances() == [])  # and the lease still ends
 
 
 async def test_a_running_request_outlives_its_instances_registration(world: World) -> None:

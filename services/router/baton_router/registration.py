@@ -65,6 +65,11 @@ class Leases:
         if lease is not None:
             self.end(lease.lease_id)
 
+    def extend(self, seconds: float) -> None:
+        """Move every lease's end back: for a time in which nobody here could hear a heartbeat."""
+        for lease in self._by_id.values():
+            lease.ends_at += seconds
+
     def take_expired(self) -> list[str]:
         """Remove the leases that ran out and return their addresses."""
         now = self._now()

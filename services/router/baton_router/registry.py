@@ -25,6 +25,7 @@ from baton_router.registration import Leases
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_STALL_S = 0.5
 _SWEEP_BUDGET = 20_000
 
 
@@ -258,7 +259,14 @@ class Registry:
             self._reference = (info.fingerprint, info.fingerprint.content_key())
 
     async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            due = loop.time() + _TICK_S
             await asyncio.sleep(_TICK_S)
+            late = loop.time() - due
+            if late > _STALL_S:
+                # Heartbeats that came meanwhile are still unread: nobody may lose a lease for our own standstill.
+                log.warning("the router stood still for %.1f s", late)
+                self.leases.extend(late)
             self.expire()
             self.index.sweep(_SWEEP_BUDGET)
