@@ -23,7 +23,11 @@ The HTTP and gRPC codes stand here as class attributes so that no other table ca
 
 from __future__ import annotations
 
+import reprlib
 from typing import ClassVar
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 class BatonError(Exception):
@@ -158,3 +162,8 @@ def all_errors() -> dict[str, type[BatonError]]:
         found[cls.code] = cls
         todo.extend(cls.__subclasses__())
     return found
+
+
+def shown(value: object) -> str:
+    """Return a value that somebody sent as an error message shows it: short and on one line, however long or deep."""
+    return _SHORT.repr(value)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, shown
 
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
@@ -107,7 +107,9 @@ class SamplingParams:
 
         def need(ok: bool, name: str, what: str) -> None:
             if not ok:
-                raise InvalidRequestError(f"{name} must be {what}, got {getattr(self, name)!r}", field=prefix + name)
+                raise InvalidRequestError(
+                    f"{name} must be {what}, got {shown(getattr(self, name))}", field=prefix + name
+                )
 
         def between(name: str, low: float, high: float) -> None:
             value = getattr(self, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
@@ -19,9 +20,10 @@ from prometheus_client import CollectorRegistry
 from tests.scripted import ANSWER, EOS, MODEL, ScriptedDispatcher, encode
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError, UnavailableError
-from baton.text import TextModelCache
+from baton.text import TextModelCache, Tokenizer
 from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, create_app
+from baton_router.http.protocol import BoundedProtocol
 from baton_router.text_pipeline import TextPipeline
 
 CHAT: list[Any] = [{"role": "user", "content": "write add"}]
@@ -32,14 +34,16 @@ TOKENS = len(encode(ANSWER)) + 1
 class Served:
     """A real server in a thread, with a dispatcher that tests set up as they like."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, protocol: type[BoundedProtocol] = BoundedProtocol, **options: Any) -> None:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()
         pipeline = TextPipeline(self.dispatcher, TextModelCache(), GenerationMetrics(self.registry))
         app = create_app(pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            app, http=protocol, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=2
+        )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
@@ -617,3 +621,96 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             client.sendall(head.encode() + body)
             api.wait_until(lambda: api.dispatcher.closed_early == 1, 10)
         assert api.dispatcher.open_streams == 0
+
+
+# --- what only somebody hostile sends ---
+
+
+def raw(api: Served, data: bytes) -> bytes:
+    """Send bytes and return everything that comes until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=10) as connection:
+        connection.sendall(data)
+        received = bytearray()
+        while piece := connection.recv(65536):
+            received += piece
+    return bytes(received)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+@pytest.mark.parametrize("field", ["prompt", "stop", "tools", "logit_bias", "zzz"])
+def test_deeply_nested_values_are_no_servers_error(api: Served, field: str, opening: str, closing: str) -> None:
+    value = opening * 1000 + ("1" if opening != "[" else "") + closing * 1000
+    body = f'{{"{field}":{value}}}' if field == "prompt" else f'{{"prompt":"x","max_tokens":1,"{field}":{value}}}'
+    answer = api.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    if field == "zzz":
+        assert answer.headers["x-baton-ignored-fields"] == "zzz"
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"][: len(field)]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": "m" * 50_000}, "model"),
+        ({"logit_bias": {str(item): 1 for item in range(2000)}}, "logit_bias"),
+        ({"logit_bias": {"x" * 50_000: "y"}}, "logit_bias"),
+        ({"stop_token_ids": list(range(2000))}, "stop_token_ids"),
+        ({"prompt": [[1], [{"k" * 50_000: 1}]]}, "prompt"),
+    ],
+)
+def test_errors_do_not_repeat_all_that_was_sent(api: Served, fields: dict[str, Any], param: str) -> None:
+    answer = api.post("/v1/completions", {"prompt": "x", **fields})
+    assert answer.status_code in {400, 404}
+    assert answer.json()["error"]["param"].startswith(param)
+    assert len(answer.content) < 1000
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(api: Served, monkeypatch: Any) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    for path, body in (
+        ("/v1/completions", {"prompt": "a " * 50_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 50_000}]}),
+    ):
+        answer = api.post(path, body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
+
+
+def test_head(api: Served) -> None:
+    for path in ("/health", "/v1/models", "/metrics"):
+        answer = api.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_a_request_head_is_bounded_in_size(api: Served) -> None:
+    assert b" 200 " in raw(api, b"GET /health HTTP/1.1\r\nconnection: close\r\nx: " + b"a" * 10_000 + b"\r\n\r\n")
+    with contextlib.suppress(ConnectionError):  # the server may close while we still send
+        answer = raw(api, b"GET /health HTTP/1.1\r\nx: " + b"a" * 3_000_000)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+    assert api.http.get("/health").status_code == 200
+
+
+def test_a_request_head_must_come_in_time() -> None:
+    class Hasty(BoundedProtocol):
+        head_timeout_s = 0.2
+
+    with Served(protocol=Hasty) as api:
+        assert raw(api, b"") == b""
+        assert raw(api, b"GET /health HT") == b""
+        begun = time.monotonic()
+        second = raw(api, b"GET /health HTTP/1.1\r\n\r\nGET /heal")
+        assert second.startswith(b"HTTP/1.1 200 ")
+        assert second.count(b"HTTP/1.1") == 1
+        assert time.monotonic() - begun < 4.0  # uvicorn's own limit between requests is 5 s
+        # A body may take longer than that.
+        body = b'{"prompt": "def", "max_tokens": 1}'
+        with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=10) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body[:5])
+            assert not select.select([connection], [], [], 0.5)[0]
+            connection.sendall(body[5:])
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")

@@ -21,6 +21,7 @@ from baton_router.config import RouterConfig
 from baton_router.dispatcher import PlacingDispatcher
 from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, create_app
+from baton_router.http.protocol import BoundedProtocol
 from baton_router.metrics import RouterMetrics
 from baton_router.registry import Registry
 from baton_router.servicer import SERVICE, RouterServicer
@@ -70,7 +71,7 @@ class RouterApp:
                     ready=self.is_ready,
                 ),
                 lifespan="off",
-                http="httptools",
+                http=BoundedProtocol,
                 ws="none",
                 log_config=None,
                 access_log=False,

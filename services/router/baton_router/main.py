@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = from_flags(RouterConfig, args)
         set_up_logging(config.log_level, "router")
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn").setLevel(
+            logging.ERROR
+        )  # what clients send wrong is no warning to whoever runs this
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(config))
     except ConfigError as error:

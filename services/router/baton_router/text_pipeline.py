@@ -17,6 +17,7 @@ from baton.errors import (
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
+    shown,
 )
 from baton.text import StopStrings, TextModel
 from baton.types import FinishReason, RequestId, SamplingParams
@@ -66,7 +67,7 @@ class TextPipeline:
         """
         info = self._dispatcher.model_info()
         if model and model != info.name:
-            raise NotFoundError(f"the model {model!r} is not served here; {info.name!r} is", field="model")
+            raise NotFoundError(f"the model {shown(model)} is not served here; {info.name!r} is", field="model")
         return info
 
     async def text_model(self, info: ModelInfo) -> TextModel:
@@ -77,11 +78,17 @@ class TextPipeline:
         """
         return await self._tokenizers.get(info.path)
 
-    async def tokenize(self, request: TextRequest, info: ModelInfo) -> list[int]:
-        """Return the token ids of a request's prompt, without looking at their number.
+    async def tokenize(self, request: TextRequest, info: ModelInfo, *, limit: int | None = None) -> list[int]:
+        """Return the token ids of a request's prompt.
+
+        Args:
+            request: The request.
+            info: The model.
+            limit: A text that cannot have fewer tokens than this is not worth tokenizing.
 
         Raises:
             InvalidRequestError: The prompt is wrong; names its field.
+            ContextLengthError: It is known to have ``limit`` tokens or more; one that is not known may pass.
         """
         prompt = request.prompt
         if isinstance(prompt, list):
@@ -92,8 +99,8 @@ class TextPipeline:
             return prompt
         model = await self.text_model(info)
         if _num_chars(prompt) > _INLINE_CHARS:
-            return await asyncio.to_thread(_encode, model, request)
-        return _encode(model, request)
+            return await asyncio.to_thread(_encode, model, request, limit)
+        return _encode(model, request, limit)
 
     async def prepare(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest:
         """Check and tokenize a request.
@@ -113,7 +120,7 @@ class TextPipeline:
         stops = _stops(request)
         _check_bounds(request)
         text_model = await self.text_model(info)
-        ids = await self.tokenize(request, info)
+        ids = await self.tokenize(request, info, limit=info.max_model_len)
         sampling = _complete(request, info, len(ids))
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
@@ -237,21 +244,29 @@ def _num_chars(prompt: Prompt) -> int:
     return sum(len(str(message.get("content"))) for message in prompt.messages)
 
 
-def _encode(model: TextModel, request: TextRequest) -> list[int]:
+def _encode(model: TextModel, request: TextRequest, limit: int | None) -> list[int]:
     prompt = request.prompt
-    if isinstance(prompt, str):
-        return model.tokenizer.encode(prompt, request.add_special_tokens)
-    if not isinstance(prompt, ChatPrompt):
+    if isinstance(prompt, list):
         return prompt
+    text = prompt if isinstance(prompt, str) else _render(model, prompt, request.prompt_field)
+    fewest = model.tokenizer.fewest_tokens(text)
+    if limit is not None and fewest >= limit:
+        raise ContextLengthError(
+            f"this model's context is {limit} tokens and {request.prompt_field} has {fewest} or more",
+            field=request.prompt_field,
+        )
+    return model.tokenizer.encode(text, request.add_special_tokens)
+
+
+def _render(model: TextModel, prompt: ChatPrompt, field: str) -> str:
     if model.chat_template is None:
-        raise InvalidRequestError("the model has no chat template: send a prompt instead", field=request.prompt_field)
-    text = model.chat_template.render(
+        raise InvalidRequestError("the model has no chat template: send a prompt instead", field=field)
+    return model.chat_template.render(
         prompt.messages,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         variables=prompt.variables,
     )
-    return model.tokenizer.encode(text, request.add_special_tokens)
 
 
 def _stops(request: TextRequest) -> StopStrings | None:

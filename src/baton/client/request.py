@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from baton.api.v1 import router_pb2
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, shown
 from baton.rpc.convert import sampling_to_pb
 from baton.types import SamplingParams
 
@@ -143,7 +143,9 @@ def _chat_message(index: int, message: Any) -> router_pb2.ChatMessage:
         raise InvalidRequestError(f"{at} must be a mapping with role and content", field=at)
     for key in message:
         if key not in _MESSAGE_KEYS:
-            raise InvalidRequestError(f"{at} has {key!r}; role and content are all it may have", field=f"{at}.{key}")
+            raise InvalidRequestError(
+                f"{at} has {shown(key)}; role and content are all it may have", field=f"{at}.{key}"
+            )
     for key in sorted(_MESSAGE_KEYS):
         if not isinstance(message.get(key), str):
             raise InvalidRequestError(f"{at}.{key} must be a string", field=f"{at}.{key}")
@@ -176,7 +178,7 @@ def _sampling_value(name: str, value: Any) -> Any:
         ok = _is_number(value)
     if not ok:
         kind = "an integer or None" if default is None else {bool: "a bool", int: "an integer"}.get(type(default))
-        raise InvalidRequestError(f"{name} must be {kind or 'a number'}, got {value!r}", field=name)
+        raise InvalidRequestError(f"{name} must be {kind or 'a number'}, got {shown(value)}", field=name)
     return value
 
 
@@ -192,5 +194,5 @@ def _typed(name: str, value: Any, kind: type) -> Any:
     ok = _is_int(value) and -_INT32 <= value < _INT32 if kind is int else isinstance(value, kind)
     if not ok:
         what = "a 32-bit integer" if kind is int else f"a {kind.__name__}"
-        raise InvalidRequestError(f"{name} must be {what}, got {value!r}", field=name)
+        raise InvalidRequestError(f"{name} must be {what}, got {shown(value)}", field=name)
     return value

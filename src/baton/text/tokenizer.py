@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from baton.errors import ConfigError
+from baton.text.bounds import most_chars_per_token
 from baton.text.files import model_directory, read_json, token_content
 from baton.text.token_bytes import ByteScheme, byte_scheme
 
@@ -45,7 +46,9 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos = self.token_id(self.special_tokens.get("eos_token"))
         self.eos_token_ids = eos_token_ids or frozenset(() if eos is None else (eos,))
-        self.scheme: ByteScheme | None = byte_scheme(json.loads(backend.to_str()).get("decoder"))
+        parts = json.loads(backend.to_str())
+        self.scheme: ByteScheme | None = byte_scheme(parts.get("decoder"))
+        self._most_chars = most_chars_per_token(parts, list(backend.get_vocab(with_added_tokens=True)))
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -88,6 +91,10 @@ class Tokenizer:
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         ids: list[int] = encoding.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without tokenizing it; 0 if nothing is known."""
+        return -(-len(text) // self._most_chars) if self._most_chars else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids; ids that the tokenizer doesn't know have none, bytes that are no text are U+FFFD."""

@@ -83,3 +83,5 @@ def _add(app: FastAPI, method: str, path: str, endpoint: Endpoint, body: type[Bo
         schema.pop("$defs", None)
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     app.add_api_route(path, endpoint, methods=[method], response_class=Response, openapi_extra=extra)
+    if method == "GET":  # whatever can be got can be asked for without its body
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)

@@ -94,7 +94,7 @@ def check_strict(ignored: Iterable[str], strict: bool) -> None:
     """
     if strict:
         for name in ignored:
-            raise InvalidRequestError(f"{name} is not a field that this server knows", field=name)
+            raise InvalidRequestError(f"{name[:100]} is not a field that this server knows", field=name[:100])
 
 
 def header_value(ignored: Iterable[str]) -> str:

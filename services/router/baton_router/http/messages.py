@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, shown
 from baton.text.chat_template import flatten_content
 from baton_router.text_request import Prompt
 
@@ -55,7 +55,7 @@ def _token_ids(value: list[Any], field: str) -> list[int]:
         raise InvalidRequestError(f"{field} must not be empty", field=field)
     for at, item in enumerate(value):
         if type(item) is not int:  # a bool is an int elsewhere, but no token id
-            raise InvalidRequestError(f"{field}[{at}] must be a token id, got {item!r:.60}", field=f"{field}[{at}]")
+            raise InvalidRequestError(f"{field}[{at}] must be a token id, got {shown(item)}", field=f"{field}[{at}]")
     return value
 
 

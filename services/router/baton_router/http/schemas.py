@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from baton.errors import InvalidRequestError
 
 B = TypeVar("B", bound="Body")
+_MAX_NAME = 100
 
 
 class Body(BaseModel):
@@ -127,5 +128,5 @@ def field_path(location: tuple[int | str, ...]) -> str:
     """Return a place in a JSON value as people write it: ``messages[0].content``."""
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME]}" if path else part[:_MAX_NAME]
     return path
