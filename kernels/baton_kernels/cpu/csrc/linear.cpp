@@ -1,6 +1,6 @@
 // Linear layers with bfloat16 weights, multiplied in float32: for processors whose float32 units outrun their bfloat16
-// ones. Weights are repacked once into panels of columns that are read in order; a bfloat16 pair becomes two float32
-// vectors by a shift and a mask. Few rows stream the panels; many rows convert a block of a panel once and reuse it.
+// ones. Weights are repacked once into panels of columns that are read in order; a vector of bfloat16 pairs becomes two
+// float32 vectors by a shift and a mask. Few rows stream the panels; many go over a block of a panel while it is cached.
 #include <omp.h>
 
 #include "paged_attention.h"
@@ -8,12 +8,16 @@
 namespace baton {
 namespace {
 
-constexpr int PW = NV * VL;        // columns per panel
-constexpr int PAIRS = NV / 2;      // vectors of pairs per step of a panel
-constexpr int K_BLOCK = 128;       // steps whose float32 panel stays in the first-level cache
-constexpr int CONVERT_ROWS = 48;   // from here on, converting the panel pays
-constexpr int ROW_BLOCK = 252;     // rows that share one conversion
-constexpr int PRIVATE_ROWS = 32;   // up to here, each thread converts the inputs for itself
+constexpr int PW = 2 * VL;         // columns per panel: one vector of pairs per step
+constexpr int K_BLOCK = 256;       // steps of a panel that stay in the first-level cache while rows go over them
+constexpr int PRIVATE_ROWS = 64;   // up to here, each thread converts the inputs for itself
+constexpr int AHEAD = 64;          // steps that a streamed panel is fetched ahead
+#if defined(__AVX2__) && !defined(BATON_AVX512)
+constexpr int GROUP = 6;           // rows of a register tile
+#else
+constexpr int GROUP = 12;
+#endif
+constexpr int ROW_BLOCK = 20 * GROUP;  // rows converted at a time
 
 struct Linear {
   const void* x;
@@ -25,59 +29,77 @@ struct Linear {
   int32_t in_features, out_features, threads, unused;
 };
 
-void to_float(const bf16* x, long n, float* out) {
-  for (long i = 0; i < n; i += VL) store_upto(out + i, load_upto(x + i, n - i), n - i);
+// Rows `first` to first + count as float32, step by step: out[in_features][count], and up to VL elements more.
+void convert(const Linear& a, long first, int count, float* out) {
+  const bf16* from = (const bf16*)a.x + first * a.x_stride;
+  for (long s = 0; s < a.in_features; s += VL) {
+    vf x[VL];
+    for (int i = 0; i < VL; ++i) x[i] = i < count ? load_upto(from + i * a.x_stride + s, a.in_features - s) : vf{};
+    transpose(x);
+    const int width = (int)std::min<long>(VL, a.in_features - s);
+    for (int i = 0; i < width; ++i) store(out + (s + i) * count, x[i]);  // the next store overwrites what is too much
+  }
 }
 
-// sums[R][PW] (+)= x[R][steps] * panel[steps][PW], the panel as pairs or as float32
-template <int R, bool PACKED>
-void block(const float* x, long ldx, const void* panel, int steps, bool fresh, float* sums) {
-  vf acc[R][NV];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+// sums[R][PW] (+)= x[steps][R] * panel[steps][PW]. Few rows keep several sums apart, so that no addition waits for the
+// one before. `ahead`: where the next use of memory will be, in steps from here, or 0.
+template <int R>
+void block(const float* x, const uint32_t* panel, int steps, bool fresh, int ahead, float* sums) {
+  constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  vf acc[U][R][2];
 #pragma GCC unroll 4
-    for (int c = 0; c < NV; ++c) acc[r][c] = fresh ? vf{} : *(vf*)(sums + r * PW + c * VL);
-  for (int s = 0; s < steps; ++s) {
-    vf w[NV];
-    if (PACKED) {
-      const vu* pairs = (const vu*)panel + (long)s * PAIRS;
-#pragma GCC unroll 4
-      for (int c = 0; c < PAIRS; ++c) w[2 * c] = (vf)(pairs[c] << 16), w[2 * c + 1] = (vf)(pairs[c] & 0xffff0000u);
-    } else {
-#pragma GCC unroll 4
-      for (int c = 0; c < NV; ++c) w[c] = ((const vf*)panel)[(long)s * NV + c];
-    }
-#pragma GCC unroll 8
+  for (int u = 0; u < U; ++u)
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; ++c) acc[u][r][c] = fresh || u ? vf{} : *(vf*)(sums + r * PW + c * VL);
+  const auto step = [&](int u, int s) __attribute__((always_inline)) {
+    const vu pairs = ((const vu*)panel)[s];
+    if (ahead) __builtin_prefetch((const vu*)panel + s + ahead, 0, 3);
+    const vf low = (vf)(pairs << 16), high = (vf)(pairs & 0xffff0000u);
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const vf a = splat(x[r * ldx + s]);
-#pragma GCC unroll 4
-      for (int c = 0; c < NV; ++c) acc[r][c] += a * w[c];
+      const vf a = splat(x[s * R + r]);
+      acc[u][r][0] += a * low, acc[u][r][1] += a * high;
     }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+  };
+  int s = 0;
+  for (; s + U <= steps; s += U)
 #pragma GCC unroll 4
-    for (int c = 0; c < NV; ++c) *(vf*)(sums + r * PW + c * VL) = acc[r][c];
+    for (int u = 0; u < U; ++u) step(u, s + u);
+  for (; s < steps; ++s) step(0, s);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; ++c) {
+      vf total = acc[0][r][c];
+#pragma GCC unroll 4
+      for (int u = 1; u < U; ++u) total += acc[u][r][c];
+      *(vf*)(sums + r * PW + c * VL) = total;
+    }
 }
 
-template <bool PACKED>
-void block_of(int rows, const float* x, long ldx, const void* panel, int steps, bool fresh, float* sums) {
+void block_of(int rows, const float* x, const uint32_t* panel, int steps, bool fresh, int ahead, float* sums) {
   switch (rows) {
-    case 1: return block<1, PACKED>(x, ldx, panel, steps, fresh, sums);
-    case 2: return block<2, PACKED>(x, ldx, panel, steps, fresh, sums);
-    case 3: return block<3, PACKED>(x, ldx, panel, steps, fresh, sums);
-    case 4: return block<4, PACKED>(x, ldx, panel, steps, fresh, sums);
-    case 5: return block<5, PACKED>(x, ldx, panel, steps, fresh, sums);
-    default: return block<6, PACKED>(x, ldx, panel, steps, fresh, sums);
+#define BATON_ROWS(R) \
+  case R:             \
+    return block<R>(x, panel, steps, fresh, ahead, sums);
+    BATON_ROWS(1)
+    BATON_ROWS(2)
+    BATON_ROWS(3)
+    BATON_ROWS(4)
+    BATON_ROWS(5)
+    BATON_ROWS(6)
+#if !defined(__AVX2__) || defined(BATON_AVX512)
+    BATON_ROWS(7)
+    BATON_ROWS(8)
+    BATON_ROWS(9)
+    BATON_ROWS(10)
+    BATON_ROWS(11)
+    BATON_ROWS(12)
+#endif
+#undef BATON_ROWS
   }
-}
-
-constexpr int GROUP = 6;  // rows of a register tile
-
-void unpack(const uint32_t* panel, int steps, float* out) {
-  const vu* pairs = (const vu*)panel;
-  vf* to = (vf*)out;
-  for (long i = 0; i < (long)steps * PAIRS; ++i) to[2 * i] = (vf)(pairs[i] << 16), to[2 * i + 1] = (vf)(pairs[i] & 0xffff0000u);
 }
 
 void finish_row(const Linear& a, long row, long column, const float* sums) {
@@ -92,47 +114,49 @@ void finish_row(const Linear& a, long row, long column, const float* sums) {
   }
 }
 
-// One panel of columns for `rows` rows from `first` on; x is float32 [rows][in_features].
-void panel_of(const Linear& a, long panel, long first, int rows, const float* x, float* work) {
+// Rows in groups of a register tile each, as even as they come.
+struct Groups {
+  int rows, count;
+  explicit Groups(int n) : rows(n), count((n + GROUP - 1) / GROUP) {}
+  int begin(int g) const { return rows * g / count; }
+  int size(int g) const { return begin(g + 1) - begin(g); }
+};
+
+// One panel of columns for some rows; x: per group what `convert` gives, `stride` elements apart.
+void panel_of(const Linear& a, long panel, long first, const Groups& groups, const float* x, long stride, float* sums) {
   const int steps = a.in_features;
   const uint32_t* weights = a.packed + panel * steps * (PW / 2);
-  float* sums = work;
-  float* converted = work + (size_t)round_up(rows, GROUP) * PW;
-  const int groups = (rows + GROUP - 1) / GROUP, size = (rows + groups - 1) / groups;
-  const bool convert = rows >= CONVERT_ROWS;
-  const int unit = rows <= GROUP ? steps : convert ? K_BLOCK : 2 * K_BLOCK;
-  for (int s = 0; s < steps; s += unit) {
-    const int n = std::min(unit, steps - s);
-    const uint32_t* part = weights + (long)s * (PW / 2);
-    if (convert) unpack(part, n, converted);
-    for (int r = 0; r < rows; r += size) {
-      const int count = std::min(size, rows - r);
-      if (convert)
-        block_of<false>(count, x + (long)r * steps + s, steps, converted, n, s == 0, sums + (long)r * PW);
-      else
-        block_of<true>(count, x + (long)r * steps + s, steps, part, n, s == 0, sums + (long)r * PW);
+  for (int s = 0; s < steps; s += K_BLOCK) {
+    const int n = std::min(K_BLOCK, steps - s);
+    for (int g = 0; g < groups.count; ++g) {
+      const int rows = groups.size(g);
+      const int ahead = groups.count == 1 ? AHEAD : g == 0 ? n : 0;  // the first pass over a block fetches the next one
+      block_of(rows, x + g * stride + (long)s * rows, weights + (long)s * (PW / 2), n, s == 0, ahead,
+               sums + (long)groups.begin(g) * PW);
     }
   }
-  for (int r = 0; r < rows; ++r) finish_row(a, first + r, panel * PW, sums + (long)r * PW);
+  for (int r = 0; r < groups.rows; ++r) finish_row(a, first + r, panel * PW, sums + (long)r * PW);
 }
+
+long group_stride(const Linear& a) { return round_up((long)GROUP * a.in_features + VL, 16); }
 
 // Run by every thread of the team; `shared` is null where each thread has to convert the inputs for itself.
 void run(const Linear& a, float* shared, Scratch& scratch) {
-  const long panels = (a.out_features + PW - 1) / PW;
-  const int threads = omp_get_num_threads(), thread = omp_get_thread_num(), k = a.in_features;
-  const int most = (int)std::min<long>(a.rows, ROW_BLOCK);
-  const size_t work_size = (size_t)round_up(most, GROUP) * PW + (size_t)K_BLOCK * PW;
-  float* work = scratch.get<float>(work_size + (shared ? 0 : round_up((size_t)most * k, 16)));
-  float* x = shared ? shared : work + work_size;
+  const long panels = (a.out_features + PW - 1) / PW, stride = group_stride(a);
+  const int threads = omp_get_num_threads(), thread = omp_get_thread_num();
+  const Groups most((int)std::min<long>(a.rows, ROW_BLOCK));
+  const size_t sums_size = (size_t)most.rows * PW;
+  float* sums = scratch.get<float>(sums_size + (shared ? 0 : most.count * stride));
+  float* x = shared ? shared : sums + sums_size;
   for (long first = 0; first < a.rows; first += ROW_BLOCK) {
-    const int rows = (int)std::min<long>(ROW_BLOCK, a.rows - first);
-    const long from = shared ? (long)rows * thread / threads : 0, to = shared ? (long)rows * (thread + 1) / threads : rows;
-    for (long r = from; r < to; ++r) to_float((const bf16*)a.x + (first + r) * a.x_stride, k, x + r * k);
+    const Groups groups((int)std::min<long>(ROW_BLOCK, a.rows - first));
+    for (int g = shared ? thread : 0; g < groups.count; g += shared ? threads : 1)
+      convert(a, first + groups.begin(g), groups.size(g), x + g * stride);
     if (shared) {
 #pragma omp barrier
     }
 #pragma omp for schedule(static) nowait
-    for (long p = 0; p < panels; ++p) panel_of(a, p, first, rows, x, work);
+    for (long p = 0; p < panels; ++p) panel_of(a, p, first, groups, x, stride, sums);
     if (shared) {
 #pragma omp barrier
     }
@@ -156,7 +180,7 @@ extern "C" void baton_linear_pack(const uint16_t* weight, uint32_t* packed, int6
   for (long p = 0; p < panels; ++p)
     for (long s = 0; s < in_features; ++s)
       for (int i = 0; i < PW / 2; ++i) {
-        const long low = p * PW + i / VL * 2 * VL + i % VL, high = low + VL;
+        const long low = p * PW + i, high = low + VL;
         const uint32_t a = low < out_features ? weight[low * in_features + s] : 0;
         const uint32_t b = high < out_features ? weight[high * in_features + s] : 0;
         packed[(p * in_features + s) * (PW / 2) + i] = a | b << 16;
@@ -167,7 +191,8 @@ extern "C" void baton_linear(const Linear* a) {
   static thread_local Scratch inputs;
   if (a->rows == 0) return;
   const bool share = a->rows > PRIVATE_ROWS;
-  float* shared = share ? inputs.get<float>((size_t)std::min<long>(a->rows, ROW_BLOCK) * a->in_features) : nullptr;
+  const Groups most((int)std::min<long>(a->rows, ROW_BLOCK));
+  float* shared = share ? inputs.get<float>(most.count * group_stride(*a)) : nullptr;
   const int threads = a->threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {

@@ -7,34 +7,6 @@
 
 namespace baton {
 
-#if defined(BATON_AVX512)
-inline void transpose16(__m512i* x) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    x[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-#endif
-
 // Compute in float32, from any storage.
 struct ComputeF32 {
   typedef float elem;
@@ -51,19 +23,11 @@ struct ComputeF32 {
   static void pack_keys(const T* const* rows, int n, int dim, elem* out) {
     for (int j = 0; j < KB; j += VL)
       for (int d = 0; d < dim; d += VL) {
-#if defined(BATON_AVX512)
-        __m512i x[16];
-        for (int i = 0; i < 16; ++i) x[i] = (__m512i)(j + i < n ? load_upto(rows[j + i] + d, dim - d) : vf{});
-        transpose16(x);
+        vf x[VL];
+        for (int i = 0; i < VL; ++i) x[i] = j + i < n ? load_upto(rows[j + i] + d, dim - d) : vf{};
+        transpose(x);
         const int columns = std::min(VL, dim - d);
-        for (int c = 0; c < columns; ++c) _mm512_store_si512(out + (long)(d + c) * KB + j, x[c]);
-#else
-        float block[VL][VL];
-        for (int i = 0; i < VL; ++i) store(block[i], j + i < n ? load_upto(rows[j + i] + d, dim - d) : vf{});
-        const int width = std::min(VL, dim - d);
-        for (int c = 0; c < width; ++c)
-          for (int i = 0; i < VL; ++i) out[(long)(d + c) * KB + j + i] = block[i][c];
-#endif
+        for (int c = 0; c < columns; ++c) store(out + (long)(d + c) * KB + j, x[c]);
       }
   }
   template <class T>
