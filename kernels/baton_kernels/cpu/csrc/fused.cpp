@@ -36,9 +36,9 @@ template <class T>
 void silu_mul_row(const RowOp& a, const T* x, T* out) {
   const long n = a.dim;
   for (long d = 0; d < n; d += VL) {
-    const vf gate = load_upto(x + d, n - d), up = load_upto(x + n + d, n - d);
-    // e^-gate is bounded so that it stays finite; the quotient is then a plain zero
-    const vf e = exp2v<false>(-vmax(gate * LOG2E, splat(-100.0f)));
+    // bounded below so that e^-gate stays finite: further down the result is as good as zero
+    const vf gate = vmax(load_upto(x + d, n - d), splat(-87.0f)), up = load_upto(x + n + d, n - d);
+    const vf e = exp2v<false>(gate * -LOG2E);
     store_upto(out + d, gate / (e + 1.0f) * up, n - d);
   }
 }

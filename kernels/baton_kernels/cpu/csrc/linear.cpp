@@ -9,7 +9,7 @@ namespace baton {
 namespace {
 
 constexpr int PW = 2 * VL;         // columns per panel: one vector of pairs per step
-constexpr int K_BLOCK = 256;       // steps of a panel that stay in the first-level cache while rows go over them
+constexpr int K_BLOCK = 128;       // steps of a panel that stay in the first-level cache while rows go over them
 constexpr int PRIVATE_ROWS = 64;   // up to here, each thread converts the inputs for itself
 constexpr int AHEAD = 64;          // steps that a streamed panel is fetched ahead
 #if defined(__AVX2__) && !defined(BATON_AVX512)
@@ -17,7 +17,7 @@ constexpr int GROUP = 6;           // rows of a register tile
 #else
 constexpr int GROUP = 12;
 #endif
-constexpr int ROW_BLOCK = 20 * GROUP;  // rows converted at a time
+constexpr int ROW_BLOCK = 10 * GROUP;  // rows converted at a time
 
 struct Linear {
   const void* x;
