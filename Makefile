@@ -46,8 +46,8 @@ protos: $(STAMP) ## regenerate src/baton/api from protos/
 	$(BIN)/python scripts/gen_protos.py
 
 bench: $(STAMP) ## benchmarks; results under benchmarks/results
-	$(BIN)/python benchmarks/engine.py --write
-	$(BIN)/python benchmarks/transfer.py --write
+	$(BIN)/python benchmarks/engine.py --threads 2 --write
+	$(BIN)/python benchmarks/transfer.py --json benchmarks/results/transfer.json
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

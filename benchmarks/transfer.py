@@ -3,8 +3,9 @@
     python benchmarks/transfer.py [--rounds 9] [--json benchmarks/results/transfer.json]
 
 Two shapes: one contiguous run of 256 MiB, and 4096 blocks of 32 KiB in random order on both sides. All memory is
-touched before. Every round measures every method once, in turn, so that a busy machine disturbs all alike; the ratios are
-medians over the rounds. A transfer ends when the bytes lie in the target pool and the reader knows that they are valid.
+touched before. Every round measures every method once, in turn, so that a busy machine disturbs all alike; the
+ratios are medians over the rounds. A transfer ends when the bytes lie in the target pool and the reader knows that
+they are valid.
 """
 
 from __future__ import annotations

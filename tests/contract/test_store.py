@@ -460,7 +460,8 @@ class LastResort(KVConnector):
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
         self.started.append((request.request_id, num_local_tokens))
         total = len(request.token_ids)
-        stats = TransferStats(PrefillPath.REMOTE, "p0", "tcp", 5, 6, total - num_local_tokens)
+        moved = total - num_local_tokens
+        stats = TransferStats(PrefillPath.REMOTE, "p0", pipe="tcp", kv_bytes=5, transfer_us=6, transferred_tokens=moved)
         self._done.append(LoadUpdate(request.request_id, total, TokenLogprob(3, 0.0, 1), stats))
 
     def cancel_load(self, request_id: RequestId) -> None: ...
