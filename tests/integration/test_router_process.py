@@ -151,11 +151,33 @@ async def test_drain_has_an_end() -> None:
             call = stub.Generate(generate_request(8))
             await call.read()
             process.process.send_signal(signal.SIGINT)
-            with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
                 await call.read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             await worker.wait_until(lambda: not worker.state.running)
         code, output = await process.end()
         assert code == 0, output
+
+
+async def test_requests_that_outlive_a_drain_are_told_why() -> None:
+    async with decode_worker() as worker, router("--drain-timeout-s", "0.2") as process:
+        async with open_channel(process.grpc) as channel:
+            await register(router_pb2_grpc.RouterServiceStub(channel), worker)
+        worker.state.pause_after = 1
+        body = {"prompt": [5, 6, 7], "max_tokens": 8}
+        async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20) as client:
+            whole = asyncio.create_task(client.post("/v1/completions", json=body))
+            async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                await worker.wait_until(lambda: len(worker.state.running) == 2)
+                process.process.send_signal(signal.SIGTERM)
+                *_, last = [line async for line in stream.aiter_lines() if line]
+            answer = await whole
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert answer.headers["retry-after"]
+        assert "shutting down" in last
+        code, output = await process.end()
+        assert code == 0, output
+        assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(

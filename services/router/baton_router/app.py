@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ from baton_router.text_pipeline import TextPipeline
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_CUT_OFF_S = 1.0
+"""How long requests that were cut off may take to tell their clients."""
 
 
 class RouterApp:
@@ -76,7 +79,7 @@ class RouterApp:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+                timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
             )
         )
         self._serving: asyncio.Task[None] | None = None
@@ -122,12 +125,14 @@ class RouterApp:
     async def stop(self) -> None:
         """Stop accepting, let running requests end for ``drain_timeout_s``, then cut them off."""
         self._http.should_exit = True
+        time_is_up = asyncio.get_running_loop().call_later(self._config.drain_timeout_s, self.dispatcher.cut_off)
         ends: list[Awaitable[None]] = []
         if self._serving is not None:
             ends.append(self._serving)
         if self._grpc is not None:
-            ends.append(self._grpc.stop(self._config.drain_timeout_s))
+            ends.append(self._grpc.stop(self._config.drain_timeout_s + _CUT_OFF_S))
         await asyncio.gather(*ends)
+        time_is_up.cancel()
         await self.registry.close()
 
 

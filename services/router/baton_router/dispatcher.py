@@ -10,6 +10,7 @@ from baton.api.v1 import router_pb2
 from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
 from baton_router.config import RouterConfig
 from baton_router.core import ModelInfo, RoutedChunk, RoutedRequest
+from baton_router.cut_off import CutOff
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placer
 from baton_router.policy import make_policy
@@ -38,6 +39,7 @@ class PlacingDispatcher:
             threshold=config.remote_prefill_threshold,
         )
         self._context = RunContext(registry, self._placer, metrics, config)
+        self._cut_off = CutOff()
         self.num_in_flight = 0
 
     def model_info(self) -> ModelInfo:
@@ -52,7 +54,11 @@ class PlacingDispatcher:
         self.num_in_flight += 1
         try:
             async with contextlib.aclosing(RequestRun(self._context, request).chunks()) as chunks:
-                async for chunk in chunks:
+                while True:
+                    with self._cut_off.waiting():
+                        chunk = await anext(chunks, None)
+                    if chunk is None:
+                        break
                     yield chunk
         except BatonError as error:
             self._metrics.failures.labels(code=error.code).inc()
@@ -65,6 +71,10 @@ class PlacingDispatcher:
             raise
         finally:
             self.num_in_flight -= 1
+
+    def cut_off(self) -> None:
+        """End every running stream with ``UnavailableError``, and refuse new ones: the router ends."""
+        self._cut_off.close()
 
     async def route(self, request: RoutedRequest) -> router_pb2.RouteDecision:
         """Say where the request would go; see ``Dispatcher.route``.
