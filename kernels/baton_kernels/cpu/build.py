@@ -29,12 +29,13 @@ class BuildError(RuntimeError):
     """The operators cannot be compiled here; says why in one line."""
 
 
-def build_library(cache_dir: Path, *, link_openmp: bool) -> Path:
+def build_library(cache_dir: Path, *, link_openmp: bool, target: str = "native") -> Path:
     """Return the compiled library, building it unless the cache has it.
 
     Args:
         cache_dir: Made if it does not exist, for its owner alone.
         link_openmp: Link the compiler's own OpenMP, where torch brings none that could be used.
+        target: Architecture to compile for, as the compiler's ``-march`` names it.
 
     Raises:
         BuildError: No compiler, the cache cannot be written to, or compiling failed or took too long.
@@ -42,7 +43,7 @@ def build_library(cache_dir: Path, *, link_openmp: bool) -> Path:
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)})")
-    command = [compiler, *FLAGS, _native_flag()]
+    command = [compiler, *FLAGS, _target_flag(target)]
     library = cache_dir / f"baton_cpu-{_key(command, link_openmp)}.so"
     if library.exists():
         return library
@@ -56,8 +57,8 @@ def build_library(cache_dir: Path, *, link_openmp: bool) -> Path:
     return library
 
 
-def _native_flag() -> str:
-    return "-march=native" if platform.machine() in {"x86_64", "AMD64"} else "-mcpu=native"
+def _target_flag(target: str) -> str:
+    return f"-march={target}" if platform.machine() in {"x86_64", "AMD64"} else f"-mcpu={target}"
 
 
 def _key(command: list[str], link_openmp: bool) -> str:

@@ -59,8 +59,12 @@ class CpuLibrary:
         self._library = library
 
 
-def load_library(cache_dir: Path) -> CpuLibrary:
+def load_library(cache_dir: Path, *, target: str = "native") -> CpuLibrary:
     """Build the operators unless they are cached, and load them.
+
+    Args:
+        cache_dir: Where compiled libraries are kept.
+        target: Architecture to compile for; see :func:`build_library`.
 
     Raises:
         BuildError: They cannot be built or loaded on this machine.
@@ -68,7 +72,7 @@ def load_library(cache_dir: Path) -> CpuLibrary:
     openmp = _torch_openmp()
     if openmp is not None:
         ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-    path = build_library(cache_dir, link_openmp=openmp is None)
+    path = build_library(cache_dir, link_openmp=openmp is None, target=target)
     try:
         return CpuLibrary(path)
     except OSError as error:

@@ -128,7 +128,13 @@ class CpuPagedAttention:
 
 
 def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> None:
-    """Set the fields that belong to a layer."""
+    """Set the fields that belong to a layer.
+
+    Raises:
+        ValueError: K and V are not parts of the same blocks.
+    """
+    if pool.k.stride(0) != pool.v.stride(0):
+        raise ValueError("K and V must be views of one pool, with the same stride from block to block")
     call.k_pool, call.v_pool, call.block_stride = pool.k.data_ptr(), pool.v.data_ptr(), pool.k.stride(0)
     call.num_heads, call.kv_heads, call.k_dim, call.v_dim = spec.num_heads, spec.kv_heads, spec.k_dim, spec.v_dim
     call.scale, call.softcap, call.window = spec.scale, spec.softcap, spec.window

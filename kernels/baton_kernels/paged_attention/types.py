@@ -53,7 +53,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerPool:
-    """One layer of the KV pool as strided views: k [blocks, kv_heads, block_size, k_dim], v likewise with v_dim."""
+    """One layer of the KV pool as strided views: k [blocks, kv_heads, block_size, k_dim], v likewise with v_dim.
+
+    Both have the same stride from block to block, and within a block they are contiguous.
+    """
 
     k: torch.Tensor
     v: torch.Tensor

@@ -32,6 +32,15 @@ struct Linear {
 // Rows `first` to first + count as float32, step by step: out[in_features][count], and up to VL elements more.
 void convert(const Linear& a, long first, int count, float* out) {
   const bf16* from = (const bf16*)a.x + first * a.x_stride;
+  if (GROUP > VL) {  // more rows than a square of vectors has
+    for (int i = 0; i < count; ++i)
+      for (long s = 0; s < a.in_features; s += VL) {
+        const vf x = load_upto(from + i * a.x_stride + s, a.in_features - s);
+        const int width = (int)std::min<long>(VL, a.in_features - s);
+        for (int c = 0; c < width; ++c) out[(s + c) * count + i] = x[c];
+      }
+    return;
+  }
   for (long s = 0; s < a.in_features; s += VL) {
     vf x[VL];
     for (int i = 0; i < VL; ++i) x[i] = i < count ? load_upto(from + i * a.x_stride + s, a.in_features - s) : vf{};

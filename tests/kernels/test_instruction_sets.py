@@ -1,0 +1,96 @@
+"""The operators compiled for lesser processors: the same source must be right without this machine's instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+
+import pytest
+import torch
+
+from baton.config.paths import cache_dir
+from baton_kernels.cpu import CpuLibrary, load_library
+from baton_kernels.linear import CpuLinear, linear_reference
+from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, RaggedBatch, paged_attention_reference
+from baton_kernels.paged_attention.types import LayerPool
+from baton_kernels.rms_norm import CpuRmsNorm, rms_norm_reference
+from baton_kernels.silu_mul import CpuSiluMul, silu_mul_reference
+
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TARGETS = {"x86-64": "plain", "x86-64-v3": "avx2", "x86-64-v4": "avx512"}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="an x86 test"),
+]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def lesser(request: pytest.FixtureRequest, library: CpuLibrary) -> CpuLibrary:
+    if request.param == "x86-64-v4" and not library.instructions.startswith("avx512"):
+        pytest.skip("this processor has no AVX-512")
+    compiled = load_library(cache_dir(), target=request.param)
+    assert compiled.instructions == TARGETS[request.param]
+    return compiled
+
+
+def _pool(memory: torch.Tensor) -> LayerPool:
+    """K and V of 14 blocks of 16 tokens and 2 heads as the pool has them: in the same block, one behind the other."""
+    k, v = memory.split((2 * 16 * 21, 2 * 16 * 18), dim=1)
+    return LayerPool(k.unflatten(1, (2, 16, 21)), v.unflatten(1, (2, 16, 18)))
+
+
+def pool_of(memory: torch.Tensor) -> LayerPool:
+    """K [14, 2, 16, 21] and V [14, 2, 16, 18] as parts of blocks of one memory."""
+    block, keys = 2 * 16 * (21 + 18), 2 * 16 * 21
+    return LayerPool(
+        torch.as_strided(memory, (14, 2, 16, 21), (block, 16 * 21, 21, 1)),
+        torch.as_strided(memory, (14, 2, 16, 18), (block, 16 * 18, 18, 1), keys),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_attention(lesser: CpuLibrary, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*dims: int) -> torch.Tensor:
+        return torch.randn(*dims, generator=generator).to(dtype)
+
+    batch = RaggedBatch(
+        positions=torch.cat([torch.arange(3, 70), torch.tensor([99])]).numpy(),
+        query_starts=torch.tensor([0, 67, 68], dtype=torch.int32).numpy(),
+        context_lens=torch.tensor([70, 100], dtype=torch.int32).numpy(),
+        block_tables=torch.randperm(14, generator=generator, dtype=torch.int32).view(2, 7).numpy(),
+        block_size=16,
+    )
+    spec = AttentionSpec(6, 2, 21, 18, 0.3, 40, 6.0, torch.randn(6, generator=generator))
+    memory = normal(14, 2 * 16 * (21 + 18))
+    pools, copies = _pool(memory), _pool(memory.clone())
+    q, k, v = normal(68, 6, 21), normal(68, 2, 21), normal(68, 2, 18)
+    for plain in (spec, dataclasses.replace(spec, window=0, softcap=0.0, sinks=None)):
+        want = paged_attention_reference(batch, plain, pools, q, k, v)
+        backend = CpuPagedAttention(lesser)
+        got = backend.run(backend.prepare(batch), plain, copies, q, k, v)
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 40, 100])
+def test_linear(lesser: CpuLibrary, rows: int) -> None:
+    if lesser.instructions == "plain":
+        pytest.skip("not used without AVX2, see choose_linear")
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, residual = (
+        torch.randn(*dims, generator=generator).bfloat16() for dims in ((rows, 150), (70, 150), (rows, 70))
+    )
+    got = CpuLinear(lesser, weight)(x, residual)
+    torch.testing.assert_close(got, linear_reference(x, weight, None, residual), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_rows(lesser: CpuLibrary, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(9, 70, generator=generator) * 3).to(dtype), torch.randn(70, generator=generator).to(dtype)
+    precision = torch.finfo(dtype).eps
+    got = CpuRmsNorm(lesser, weight, 1e-5)(x)
+    torch.testing.assert_close(got, rms_norm_reference(x, weight, 1e-5), rtol=8 * precision, atol=precision)
+    torch.testing.assert_close(CpuSiluMul(lesser, dtype)(x), silu_mul_reference(x), rtol=8 * precision, atol=1e-6)
