@@ -13,7 +13,7 @@ class CutOff:
     """Ends waiting tasks at once, all of them. Lives in one event loop."""
 
     def __init__(self) -> None:
-        self._closed = False
+        self._closed = asyncio.Event()
         self._waiting: set[asyncio.Task[object]] = set()
 
     @contextmanager
@@ -24,7 +24,7 @@ class CutOff:
             UnavailableError: It was, or would be by now.
         """
         error = UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)
-        if self._closed:
+        if self._closed.is_set():
             raise error
         task = asyncio.current_task()
         assert task is not None
@@ -33,7 +33,7 @@ class CutOff:
             yield
         except asyncio.CancelledError:
             # Cancelled by somebody else as well: then that goes first.
-            if self._closed and task.uncancel() == 0:
+            if self._closed.is_set() and task.uncancel() == 0:
                 raise error from None
             raise
         finally:
@@ -41,7 +41,7 @@ class CutOff:
 
     def close(self) -> None:
         """Break off every wait, and refuse those to come."""
-        if not self._closed:
-            self._closed = True
+        if not self._closed.is_set():
+            self._closed.set()
             for task in self._waiting:
                 task.cancel()
