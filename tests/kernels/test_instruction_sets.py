@@ -76,8 +76,6 @@ def test_attention(lesser: CpuLibrary, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 40, 100])
 def test_linear(lesser: CpuLibrary, rows: int) -> None:
-    if lesser.instructions == "plain":
-        pytest.skip("not used without AVX2, see choose_linear")
     generator = torch.Generator().manual_seed(rows)
     x, weight, residual = (
         torch.randn(*dims, generator=generator).bfloat16() for dims in ((rows, 150), (70, 150), (rows, 70))

@@ -28,8 +28,7 @@ def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary 
     if model.device.type != "cpu" or model.dtype != "bfloat16" or not config.packed_linears:
         return "torch", PlainLinear
     fast_bf16 = torch.cpu._is_amx_tile_supported() or (library is not None and library.pairs_are_faster)
-    # Compiled for a processor without AVX2 the operator's results are wrong: torch's own serve there.
-    if library is not None and library.instructions != "plain" and not fast_bf16:
+    if library is not None and not fast_bf16:
         return "cpp", lambda weight, bias: CpuLinear(library, weight, bias)
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "onednn", OneDnnLinear
