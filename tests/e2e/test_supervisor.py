@@ -45,6 +45,23 @@ async def test_no_restart_ends_the_whole(model):
             assert "decode-0" in await supervisor.wait()
 
 
+async def test_who_is_in_a_hurry_waits_for_no_drain(model):
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    deaf = asyncio.Event()
+    process = ManagedProcess(ProcessSpec("deaf", "timeit", ("-n1", "-r1", code), "", "decode"), lambda *_: deaf.set())
+    supervisor = Supervisor(plan(model), lambda *_: None, grace_s=50)
+    supervisor.processes["deaf"] = process
+    await process.start({})
+    async with asyncio.timeout(20):
+        await deaf.wait()
+        stopping = asyncio.ensure_future(supervisor.stop())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(stopping), 0.3)
+        supervisor.hurry()
+        await stopping
+    assert process.returncode == -9
+
+
 async def test_a_process_that_is_never_ready_is_told_by_name():
     spec = ProcessSpec("sleepy", "timeit", ("-n", "1", "import time; time.sleep(60)"), "127.0.0.1:1", "decode")
     process = ManagedProcess(spec, lambda *_: None)

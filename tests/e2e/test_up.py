@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -261,6 +262,17 @@ def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
     assert running.process.returncode not in (0, None)
     assert "config.json" in text
     assert "Traceback" not in text
+
+
+def test_a_model_whose_tokenizer_cannot_be_read_is_found_out_before_it_is_up(tmp_path, model):
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    running = start("--ratio", "0P1D", "--no-kvstore", "--model", str(tmp_path / "model"))
+    text = running.end()
+    assert running.process.returncode == 1
+    assert "tokenizer.json" in text.splitlines()[-1]
+    assert "Traceback" not in text
+    assert "Baton is up" not in text
 
 
 def test_a_port_in_use_is_one_clear_line():

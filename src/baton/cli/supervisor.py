@@ -68,7 +68,7 @@ class Supervisor:
         """Start every group after the one before it is ready, then wait until the router sees all instances.
 
         Raises:
-            UnavailableError: A process ended or was not ready in time.
+            UnavailableError: A process ended or was not ready in time, or the model's tokenizer cannot be loaded.
         """
         for group in self.plan.groups:
             await asyncio.gather(*(self._launch(spec) for spec in group))
@@ -79,6 +79,7 @@ class Supervisor:
                 for wait in waits:
                     wait.cancel()
         await self._wait_registered()
+        await self._try_text()
         for process in list(self.processes.values()):
             self._watchers.append(asyncio.create_task(self._watch(process.spec)))
 
@@ -90,10 +91,16 @@ class Supervisor:
         """End the router first so that nothing new comes in, then decode, prefill, store."""
         for watcher in self._watchers:
             watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         order = ("router", "decode", "prefill", "kvstore")
         for role in order:
             members = [p for p in self.processes.values() if p.spec.role == role]
             await asyncio.gather(*(member.end(self._grace_s) for member in members))
+
+    def hurry(self) -> None:
+        """SIGKILL everything: whoever waits for :meth:`stop` wants no drain any more."""
+        for process in self.processes.values():
+            process.send(signal.SIGKILL)
 
     def kill(self, name: str) -> None:
         """SIGKILL a process, as a fault would."""
@@ -123,6 +130,19 @@ class Supervisor:
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             missing = ", ".join(sorted(expected - seen))
             raise UnavailableError(f"the router does not see {missing}: {error or 'time is up'}") from None
+
+    async def _try_text(self) -> None:
+        """Have the router load tokenizer and chat template now: one that cannot be read shall not wait for a request.
+
+        Raises:
+            UnavailableError: They cannot be loaded.
+        """
+        async with open_channel(self.plan.grpc_address) as channel:
+            request = router_pb2.RouteRequest(text="a")
+            try:
+                await router_pb2_grpc.RouterServiceStub(channel).Route(request, timeout=self._ready_timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise UnavailableError(f"the router cannot tokenize: {error.details()}") from None
 
     async def _watch(self, spec: ProcessSpec) -> None:
         """Restart a process as often as it dies, more slowly each time."""

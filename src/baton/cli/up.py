@@ -80,7 +80,7 @@ async def _up(args: argparse.Namespace) -> int:
             console.print(f"[red]{ended.result()}: ending the whole (--no-restart)[/red]")
             return 1
         ended.cancel()
-        console.print("draining ...")
+        console.print("draining ... (Ctrl-C again kills)")
         return 0
     finally:
         starting.cancel()
