@@ -113,3 +113,9 @@ def test_a_model_that_is_not_there_is_one_clear_error() -> None:
     with pytest.raises(ConfigError) as caught:
         LLM("/nowhere/at/all")
     assert caught.value.field == "model"
+
+
+def test_a_pool_that_is_larger_than_the_memory_is_refused_and_not_begun(references: References) -> None:
+    with pytest.raises(ConfigError, match="MiB are free") as caught:
+        LLM(str(references.checkpoint("llama")), kv_blocks=10**9, dtype="float32")
+    assert caught.value.field == "kv_blocks"

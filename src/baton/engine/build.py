@@ -9,9 +9,10 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.memory import plan_kv_blocks
+from baton.engine.memory import available_bytes, plan_kv_blocks
 from baton.engine.model_runner import ModelRunner
-from baton.kv.arena import KVArena
+from baton.errors import ConfigError
+from baton.kv.arena import KVArena, arena_bytes
 from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
 
@@ -32,9 +33,16 @@ def make_arena(config: EngineConfig, runner: ModelRunner) -> KVArena:
     """Allocate the KV pool and bind the model to it.
 
     Raises:
-        ConfigError: No pool that is worth it fits into memory.
+        ConfigError: No pool that is worth it fits into memory, or not the one that was asked for.
     """
     blocks = plan_kv_blocks(config, runner)
+    wanted, available = arena_bytes(blocks, runner.layout.block_bytes), available_bytes(runner.device)
+    if wanted > available:
+        # Touching it would end this process, or another one, without a word.
+        raise ConfigError(
+            f"{blocks} KV blocks take {wanted / 2**20:.0f} MiB, but only {available / 2**20:.0f} MiB are free",
+            field="kv_blocks",
+        )
     arena = KVArena(blocks, runner.layout.block_bytes)
     arena.touch()
     runner.bind(arena)
