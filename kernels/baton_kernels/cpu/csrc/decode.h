@@ -31,70 +31,127 @@ inline void store2(float* out, vf a, vf b, const bf16*) {
   for (int i = 0; i < VL; ++i) out[2 * i] = a[i], out[2 * i + 1] = b[i];
 }
 
-template <class T, int G>
-class Decode {
+#if defined(BATON_AVX512)
+constexpr int WIDE_GROUP = 6;  // up to so many query heads, two chunks of outputs fit into registers
+#else
+constexpr int WIDE_GROUP = 2;
+#endif
+
+// Fetches a tile's keys and values a little at a time, in the order in which they lie: a block's keys of neighbouring
+// heads are contiguous, so are its values, and long runs are what memory delivers fast.
+template <class T>
+class Ahead {
  public:
-  Decode(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item), head(args, item.seq, item.head) {
-    steps = (a.k_dim + 2 * VL - 1) / (2 * VL);
-    chunks = (a.v_dim + 2 * VL - 1) / (2 * VL);
-    q = scratch.get<vf>((size_t)2 * G * (steps + chunks) + 2 * chunks);
-    out = q + (size_t)2 * G * steps;
-    row = (float*)(out + (size_t)2 * G * chunks);
+  // Positions from..to of a sequence, `heads` KV heads from `head` on, to be fetched by `calls` calls of some().
+  void begin(const Attention& args, const Head<T>& head, int heads, long from, long to, long calls) {
+    a_ = &args, head_ = &head, heads_ = heads;
+    const long block = args.block_size;
+    next_ = from < to ? from / block : 0, stop_ = from < to ? (to + block - 1) / block : 0;
+    values_next_ = false, at_ = end_ = nullptr;
+    lines_ = ((stop_ - next_) * (bytes(args.k_dim) + bytes(args.v_dim)) / 64 + calls) / calls;
   }
 
-  // partial: null, or where to leave largest, sum and the unscaled output of each head for merging.
-  void run(float* partial) {
-    begin();
-    const T *keys[2][KB], *values[2][KB];
-    int n = (int)std::min<long>(KB, item.end - item.begin), now = 0;
-    head.rows(item.begin, n, keys[0], values[0]);
-    for (long j = item.begin; j < item.end; j += KB) {
-      const int next = (int)std::max<long>(0, std::min<long>(KB, item.end - j - KB));
-      if (next) head.rows(j + KB, next, keys[now ^ 1], values[now ^ 1]);
-      tile(keys[now], values[now], n, keys[now ^ 1], values[now ^ 1], next);
-      n = next, now ^= 1;
+  void some() {
+    for (long i = 0; i < lines_; ++i, at_ += 64) {
+      if (at_ >= end_ && !more()) return;
+      __builtin_prefetch(at_, 0, 2);
     }
-    finish(partial);
   }
 
  private:
+  const Attention* a_;
+  const Head<T>* head_;
+  const char *at_, *end_;
+  long next_, stop_, lines_;
+  int heads_;
+  bool values_next_;
+
+  long bytes(int dim) const { return (long)heads_ * a_->block_size * dim * (long)sizeof(T); }
+
+  bool more() {
+    if (next_ >= stop_) return false;
+    const long block = head_->table[next_] * a_->block_stride;
+    at_ = (const char*)((values_next_ ? head_->v : head_->k) + block);
+    end_ = at_ + bytes(values_next_ ? a_->v_dim : a_->k_dim);
+    next_ += values_next_;
+    values_next_ = !values_next_;
+    return true;
+  }
+};
+
+// One token of one sequence, the KV heads of an item, its keys in tiles: all heads of a tile before the next tile, so that
+// memory is read in long runs.
+template <class T, int G>
+class Decode {
+ public:
+  Decode(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item), first(args, item.seq, item.head) {
+    steps = (a.k_dim + 2 * VL - 1) / (2 * VL);
+    chunks = (a.v_dim + 2 * VL - 1) / (2 * VL);
+    const size_t queries = (size_t)2 * G * steps, outputs = (size_t)2 * G * chunks;
+    const size_t states = (item.heads * sizeof(State) + sizeof(vf) - 1) / sizeof(vf);
+    q = scratch.get<vf>(item.heads * (queries + outputs) + 2 * chunks + states);
+    out = q + item.heads * queries;
+    row = (float*)(out + item.heads * outputs);
+    state = (State*)(row + 2 * VL * chunks);
+  }
+
+  // partials: null, or where to leave largest, sum and the unscaled output of each query head for merging.
+  void run(float* partials) {
+    for (int h = 0; h < item.heads; ++h) begin(h);
+    const T *keys[KB], *values[KB];
+    Ahead<T> ahead;
+    for (long j = item.begin; j < item.end; j += KB) {
+      const int n = (int)std::min<long>(KB, item.end - j);
+      ahead.begin(a, first, item.heads, j + n, std::min<long>(item.end, j + n + KB), (long)item.heads * round_up(n, VL));
+      for (int h = 0; h < item.heads; ++h) {
+        Head<T>(a, item.seq, item.head + h).rows(j, n, keys, values);
+        tile(keys, values, n, h, ahead);
+      }
+    }
+    for (int h = 0; h < item.heads; ++h) finish(h, partials ? partials + (long)h * G * (a.v_dim + 2) : nullptr);
+  }
+
+ private:
+  struct State {
+    float largest[G], sum[G];
+  };
+
   const Attention& a;
   const Item& item;
-  Head<T> head;
+  Head<T> first;
   int steps, chunks;
-  vf *q, *out;  // [steps][2][G] and [chunks][2][G]
+  vf *q, *out;  // [heads][steps][2][G] and [heads][chunks][2][G]
   float* row;
-  float largest_[G], sum_[G];
+  State* state;  // [heads]
 
-  void begin() {
+  void begin(int h) {
     const long token = a.query_starts[item.seq];
     const bool sink = a.sinks && item.first;  // counted once where a decode is split
+    vf *queries = q + (size_t)h * 2 * G * steps, *outputs = out + (size_t)h * 2 * G * chunks;
     for (int g = 0; g < G; ++g) {
-      const T* x = (const T*)a.q + token * a.q_token + (long)(item.head * G + g) * a.q_head;
+      const int head = (item.head + h) * G + g;
+      const T* x = (const T*)a.q + token * a.q_token + (long)head * a.q_head;
       for (int s = 0; s < steps; ++s)
-        load2(x + s * 2 * VL, a.k_dim - s * 2 * VL, q[s * 2 * G + g], q[s * 2 * G + G + g]);
-      largest_[g] = sink ? a.sinks[item.head * G + g] * LOG2E : NEG_INF;
-      sum_[g] = sink ? 1.0f : 0.0f;
+        load2(x + s * 2 * VL, a.k_dim - s * 2 * VL, queries[s * 2 * G + g], queries[s * 2 * G + G + g]);
+      state[h].largest[g] = sink ? a.sinks[head] * LOG2E : NEG_INF;
+      state[h].sum[g] = sink ? 1.0f : 0.0f;
     }
-    for (int i = 0; i < 2 * G * chunks; ++i) out[i] = vf{};
+    for (int i = 0; i < 2 * G * chunks; ++i) outputs[i] = vf{};
   }
 
-  static void prefetch(const T* row, int dim) {
-    for (long at = 0; at < dim * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 0, 3);
-  }
-
-  void tile(const T** keys, const T** values, int n, const T** next_keys, const T** next_values, int next) {
+  void tile(const T** keys, const T** values, int n, int h, Ahead<T>& ahead) {
+    const vf* queries = q + (size_t)h * 2 * G * steps;
     alignas(64) float s[G][KB];
     for (int j = 0; j < n; j += VL) {
       vf parts[G][VL];
       for (int i = 0; i < VL; ++i) {
-        if (j + i < next) prefetch(next_keys[j + i], a.k_dim);
+        ahead.some();
         const T* key = keys[j + i < n ? j + i : 0];
         vf acc[G] = {};
         for (int t = 0; t < steps; ++t) {
           vf x, y;
           load2(key + t * 2 * VL, a.k_dim - t * 2 * VL, x, y);
-          const vf* factors = q + t * 2 * G;
+          const vf* factors = queries + t * 2 * G;
 #pragma GCC unroll 8
           for (int g = 0; g < G; ++g) acc[g] += x * factors[g], acc[g] += y * factors[G + g];
         }
@@ -104,68 +161,84 @@ class Decode {
       for (int g = 0; g < G; ++g) *(vf*)(s[g] + j) = scaled(a, sums(parts[g]));
     }
     float factor[G];
-    for (int g = 0; g < G; ++g) factor[g] = soften(s[g], n, g);
-    for (int i = 0; i < next; ++i) prefetch(next_values[i], a.v_dim);
-    for (int c = 0; c < chunks; ++c) add_values(s, values, n, factor, c);
+    for (int g = 0; g < G; ++g) factor[g] = soften(s[g], n, state[h].largest[g], state[h].sum[g]);
+    vf* outputs = out + (size_t)h * 2 * G * chunks;
+    int c = 0;
+    if (G <= WIDE_GROUP)
+      for (; c + 2 <= chunks; c += 2) add_values<2>(s, values, n, factor, c, outputs);
+    for (; c < chunks; ++c) add_values<1>(s, values, n, factor, c, outputs);
   }
 
-  float soften(float* s, int n, int g) {
+  static float soften(float* s, int n, float& largest_so_far, float& sum_so_far) {
     const int full = (int)round_up(n, VL);
     for (int i = n; i < full; ++i) s[i] = NEG_INF;
     vf top = splat(NEG_INF), total = vf{};
     for (int i = 0; i < full; i += VL) top = vmax(top, *(vf*)(s + i));
-    const float before = largest_[g], now = std::max(before, largest(top));
+    const float before = largest_so_far, now = std::max(before, largest(top));
     for (int i = 0; i < full; i += VL) {
       const vf p = exp2v<sizeof(T) == 2>(*(vf*)(s + i) - now);
       total += p;
       *(vf*)(s + i) = p;
     }
     const float factor = before == now ? 1.0f : exp2f(before - now);
-    largest_[g] = now;
-    sum_[g] = sum_[g] * factor + sum(total);
+    largest_so_far = now;
+    sum_so_far = sum_so_far * factor + sum(total);
     return factor;
   }
 
-  void add_values(const float (*p)[KB], const T** values, int n, const float* factor, int chunk) {
-    vf x[G], y[G], *at = out + (size_t)chunk * 2 * G;
+  // Chunks `chunk` to chunk + C of the outputs; more than one at a time so that sums needn't wait for each other.
+  template <int C>
+  void add_values(const float (*p)[KB], const T** values, int n, const float* factor, int chunk, vf* outputs) const {
+    vf sums[C][2][G], *at = outputs + (size_t)chunk * 2 * G;
     const long d = (long)chunk * 2 * VL, left = a.v_dim - d;
-    for (int g = 0; g < G; ++g) x[g] = at[g] * factor[g], y[g] = at[G + g] * factor[g];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g)
+        sums[c][0][g] = at[c * 2 * G + g] * factor[g], sums[c][1][g] = at[c * 2 * G + G + g] * factor[g];
     for (int j = 0; j < n; ++j) {
-      vf v, w;
-      load2(values[j] + d, left, v, w);
+      vf v[C], w[C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) load2(values[j] + d + c * 2 * VL, left - c * 2 * VL, v[c], w[c]);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) {
         const vf weight = splat(p[g][j]);
-        x[g] += weight * v, y[g] += weight * w;
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) sums[c][0][g] += weight * v[c], sums[c][1][g] += weight * w[c];
       }
     }
-    for (int g = 0; g < G; ++g) at[g] = x[g], at[G + g] = y[g];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) at[c * 2 * G + g] = sums[c][0][g], at[c * 2 * G + G + g] = sums[c][1][g];
   }
 
-  void finish(float* partial) {
+  void finish(int h, float* partial) {
     const long token = a.query_starts[item.seq];
+    const vf* outputs = out + (size_t)h * 2 * G * chunks;
     for (int g = 0; g < G; ++g) {
       for (int c = 0; c < chunks; ++c)
-        store2(row + c * 2 * VL, out[c * 2 * G + g], out[c * 2 * G + G + g], (const T*)nullptr);
+        store2(row + c * 2 * VL, outputs[c * 2 * G + g], outputs[c * 2 * G + G + g], (const T*)nullptr);
+      const float total = state[h].sum[g];
       if (partial) {
         float* to = partial + (long)g * (a.v_dim + 2);
-        to[0] = largest_[g], to[1] = sum_[g];
+        to[0] = state[h].largest[g], to[1] = total;
         std::memcpy(to + 2, row, a.v_dim * sizeof(float));
         continue;
       }
-      const float inverse = sum_[g] > 0 ? 1.0f / sum_[g] : 0.0f;
-      T* to = (T*)a.out + (token * a.num_heads + item.head * G + g) * a.v_dim;
+      const float inverse = total > 0 ? 1.0f / total : 0.0f;
+      T* to = (T*)a.out + (token * a.num_heads + (item.head + h) * G + g) * a.v_dim;
       for (int d = 0; d < a.v_dim; d += VL) store_upto(to + d, load(row + d) * inverse, a.v_dim - d);
     }
   }
 };
 
 template <class T>
-void decode(const Attention& a, const Item& item, Scratch& scratch, float* partial) {
+void decode(const Attention& a, const Item& item, Scratch& scratch, float* partials) {
   switch (a.num_heads / a.kv_heads) {
 #define BATON_GROUP(G) \
   case G:              \
-    return Decode<T, G>(a, item, scratch).run(partial);
+    return Decode<T, G>(a, item, scratch).run(partials);
     BATON_GROUP(1)
     BATON_GROUP(2)
     BATON_GROUP(3)

@@ -51,9 +51,9 @@ void convert(const Linear& a, long first, int count, float* out) {
 }
 
 // sums[R][PW] (+)= x[steps][R] * panel[steps][PW]. Few rows keep several sums apart, so that no addition waits for the
-// one before. `ahead`: where the next use of memory will be, in steps from here, or 0.
+// one before. `ahead`, moved by `stride` bytes a step: memory to fetch for later.
 template <int R>
-void block(const float* x, const uint32_t* panel, int steps, bool fresh, int ahead, float* sums) {
+void block(const float* x, const uint32_t* panel, int steps, bool fresh, const char* ahead, long stride, float* sums) {
   constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
   vf acc[U][R][2];
 #pragma GCC unroll 4
@@ -64,7 +64,8 @@ void block(const float* x, const uint32_t* panel, int steps, bool fresh, int ahe
       for (int c = 0; c < 2; ++c) acc[u][r][c] = fresh || u ? vf{} : *(vf*)(sums + r * PW + c * VL);
   const auto step = [&](int u, int s) __attribute__((always_inline)) {
     const vu pairs = ((const vu*)panel)[s];
-    if (ahead) __builtin_prefetch((const vu*)panel + s + ahead, 0, 3);
+    __builtin_prefetch(ahead, 0, 3);
+    ahead += stride;
     const vf low = (vf)(pairs << 16), high = (vf)(pairs & 0xffff0000u);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -88,11 +89,12 @@ void block(const float* x, const uint32_t* panel, int steps, bool fresh, int ahe
     }
 }
 
-void block_of(int rows, const float* x, const uint32_t* panel, int steps, bool fresh, int ahead, float* sums) {
+void block_of(int rows, const float* x, const uint32_t* panel, int steps, bool fresh, const char* ahead, long stride,
+              float* sums) {
   switch (rows) {
 #define BATON_ROWS(R) \
   case R:             \
-    return block<R>(x, panel, steps, fresh, ahead, sums);
+    return block<R>(x, panel, steps, fresh, ahead, stride, sums);
     BATON_ROWS(1)
     BATON_ROWS(2)
     BATON_ROWS(3)
@@ -139,8 +141,11 @@ void panel_of(const Linear& a, long panel, long first, const Groups& groups, con
     const int n = std::min(K_BLOCK, steps - s);
     for (int g = 0; g < groups.count; ++g) {
       const int rows = groups.size(g);
-      const int ahead = groups.count == 1 ? AHEAD : g == 0 ? n : 0;  // the first pass over a block fetches the next one
-      block_of(rows, x + g * stride + (long)s * rows, weights + (long)s * (PW / 2), n, s == 0, ahead,
+      const uint32_t* part = weights + (long)s * (PW / 2);
+      // one group streams; of several, each fetches its share of the next block
+      const long bytes = (long)n * sizeof(vu), share = groups.count == 1 ? 0 : bytes + bytes * g / groups.count;
+      const char* ahead = (const char*)part + (groups.count == 1 ? AHEAD * sizeof(vu) : share);
+      block_of(rows, x + g * stride + (long)s * rows, part, n, s == 0, ahead, sizeof(vu) / groups.count,
                sums + (long)groups.begin(g) * PW);
     }
   }

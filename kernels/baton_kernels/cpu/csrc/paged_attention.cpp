@@ -9,9 +9,9 @@ namespace {
 constexpr int ITEMS_PER_THREAD = 4;  // so that threads end together
 constexpr long SPLIT_KEYS = 256;     // shortest part of a decode worth a merge
 
-// Split decodes: which items are parts of the same head, and where their partial results lie.
+// Split decodes: which partial results belong to the same head: `first` and every `stride`th after it.
 struct Split {
-  int32_t seq, head, first, count;
+  int32_t seq, head, first, stride, count;
 };
 
 struct Plan {
@@ -20,19 +20,24 @@ struct Plan {
   int parts = 0;
 };
 
-void add_decode(const Attention& a, int seq, long wanted_keys, Plan& plan) {
+// `wanted`: keys, times heads, per item. Divided by heads first (nothing to merge), then by keys.
+void add_decode(const Attention& a, int seq, long wanted, Plan& plan) {
   const long end = a.context_lens[seq];
   const long begin = a.window ? std::max<long>(0, end - a.window) : 0;
-  const long parts = std::max<long>(1, std::min((end - begin) / SPLIT_KEYS, (end - begin) / std::max(1l, wanted_keys)));
-  const long step = round_up((end - begin + parts - 1) / parts, KB);
-  for (int head = 0; head < a.kv_heads; ++head) {
-    const int first = plan.parts;
+  const long keys = end - begin, pieces = std::max<long>(1, keys * a.kv_heads / wanted);
+  const int heads = (int)((a.kv_heads + pieces - 1) / std::min<long>(pieces, a.kv_heads));
+  const long parts = std::max<long>(1, std::min(keys / SPLIT_KEYS, keys / wanted));
+  const long step = round_up((keys + parts - 1) / parts, KB);
+  for (int head = 0; head < a.kv_heads; head += heads) {
+    const int count = std::min(heads, a.kv_heads - head), first = plan.parts;
     for (long at = begin; at < end; at += step) {
       const long until = std::min(end, at + step);
-      const int part = step >= end - begin ? -1 : plan.parts++;
-      plan.items.push_back({seq, head, 0, 1, (int)at, (int)until, part, at == begin, until - at});
+      const int part = step >= keys ? -1 : plan.parts;
+      if (part >= 0) plan.parts += count;
+      plan.items.push_back({seq, head, count, 0, 1, (int)at, (int)until, part, at == begin, (until - at) * count});
     }
-    if (plan.parts > first) plan.splits.push_back({seq, head, first, plan.parts - first});
+    for (int h = 0; plan.parts > first && h < count; ++h)
+      plan.splits.push_back({seq, head + h, first + h, count, (plan.parts - first) / count});
   }
 }
 
@@ -43,7 +48,7 @@ void add_tiles(const Attention& a, int seq, int tokens, Plan& plan) {
     for (int at = 0; at < tokens; at += step) {
       const int until = std::min(tokens, at + step);
       const long keys = std::min<long>(start + until, a.window ? a.window + step : start + until);
-      plan.items.push_back({seq, head, at, until, 0, 0, -1, true, keys * (until - at) * group});
+      plan.items.push_back({seq, head, 1, at, until, 0, 0, -1, true, keys * (until - at) * group});
     }
 }
 
@@ -54,7 +59,7 @@ void make_plan(const Attention& a, Plan& plan) {
   for (int seq = 0; seq < a.num_seqs; ++seq)
     if (a.query_starts[seq + 1] - a.query_starts[seq] == 1)
       decode_keys += std::min<long>(a.context_lens[seq], a.window ? a.window : a.context_lens[seq]);
-  const long wanted = a.threads > 1 ? decode_keys * a.kv_heads / (a.threads * ITEMS_PER_THREAD) : decode_keys;
+  const long wanted = a.threads > 1 ? decode_keys * a.kv_heads / (a.threads * ITEMS_PER_THREAD) : decode_keys * a.kv_heads;
   for (int seq = 0; seq < a.num_seqs; ++seq) {
     const int tokens = a.query_starts[seq + 1] - a.query_starts[seq];
     if (tokens == 1 && group <= MAX_GROUP)
@@ -89,21 +94,21 @@ void attend(const Attention& a, const Item& item, Scratch& scratch, float* parti
 
 template <class T>
 void merge(const Attention& a, const Split& split, const float* partials) {
-  const int group = a.num_heads / a.kv_heads, stride = a.v_dim + 2;
+  const int group = a.num_heads / a.kv_heads;
+  const long row = a.v_dim + 2, part = (long)split.stride * group * row;
   for (int g = 0; g < group; ++g) {
-    const float* first = partials + ((long)split.first * group + g) * stride;
+    const float* first = partials + ((long)split.first * group + g) * row;
     float top = NEG_INF, total = 0;
-    for (int i = 0; i < split.count; ++i) top = std::max(top, first[(long)i * group * stride]);
+    for (int i = 0; i < split.count; ++i) top = std::max(top, first[i * part]);
     std::vector<float> factor(split.count);
     for (int i = 0; i < split.count; ++i) {
-      const float* part = first + (long)i * group * stride;
-      factor[i] = top == NEG_INF ? 0.0f : exp2f(part[0] - top);
-      total += factor[i] * part[1];
+      factor[i] = top == NEG_INF ? 0.0f : exp2f(first[i * part] - top);
+      total += factor[i] * first[i * part + 1];
     }
     T* to = (T*)a.out + ((long)a.query_starts[split.seq] * a.num_heads + split.head * group + g) * a.v_dim;
     for (int d = 0; d < a.v_dim; d += VL) {
       vf acc = vf{};
-      for (int i = 0; i < split.count; ++i) acc += load_upto(first + (long)i * group * stride + 2 + d, a.v_dim - d) * factor[i];
+      for (int i = 0; i < split.count; ++i) acc += load_upto(first + i * part + 2 + d, a.v_dim - d) * factor[i];
       store_upto(to + d, acc * (total > 0 ? 1.0f / total : 0.0f), a.v_dim - d);
     }
   }

@@ -84,9 +84,10 @@ inline vf scaled(const Attention& a, vf s) {
   return s * (a.scale * LOG2E);
 }
 
-// Part of the work: query tokens q0 to q1 of a sequence (a tile), or one decode over keys begin to end (a split).
+// Part of the work: query tokens q0 to q1 of one head of a sequence (a tile), or one decode over keys begin to end of
+// some heads. `part`: -1, or where the partial results of a decode that is split over keys begin.
 struct Item {
-  int32_t seq, head, q0, q1, begin, end, part;
+  int32_t seq, head, heads, q0, q1, begin, end, part;
   bool first;
   int64_t cost;
 };
