@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import select
 import socket
@@ -483,6 +484,28 @@ def test_error_in_mid_stream_is_an_event(api: Served, error: Exception) -> None:
     assert lines[-1] == ""
     assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
     assert "[DONE]" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("stream", "fail_after"), [(False, 0), (True, 0), (True, 3)])
+def test_an_error_of_ours_leaves_the_connection_usable(
+    api: Served, caplog: pytest.LogCaptureFixture, stream: bool, fail_after: int
+) -> None:
+    """A whole answer promises that the connection takes the next request, whatever went wrong behind it."""
+    api.dispatcher.fail_after, api.dispatcher.error = fail_after, RuntimeError("secret detail")
+    body = json.dumps({"prompt": "x", "stream": stream, "temperature": 0})
+    with contextlib.closing(http.client.HTTPConnection(*api.socket.getsockname()[:2], timeout=10)) as connection:
+        connection.request("POST", "/v1/completions", body, {"x-request-id": "which"})
+        answer = connection.getresponse()
+        assert answer.status == (200 if fail_after else 500)
+        assert answer.headers["x-request-id"] == "which"
+        assert b"server_error" in answer.read()
+        used = connection.sock
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        assert connection.sock is used
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "which" in record.getMessage()
+    assert "secret detail" in caplog.text  # whoever runs this learns what clients don't
 
 
 def test_events_are_well_formed(api: Served) -> None:

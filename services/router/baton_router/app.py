@@ -31,6 +31,9 @@ from baton_router.text_pipeline import TextPipeline
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+"""How long a connection may idle between two requests. Clients and load balancers keep theirs for 5 to 60 s; whoever
+closes first should be the client, for a server's closing can cross with the next request."""
 _CUT_OFF_S = 1.0
 """How long requests that were cut off may take to tell their clients."""
 
@@ -79,6 +82,7 @@ class RouterApp:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
             )
         )

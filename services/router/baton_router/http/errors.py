@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from baton.errors import BatonError, InternalError
+from baton.errors import BatonError
 
 _CODES = {
     404: "not_found",
@@ -59,7 +59,7 @@ def http_error_response(error: HTTPException) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Make an app answer every error in this shape."""
+    """Make an app answer errors of clients and Baton's own in this shape; ``Front`` takes all others."""
 
     async def on_baton(request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
@@ -73,11 +73,6 @@ def install(app: FastAPI) -> None:
         body = error_object(400, f"the request is wrong: {error}", code="invalid_request")
         return error_response(400, body)
 
-    async def on_any(request: Request, error: Exception) -> Response:
-        # The framework raises it again after the answer, so the server's log has the traceback; clients get none.
-        return baton_error_response(InternalError("something went wrong inside Baton"))
-
     app.add_exception_handler(BatonError, on_baton)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(Exception, on_any)

@@ -1,9 +1,10 @@
-"""What surrounds every request: its id, the API key, metrics."""
+"""What surrounds every request: its id, the API key, metrics, and the end of errors that nobody else took."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import time
 import uuid
 from collections.abc import MutableMapping
@@ -12,9 +13,11 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import UnauthenticatedError
+from baton.errors import InternalError, UnauthenticatedError
 from baton_router.http.errors import baton_error_response
 from baton_router.http.metrics import HttpMetrics
+
+log = logging.getLogger(__name__)
 
 _ID = "baton_request_id"
 _MAX_ID_CHARS = 128
@@ -57,11 +60,12 @@ class Front:
         ident = _request_id(Headers(scope=scope).get("x-request-id", ""))
         scope.setdefault("state", {})[_ID] = ident
         status = 499  # a client that left before there was an answer
+        started = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, started
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, started = message["status"], True
                 MutableHeaders(raw=message["headers"])["x-request-id"] = ident
             await send(message)
 
@@ -73,8 +77,13 @@ class Front:
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception:
-            status = 500  # answered outside of here
-            raise
+            # It ends here: the server would close the connection on it, under the next request of a client that has
+            # a whole answer and was promised that the connection stays. (One cut short it closes anyway.)
+            log.exception("request %s to %s failed", ident, endpoint)
+            if not started:
+                failure = InternalError("something went wrong inside Baton")
+                await baton_error_response(failure)(scope, receive, send_with_id)
+            status = 500
         finally:
             self._metrics.end(endpoint, status, time.perf_counter() - begun)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import orjson
@@ -149,8 +149,9 @@ class EventResponse(Response):
             known = isinstance(error, BatonError)
             shown = error if known else InternalError("something went wrong inside Baton")
             assert isinstance(shown, BatonError)
-            async with asyncio.timeout(self._run.send_timeout_s):
-                await send(_body(self._writer.error(shown), more=False))
+            with suppress(TimeoutError):  # who takes nothing is cut off: the server closes what was not ended
+                async with asyncio.timeout(self._run.send_timeout_s):
+                    await send(_body(self._writer.error(shown), more=False))
             if not known:
                 raise
 
