@@ -719,6 +719,60 @@ async def test_other_kv_is_refused_until_the_others_are_gone(world: World) -> No
     assert router.registry.heartbeat(lease.lease_id)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 8, "block_bytes": 256},
+        {"tp_size": 2},
+        {"pp_size": 2},
+        {"block_size": 2, "block_bytes": 64, "tp_size": 2, "pp_size": 2},
+    ],
+)
+async def test_instances_of_another_shape_serve_together(world: World, changes: dict[str, int]) -> None:
+    """Blocks may be cut otherwise; a stream goes on where they are, and each index knows its own."""
+    prefills, (first,) = await world.prefills(1), await world.decodes(1)
+    other = await world.worker(Role.DECODE, "other", fingerprint=replace(FINGERPRINT, **changes))  # type: ignore[arg-type]
+    router = await world.cluster(prefills, [first, other])
+    for worker in (first, other, *prefills):
+        worker.store(PROMPT[:16])
+        num_blocks = 16 // worker.fingerprint.block_size
+        await router.until(lambda x=worker, n=num_blocks: router.instance(x).feed.num_blocks == n)  # type: ignore[misc]
+    decision = await router.dispatcher.route(make_request())
+    assert {c.match_rate for c in decision.candidates} == {0.5}
+    first.state.pause_after = other.state.pause_after = 3
+    running = asyncio.create_task(run(router, make_request()))
+    await router.until(lambda: bool(first.state.running or other.state.running))
+    owner, rest = (first, other) if first.state.running else (other, first)
+    rest.state.pause_after = None
+    await owner.stop()
+    answer = await running
+    assert_right(answer, make_request())
+    assert answer.trace.decode_instance == rest.instance_id
+    router.assert_nothing_held()
+
+
+@pytest.mark.parametrize("field_name", ["model_digest", "adapter", "kv_scales", "rope", "hash_scheme"])
+async def test_other_content_is_refused_by_name(world: World, field_name: str) -> None:
+    decodes = await world.decodes(1)
+    router = await world.cluster([], decodes)
+    changes = {field_name: "other", "block_size": 8, "tp_size": 2}
+    other = await world.worker(Role.PREFILL, "other", fingerprint=replace(FINGERPRINT, **changes))  # type: ignore[arg-type]
+    router.registry.register(registration(other))
+    await router.until(lambda: router.metric("instance_refusals_total", field=field_name) == 1)
+    (refused,) = [x for x in router.registry.instances() if x.status is Status.REFUSED]
+    assert f"differs in {field_name}" in refused.reason
+
+
+async def test_the_longest_request_fits_on_whoever_may_get_it(world: World) -> None:
+    decodes = await world.decodes(2)
+    decodes[1].state.max_model_len = 100
+    router = await world.cluster([], decodes)
+    assert router.dispatcher.model_info().max_model_len == 100
+    await decodes[1].stop()
+    await router.until(lambda: len(router.registry.ready(Role.DECODE)) == 1)
+    assert router.dispatcher.model_info().max_model_len == 4096
+
+
 async def test_another_role_than_promised_is_refused(world: World) -> None:
     (prefill,) = await world.prefills(1)
     router = await world.router(decode=(prefill.address,))

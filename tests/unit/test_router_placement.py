@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.api.v1 import events_pb2
 from baton.hashing import block_hashes, root_hash
+from baton.kv.fingerprint import Fingerprint
 from baton.testing.fake_worker import FINGERPRINT
 from baton.types import Epoch, InstanceId, Role
 from baton_router.config import RouterConfig
@@ -19,12 +22,14 @@ from baton_router.policy import make_policy
 from baton_router.registry import Registry
 
 PROMPT = list(range(40))
+EIGHTS = replace(FINGERPRINT, block_size=8, block_bytes=256)
 
 
 class Cluster:
     """A registry whose instances are known without having been asked."""
 
-    def __init__(self, threshold: int | None = None) -> None:
+    def __init__(self, threshold: int | None = None, **fingerprints: Fingerprint) -> None:
+        """Make instances p:1, p:2, d:1 and d:2; ``fingerprints`` (``p1=...``) are of those that differ."""
         self.metrics = RouterMetrics()
         config = RouterConfig(prefill=("p:1", "p:2"), decode=("d:1", "d:2"))
         self.registry = Registry(config, self.metrics, now=lambda: 0.0)
@@ -32,11 +37,11 @@ class Cluster:
         for task in self.registry._links.values():
             task.cancel()
         for x in self.registry.instances():
+            fingerprint = fingerprints.get(x.address.replace(":", ""), FINGERPRINT)
             x.info = InstanceInfo(
-                InstanceId(x.address), x.role, Epoch(b"e" * 16), FINGERPRINT, 100, 1000, "m", "", 1000, frozenset()
+                InstanceId(x.address), x.role, Epoch(b"e" * 16), fingerprint, 100, 1000, "m", "", 1000, frozenset()
             )
             x.status, x.generation = Status.READY, 1
-        self.registry._reference = (FINGERPRINT, FINGERPRINT.content_key())
         policy = make_policy("match_minus_load", seed=0)
         self.placer = Placer(self.registry, policy, self.metrics, max_prefills=1, threshold=threshold)
 
@@ -44,11 +49,12 @@ class Cluster:
         return next(x for x in self.registry.instances() if x.address == address)
 
     def hold(self, address: str, tokens: list[int]) -> None:
-        hashes = block_hashes(tokens, FINGERPRINT.block_size, root_hash(FINGERPRINT.content_key()))
+        instance = self.get(address)
+        assert instance.info is not None
+        kind = instance.info.fingerprint
+        hashes = block_hashes(tokens, kind.block_size, root_hash(kind.content_key()))
         event = events_pb2.KvEvent(stored=events_pb2.KvBlocksStored(block_hashes=hashes))
-        self.get(address).feed.apply(
-            events_pb2.KvEventBatch(epoch=b"e" * 16, sequence=1, events=[event], snapshot=True)
-        )
+        instance.feed.apply(events_pb2.KvEventBatch(epoch=b"e" * 16, sequence=1, events=[event], snapshot=True))
 
     def loads(self) -> dict[str, tuple[int, int]]:
         return {x.address: (x.load.requests, x.load.tokens) for x in self.registry.instances() if x.load.requests}
@@ -130,3 +136,79 @@ async def test_no_decode_instance(cluster: Cluster) -> None:
     for x in cluster.registry.ready(Role.DECODE):
         x.status = Status.DOWN
     assert cluster.placer.place(Ask(PROMPT)) is None
+
+
+# --- blocks of different sizes ---
+
+
+async def test_match_rates_are_in_tokens_whatever_the_blocks() -> None:
+    cluster = Cluster(p2=EIGHTS, d2=EIGHTS)
+    for address in ("p:1", "p:2", "d:1", "d:2"):
+        cluster.hold(address, PROMPT[:24])
+    placement = cluster.placer.place(Ask(PROMPT), reserve=False)
+    assert placement is not None
+    assert {x.instance_id: x.match_rate for x in placement.decision.candidates} == dict.fromkeys(
+        ("p:1", "p:2", "d:1", "d:2"), 24 / 40
+    )
+    # 36 of 40 tokens in fours beat 32 in eights, and 32 in eights beat 28 in fours.
+    for fours, best in ((36, "d:1"), (28, "d:2")):
+        cluster.hold("d:1", PROMPT[:fours])
+        cluster.hold("d:2", PROMPT[:32])
+        placement = cluster.placer.place(Ask(PROMPT), reserve=False)
+        assert placement is not None
+        assert placement.decode.address == best
+    await cluster.registry.close()
+
+
+async def test_holds_and_expectations_are_made_of_the_instances_own_blocks() -> None:
+    cluster = Cluster(d1=EIGHTS, d2=EIGHTS)
+    cluster.hold("d:1", PROMPT[:16])
+    cluster.hold("p:2", PROMPT[:20])
+    placement = cluster.placer.place(Ask(PROMPT))
+    assert placement is not None
+    assert (placement.decode.address, placement.prefill[0].address) == ("d:1", "p:2")
+    assert cluster.loads() == {"d:1": (1, 40), "p:2": (1, 20)}
+    expected = cluster.registry.index._expected
+    assert len(expected[cluster.get("d:1").feed.slot]) == 3
+    assert len(expected[cluster.get("p:2").feed.slot]) == 5
+    again = cluster.placer.place(Ask(PROMPT), reserve=False)
+    assert again is not None
+    rates = {x.instance_id: x.match_rate for x in again.decision.candidates}
+    assert rates == {"p:1": 0.0, "p:2": 1.0, "d:1": 1.0, "d:2": 0.0}
+    placement.release()
+    assert not any(expected.values())
+    await cluster.registry.close()
+
+
+async def test_the_threshold_compares_tokens() -> None:
+    cluster = Cluster(threshold=9, d1=EIGHTS, d2=EIGHTS)
+    cluster.hold("d:2", PROMPT[:32])
+    placement = cluster.placer.place(Ask(PROMPT))
+    assert placement is not None
+    assert cluster.loads() == {"d:2": (1, 40)}, "8 tokens are missing: decode prefills by itself"
+    placement.release()
+    await cluster.registry.close()
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "chains"),
+    [
+        ({}, 1),
+        ({"d1": replace(FINGERPRINT, tp_size=2), "p2": replace(FINGERPRINT, pp_size=2)}, 1),
+        ({"p1": EIGHTS, "d2": EIGHTS}, 2),
+        ({"p1": EIGHTS, "d2": replace(FINGERPRINT, block_size=16)}, 3),
+    ],
+)
+async def test_a_prompt_is_hashed_once_per_block_size(
+    monkeypatch: pytest.MonkeyPatch, fingerprints: dict[str, Fingerprint], chains: int
+) -> None:
+    cluster, calls = Cluster(**fingerprints), []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[1])
+        return block_hashes(*args)
+
+    monkeypatch.setattr("baton_router.placement.block_hashes", counted)
+    assert cluster.placer.place(Ask(PROMPT), reserve=False) is not None
+    assert len(calls) == len(set(calls)) == chains
+    await cluster.registry.close()

@@ -12,8 +12,9 @@ compares object identities only.
 Over this lies an approximate overlay. A request that was just placed has its blocks expected on its instances until it
 ends, so that a burst of one prompt goes to one place instead of everywhere.
 
-Not thread-safe; the router calls it from its event loop only. The block hash names content (fingerprint and tenant
-salt are in the chain's root), so instances of different tenants or models cannot be mixed up.
+Not thread-safe; the router calls it from its event loop only. The block hash names content (model, block size and
+tenant salt are in the chain's root), so tenants, models and instances with blocks of another size cannot be mixed up:
+a prompt has one chain per block size, and each is looked up among the slots of the instances it is made for.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 
@@ -29,7 +29,12 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """What an instance says of itself; see ``GetInfoResponse``."""
+    """What an instance says of itself; see ``GetInfoResponse``.
+
+    Attributes:
+        content_key: Root of its block hash chains, from its fingerprint. Instances whose blocks have the same number
+            of tokens share it, however many ranks they have.
+    """
 
     instance_id: InstanceId
     role: Role
@@ -41,6 +46,10 @@ class InstanceInfo:
     model_path: str
     vocab_size: int
     eos_token_ids: frozenset[int]
+    content_key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content_key", self.fingerprint.content_key())
 
     @classmethod
     def from_pb(cls, message: worker_pb2.GetInfoResponse) -> InstanceInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from baton.api.v1 import router_pb2
@@ -76,11 +76,39 @@ class Placement:
 
 
 @dataclass(slots=True)
+class _Chain:
+    """The prompt in one group's blocks, and how many leading ones each of its instances holds (by slot)."""
+
+    block_size: int
+    hashes: list[BlockHash]
+    slots: int = 0
+    depths: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Match:
+    """What one instance holds of the prompt."""
+
+    depth: int
+    chain: _Chain
+
+    @property
+    def tokens(self) -> int:
+        """Leading prompt tokens."""
+        return self.depth * self.chain.block_size
+
+    @property
+    def missing(self) -> list[BlockHash]:
+        """The blocks it will hold once it has served the prompt."""
+        return self.chain.hashes[self.depth :]
+
+
+@dataclass(slots=True)
 class _Side:
     """One role's instances with what the index says of them; ``order`` is the policy's answer."""
 
     instances: list[Instance]
-    depths: list[int]
+    matches: list[_Match]
     candidates: list[Candidate]
     order: list[Scored] = field(default_factory=list)
 
@@ -112,39 +140,50 @@ class Placer:
         if not decodes:
             return None
         prefills = [] if ask.local_only else self._registry.ready(Role.PREFILL)
-        root = root_hash(self._registry.content_key, ask.cache_salt)
-        hashes = block_hashes(ask.token_ids, self._registry.block_size, root)
-        prefill, decode = self._look_up(ask, prefills, decodes, hashes)
+        prefill, decode = self._look_up(ask, prefills, decodes)
         ranking = self._policy.rank(prefill.candidates, decode.candidates)
         prefill.order, decode.order = ranking.prefill, ranking.decode
         placement = self._placement(ask, prefill, decode)
         if reserve:
-            self._reserve(ask, placement, prefill, decode, hashes)
+            self._reserve(ask, placement, prefill, decode)
             self._metrics.decision_time.observe(time.perf_counter() - began)
         return placement
 
-    def _look_up(
-        self, ask: Ask, prefills: list[Instance], decodes: list[Instance], hashes: list[BlockHash]
-    ) -> tuple[_Side, _Side]:
-        slots = 0
-        for x in (*prefills, *decodes):
-            if x.feed.usable:
-                slots |= 1 << x.feed.slot
-        depths = self._registry.index.match(hashes, slots)
+    def _look_up(self, ask: Ask, prefills: list[Instance], decodes: list[Instance]) -> tuple[_Side, _Side]:
+        chains = self._chains(ask, [*prefills, *decodes])
         total = len(ask.token_ids)
-        block_size = self._registry.block_size
 
-        def side(instances: list[Instance], cost: Callable[[int], int]) -> _Side:
-            found = [depths.get(x.feed.slot, 0) for x in instances]
-            candidates = [
-                Candidate(x.instance_id, depth * block_size / max(1, total), x.load.work, cost(total))
-                for x, depth in zip(instances, found, strict=True)
+        def side(instances: list[Instance], chains: list[_Chain], cost: int) -> _Side:
+            matches = [
+                _Match(chain.depths.get(x.feed.slot, 0), chain) for x, chain in zip(instances, chains, strict=True)
             ]
-            return _Side(instances, found, candidates)
+            candidates = [
+                Candidate(x.instance_id, match.tokens / max(1, total), x.load.work, cost)
+                for x, match in zip(instances, matches, strict=True)
+            ]
+            return _Side(instances, matches, candidates)
 
-        prefill = side(prefills, lambda n: n + REQUEST_OVERHEAD_TOKENS)
-        decode = side(decodes, lambda n: n + REQUEST_OVERHEAD_TOKENS * ask.num_sequences)
+        prefill = side(prefills, chains[: len(prefills)], total + REQUEST_OVERHEAD_TOKENS)
+        decode = side(decodes, chains[len(prefills) :], total + REQUEST_OVERHEAD_TOKENS * ask.num_sequences)
         return prefill, decode
+
+    def _chains(self, ask: Ask, instances: list[Instance]) -> list[_Chain]:
+        """Return each instance's chain: the prompt is hashed and looked up once per group, among the group's slots."""
+        groups: dict[bytes, _Chain] = {}
+        chains = []
+        for x in instances:
+            info = x.info
+            assert info is not None  # a ready instance has said what it is
+            chain = groups.get(info.content_key)
+            if chain is None:
+                block_size, root = info.fingerprint.block_size, root_hash(info.content_key, ask.cache_salt)
+                chain = groups[info.content_key] = _Chain(block_size, block_hashes(ask.token_ids, block_size, root))
+            if x.feed.usable:
+                chain.slots |= 1 << x.feed.slot
+            chains.append(chain)
+        for chain in groups.values():
+            chain.depths = self._registry.index.match(chain.hashes, chain.slots)
+        return chains
 
     def _placement(self, ask: Ask, prefill: _Side, decode: _Side) -> Placement:
         chosen = [prefill.instances[s.position] for s in prefill.order[: self._max_prefills]]
@@ -170,19 +209,19 @@ class Placer:
                 )
         return Placement(target, chosen, decision)
 
-    def _reserve(self, ask: Ask, placement: Placement, prefill: _Side, decode: _Side, hashes: list[BlockHash]) -> None:
-        total, block_size = len(ask.token_ids), self._registry.block_size
+    def _reserve(self, ask: Ask, placement: Placement, prefill: _Side, decode: _Side) -> None:
+        total = len(ask.token_ids)
         best = decode.order[0]
-        depth = decode.depths[best.position]
+        match = decode.matches[best.position]
         placement.decode_hold = Hold(placement.decode.load, total, ask.num_sequences)
-        placement.decode_expectation = placement.decode.feed.expect(hashes[depth:])
+        placement.decode_expectation = placement.decode.feed.expect(match.missing)
         used = [placement.decode]
-        local = self._threshold is not None and total - depth * block_size < self._threshold
+        local = self._threshold is not None and total - match.tokens < self._threshold
         if placement.prefill and not local:
             first = placement.prefill[0]
-            depth = prefill.depths[prefill.order[0].position]
-            placement.prefill_hold = Hold(first.load, max(0, total - depth * block_size))
-            placement.prefill_expectation = first.feed.expect(hashes[depth:])
+            match = prefill.matches[prefill.order[0].position]
+            placement.prefill_hold = Hold(first.load, max(0, total - match.tokens))
+            placement.prefill_expectation = first.feed.expect(match.missing)
             self._metrics.match_rate.labels(role=Role.PREFILL).observe(prefill.order[0].match_rate)
             used.append(first)
         self._policy.chosen([x.instance_id for x in used])

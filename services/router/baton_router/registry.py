@@ -14,6 +14,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
+from baton_router.content import require_same_content
 from baton_router.core import ModelInfo
 from baton_router.feed import EventFeed
 from baton_router.index import PrefixIndex
@@ -32,8 +33,9 @@ _SWEEP_BUDGET = 20_000
 class Registry:
     """The instances, their links and their leases.
 
-    The first instance that answers decides what is served; one whose fingerprint differs is refused until every
-    instance of the other kind has gone.
+    The first instance that answers decides what is served; one whose KV has another content (see
+    ``baton_router.content``) is refused until every instance of the other kind has gone. Block size and ranks are an
+    instance's own affair.
 
     Args:
         config: Addresses, intervals, limits.
@@ -61,7 +63,7 @@ class Registry:
         self._links: dict[str, asyncio.Task[None]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._change = asyncio.Event()
-        self._reference: tuple[Fingerprint, bytes] | None = None
+        self._reference: Fingerprint | None = None
         self._ticker: asyncio.Task[None] | None = None
         metrics.registry.register(InstanceCollector(self.instances))
 
@@ -94,41 +96,23 @@ class Registry:
         """Return the instances of a role that take new requests."""
         return [x for x in self._instances.values() if x.role is role and x.ready]
 
-    @property
-    def content_key(self) -> bytes:
-        """Root of the block hash chains of what is served.
-
-        Raises:
-            UnavailableError: No instance has answered yet.
-        """
-        if self._reference is None:
-            raise UnavailableError("no instance is ready yet", retry_after_s=1.0)
-        return self._reference[1]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block; see :attr:`content_key`."""
-        if self._reference is None:
-            raise UnavailableError("no instance is ready yet", retry_after_s=1.0)
-        return self._reference[0].block_size
-
     def model_info(self) -> ModelInfo:
-        """Return what the instances serve.
+        """Return what the instances serve; ``max_model_len`` is the least of the decode instances', who own requests.
 
         Raises:
             UnavailableError: None is ready.
         """
-        for instance in (*self.ready(Role.DECODE), *self.ready(Role.PREFILL)):
-            info = instance.info
-            if info is not None:
-                return ModelInfo(
-                    name=info.model_name,
-                    path=info.model_path,
-                    max_model_len=info.max_model_len,
-                    vocab_size=info.vocab_size,
-                    eos_token_ids=info.eos_token_ids,
-                )
-        raise UnavailableError("no instance is ready", retry_after_s=1.0)
+        ready = self.ready(Role.DECODE) or self.ready(Role.PREFILL)
+        infos = [x.info for x in ready if x.info is not None]
+        if not infos:
+            raise UnavailableError("no instance is ready", retry_after_s=1.0)
+        return ModelInfo(
+            name=infos[0].model_name,
+            path=infos[0].model_path,
+            max_model_len=min(info.max_model_len for info in infos),
+            vocab_size=infos[0].vocab_size,
+            eos_token_ids=infos[0].eos_token_ids,
+        )
 
     async def wait_changed(self, timeout_s: float) -> None:
         """Wait until some instance became more or less usable, at most ``timeout_s`` seconds."""
@@ -248,15 +232,17 @@ class Registry:
 
         Raises:
             ConfigError: Another role than expected.
-            FingerprintMismatchError: Its KV is not what the others' is; names the field.
+            FingerprintMismatchError: Its KV has another content than the others'; names the field.
         """
         if info.role is not instance.role:
             raise ConfigError(f"role is {info.role}, expected {instance.role}", field="role")
         others = any(x.admitted for x in self._instances.values() if x is not instance)
-        if self._reference is not None and others:
-            self._reference[0].require_equal(info.fingerprint, who="instance")
-        elif self._reference is None or self._reference[0].digest() != info.fingerprint.digest():
-            self._reference = (info.fingerprint, info.fingerprint.content_key())
+        if self._reference is None or not others:
+            self._reference = info.fingerprint
+        require_same_content(self._reference, info.fingerprint)
+        size = info.fingerprint.block_size
+        if size != self._reference.block_size:
+            log.info("%s has blocks of %d tokens, others of %d", info.instance_id, size, self._reference.block_size)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -64,7 +64,7 @@ class FakeWorkerState:
         silent_end: Generate ends without its last message.
         mute_events: Events are numbered but not sent, as if they had been lost.
         max_running: More Generate calls are refused with 429.
-        model_path: Reported by GetInfo.
+        model_path, max_model_len: Reported by GetInfo.
         load: Reported by StreamLoad.
         requests: Every Generate that was admitted.
         running, finished, cancelled: Their ids by what became of them.
@@ -79,6 +79,7 @@ class FakeWorkerState:
     mute_events: bool = False
     max_running: int = 1000
     model_path: str = ""
+    max_model_len: int = 4096
     load: common_pb2.LoadReport = field(default_factory=common_pb2.LoadReport)
     requests: list[worker_pb2.GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -215,7 +216,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             epoch=self.epoch,
             fingerprint=fingerprint_to_pb(self.fingerprint),
             num_blocks=1024,
-            max_model_len=4096,
+            max_model_len=self.state.max_model_len,
             max_num_seqs=64,
             served_model_name="fake",
             eos_token_ids=[EOS],
