@@ -456,6 +456,8 @@ def test_http_itself(api: Served) -> None:
         (api.http.post(path, content=b'{"messages": "\\ud800"}', headers=headers), 400, "invalid_request"),
         (api.http.post(path, content=b"x=1", headers={"content-type": "application/x-www-form-urlencoded"}), 415,
          "unsupported_media_type"),
+        (api.http.post(path, content=b"\x1f\x8b", headers={**headers, "content-encoding": "gzip"}), 415,
+         "unsupported_media_type"),
         (api.http.get(path), 405, "method_not_allowed"),
         (api.http.get("/v2/nothing"), 404, "not_found"),
         (api.post(path, {"messages": "x" * 250_000}), 413, "payload_too_large"),
@@ -463,7 +465,7 @@ def test_http_itself(api: Served) -> None:
     ]  # fmt: skip
     for response, status, code in cases:
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-    assert cases[4][0].headers["allow"] == "POST"
+    assert cases[5][0].headers["allow"] == "POST"
 
 
 def test_unexpected_errors_tell_nothing(api: Served, capfd: pytest.CaptureFixture[str]) -> None:
@@ -676,6 +678,7 @@ def test_deeply_nested_values_are_no_servers_error(api: Served, field: str, open
     [
         ({"model": "m" * 50_000}, "model"),
         ({"logit_bias": {str(item): 1 for item in range(2000)}}, "logit_bias"),
+        ({"chat_template_kwargs": {f"k{item}": 1 for item in range(2000)}}, "chat_template_kwargs"),
         ({"logit_bias": {"x" * 50_000: "y"}}, "logit_bias"),
         ({"stop_token_ids": list(range(2000))}, "stop_token_ids"),
         ({"prompt": [[1], [{"k" * 50_000: 1}]]}, "prompt"),
@@ -686,6 +689,27 @@ def test_errors_do_not_repeat_all_that_was_sent(api: Served, fields: dict[str, A
     assert answer.status_code in {400, 404}
     assert answer.json()["error"]["param"].startswith(param)
     assert len(answer.content) < 1000
+
+
+def test_a_body_has_no_thousands_of_fields(api: Served) -> None:
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        answer = api.post(path, {**body, **{f"f{item}": 1 for item in range(2000)}})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert "1024 fields" in answer.json()["error"]["message"]
+
+
+def test_what_is_tokenized_and_turned_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_router.http.meta._LEAST_BOUND", 3000)
+    with Served() as api:
+        for path, body, param in (
+            ("/tokenize", {"prompt": "x" * 3001}, "prompt"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "x" * 2000}] * 2}, "messages"),
+            ("/detokenize", {"tokens": [5] * 3001}, "tokens"),
+        ):
+            answer = api.post(path, body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert api.post("/tokenize", {"prompt": "x" * 3000}).status_code == 200
+        assert api.post("/detokenize", {"tokens": [5] * 3000}).status_code == 200
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(api: Served, monkeypatch: Any) -> None:
@@ -715,6 +739,53 @@ def test_a_request_head_is_bounded_in_size(api: Served) -> None:
         answer = raw(api, b"GET /health HTTP/1.1\r\nx: " + b"a" * 3_000_000)
         assert answer.startswith(b"HTTP/1.1 431 ")
     assert api.http.get("/health").status_code == 200
+
+
+def read_answers(data: bytes) -> list[tuple[int, bytes]]:
+    """Return status and body of each answer in what a connection brought; all have their length."""
+    answers = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        answers.append((int(head.split(b" ")[1]), data[:length]))
+        data = data[length:]
+    return answers
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_an_offer_of_another_protocol_is_ignored(api: Served, step: int) -> None:
+    """Java's client offers HTTP/2 with every request over plain HTTP; its body must not be lost for it."""
+    body = b'{"prompt": "def", "temperature": 0}'
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    data = (
+        post + offer + b"content-length: %d\r\n\r\n" % len(body) + body
+        + post + offer + chunked
+        + b"GET /health HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\nsec-websocket-version: 13\r\n\r\n"
+        + b"GET /health HTTP/1.1\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
+    )  # fmt: skip
+    received = bytearray()
+    with socket.create_connection(api.socket.getsockname()[:2], timeout=10) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(data), step):
+            connection.sendall(data[at : at + step])
+        while piece := connection.recv(65536):
+            received += piece
+    answers = read_answers(bytes(received))
+    assert [status for status, _ in answers] == [200] * 4
+    for _, answer in answers[:2]:
+        assert json.loads(answer)["choices"][0]["finish_reason"]
+    assert [request.prompt_token_ids for request in api.dispatcher.requests] == [MODEL.tokenizer.encode("def")] * 2
+
+
+def test_what_is_no_http_gets_a_400(api: Served) -> None:
+    for data in (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"CONNECT other:443 HTTP/1.1\r\n\r\n",
+    ):
+        assert raw(api, data).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_request_head_must_come_in_time() -> None:

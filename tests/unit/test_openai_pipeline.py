@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from contextlib import aclosing
 from typing import Any
 
@@ -117,6 +118,30 @@ async def test_bad_input_is_named_before_anything_is_taken(
     assert type(caught.value) is error
     assert caught.value.field == field
     assert dispatcher.requests == []
+
+
+async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slowly(model: TextModel, request: TextRequest, limit: int | None) -> list[int]:
+        begun.release()
+        assert go_on.acquire(timeout=10)
+        return [1]
+
+    monkeypatch.setattr("baton_router.text_pipeline._encode", slowly)
+    monkeypatch.setattr("baton_router.text_pipeline._LARGE_WAIT_S", 0.2)
+    text = pipeline(ScriptedDispatcher())
+    info = text.model_info()
+    first = asyncio.create_task(text.tokenize(TextRequest("x" * 300_000, GREEDY), info))
+    assert await asyncio.to_thread(begun.acquire, timeout=10)
+    with pytest.raises(UnavailableError):
+        await text.tokenize(TextRequest("x" * 300_000, GREEDY), info)
+    shorter = asyncio.create_task(text.tokenize(TextRequest("x" * 200_000, GREEDY), info))
+    assert await asyncio.to_thread(begun.acquire, timeout=10), "shorter ones don't wait for it"
+    go_on.release(2)
+    assert await first == await shorter == [1]
+    go_on.release()
+    assert await text.tokenize(TextRequest("x" * 300_000, GREEDY), info) == [1]
 
 
 async def test_a_model_without_chat_template() -> None:

@@ -7,6 +7,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from baton.api.v1 import router_pb2
@@ -32,6 +33,9 @@ MAX_SALT_CHARS = 512
 MAX_REQUEST_ID_CHARS = 256
 _INLINE_CHARS = 4096
 """Texts up to this length (about a millisecond of work) are tokenized on the event loop, longer ones in a thread."""
+_LARGE_CHARS = 256 * 1024
+"""Texts longer than this are tokenized one at a time: a tenth of a second and some ten MiB at least, for each."""
+_LARGE_WAIT_S = 30.0
 
 
 class TokenizerProvider(Protocol):
@@ -54,6 +58,7 @@ class TextPipeline:
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._metrics = metrics
+        self._large = asyncio.Semaphore(1)
 
     def model_info(self, model: str = "") -> ModelInfo:
         """Return the model that is served.
@@ -89,18 +94,37 @@ class TextPipeline:
         Raises:
             InvalidRequestError: The prompt is wrong; names its field.
             ContextLengthError: It is known to have ``limit`` tokens or more; one that is not known may pass.
+            UnavailableError: Others have long texts tokenized.
         """
         prompt = request.prompt
         if isinstance(prompt, list):
+            if limit is not None and len(prompt) >= limit:
+                raise _no_room(request, limit, len(prompt))
             if prompt and not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
                 raise InvalidRequestError(
                     f"token ids must be between 0 and {info.vocab_size - 1}", field=request.prompt_field
                 )
             return prompt
         model = await self.text_model(info)
-        if _num_chars(prompt) > _INLINE_CHARS:
+        num_chars = count_chars(prompt)
+        if num_chars <= _INLINE_CHARS:
+            return _encode(model, request, limit)
+        if num_chars <= _LARGE_CHARS:
             return await asyncio.to_thread(_encode, model, request, limit)
-        return _encode(model, request, limit)
+        async with self._turn():
+            return await asyncio.to_thread(_encode, model, request, limit)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_LARGE_WAIT_S):
+                await self._large.acquire()
+        except TimeoutError as error:
+            raise UnavailableError("others have long texts tokenized", retry_after_s=5.0) from error
+        try:
+            yield
+        finally:
+            self._large.release()
 
     async def prepare(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest:
         """Check and tokenize a request.
@@ -235,8 +259,8 @@ async def _close(source: AsyncIterator[RoutedChunk]) -> None:
         await close()
 
 
-def _num_chars(prompt: Prompt) -> int:
-    """Return the length of a prompt's text, roughly."""
+def count_chars(prompt: Prompt) -> int:
+    """Return the length of a prompt's text, roughly; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, list):
@@ -291,17 +315,21 @@ def _check_bounds(request: TextRequest) -> None:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
 
 
+def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"this model's context is {limit} tokens and {request.prompt_field} has {prompt_tokens}: "
+        "there is no room for an answer",
+        field=request.prompt_field,
+    )
+
+
 def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> SamplingParams:
     """Return the sampling parameters with everything filled in, and checked against the model."""
     sampling, limit = request.sampling, info.max_model_len
     if prompt_tokens == 0:
         raise InvalidRequestError(f"{request.prompt_field} must not be empty", field=request.prompt_field)
     if prompt_tokens >= limit:
-        raise ContextLengthError(
-            f"this model's context is {limit} tokens and {request.prompt_field} has {prompt_tokens}: "
-            "there is no room for an answer",
-            field=request.prompt_field,
-        )
+        raise _no_room(request, limit, prompt_tokens)
     room = limit - prompt_tokens
     max_tokens = sampling.max_tokens
     if max_tokens is not None and max_tokens > room:

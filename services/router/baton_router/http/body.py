@@ -22,12 +22,16 @@ async def read_json(request: Request, options: HttpOptions) -> Any:
 
     Raises:
         InvalidRequestError: It is not JSON.
-        HTTPException: It is too long (413), comes too slowly (408), or says that it is something else (415).
+        HTTPException: It is too long (413), comes too slowly (408), or says that it is something else or compressed
+            (415).
         ClientGone: The client left while sending.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise HTTPException(415, f"the body must be application/json, not {kind!r:.80}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise HTTPException(415, f"the body must come as it is, not with content-encoding {encoding!r:.80}")
     limit = options.max_body_bytes
     length = request.headers.get("content-length", "")
     too_long = length.isdigit() and int(length) > limit

@@ -53,9 +53,9 @@ def parse_prompts(value: Any, max_prompts: int) -> list[Prompt]:
 def _token_ids(value: list[Any], field: str) -> list[int]:
     if not value:
         raise InvalidRequestError(f"{field} must not be empty", field=field)
-    for at, item in enumerate(value):
-        if type(item) is not int:  # a bool is an int elsewhere, but no token id
-            raise InvalidRequestError(f"{field}[{at}] must be a token id, got {shown(item)}", field=f"{field}[{at}]")
+    if set(map(type, value)) != {int}:  # a bool is an int elsewhere, but no token id
+        at, item = next((at, item) for at, item in enumerate(value) if type(item) is not int)
+        raise InvalidRequestError(f"{field}[{at}] must be a token id, got {shown(item)}", field=f"{field}[{at}]")
     return value
 
 

@@ -23,10 +23,12 @@ from baton_router.http.messages import parse_messages
 from baton_router.http.metrics import HttpMetrics
 from baton_router.http.options import HttpOptions
 from baton_router.http.schemas import Body, DetokenizeBody, TokenizeBody, parse_body
-from baton_router.text_pipeline import TextPipeline
+from baton_router.text_pipeline import TextPipeline, count_chars
 from baton_router.text_request import ChatPrompt, Prompt, TextRequest
 
 _INLINE_TOKENS = 4096
+_LEAST_BOUND = 2**20
+"""Characters, and tokens, that can be tokenized and turned back whatever the model's context."""
 
 
 class Models:
@@ -67,10 +69,14 @@ class TokenizerEndpoints:
         body = parse_body(TokenizeBody, await read_json(request, self._options))
         headers = self._ignored(body)
         info = self._pipeline.model_info(body.model or "")
+        prompt, field = _prompt(body), "prompt" if body.messages is None else "messages"
+        most = max(_LEAST_BOUND, 8 * info.max_model_len)
+        if count_chars(prompt) > most:
+            raise InvalidRequestError(f"{field} must have at most {most} characters", field=field)
         text_request = TextRequest(
-            prompt=_prompt(body),
+            prompt=prompt,
             sampling=SamplingParams(),
-            prompt_field="prompt" if body.messages is None else "messages",
+            prompt_field=field,
             # As the completion endpoints do it: a rendered conversation has its special tokens already.
             add_special_tokens=(body.messages is None if body.add_special_tokens is None else body.add_special_tokens),
         )
@@ -88,6 +94,9 @@ class TokenizerEndpoints:
         info = self._pipeline.model_info(body.model or "")
         if body.tokens is None:
             raise InvalidRequestError("tokens is required", field="tokens")
+        most = max(_LEAST_BOUND, info.max_model_len)
+        if len(body.tokens) > most:
+            raise InvalidRequestError(f"tokens must be at most {most}, got {len(body.tokens)}", field="tokens")
         for at, token_id in enumerate(body.tokens):
             if not 0 <= token_id < info.vocab_size:
                 field = f"tokens[{at}]"

@@ -10,6 +10,8 @@ from baton.errors import InvalidRequestError
 
 B = TypeVar("B", bound="Body")
 _MAX_NAME = 100
+MAX_ENTRIES = 1024
+"""Fields of a body, and of each object in it."""
 
 
 class Body(BaseModel):
@@ -112,16 +114,27 @@ def parse_body(cls: type[B], value: Any) -> B:
     """Check a decoded JSON value against a schema.
 
     Raises:
-        InvalidRequestError: It is no object, or a field has the wrong type; names the field.
+        InvalidRequestError: It is no object, has too many fields, or a field has the wrong type; names the field.
     """
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    _check_sizes(value)
     try:
         return cls.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = field_path(first["loc"])
         raise InvalidRequestError(f"{field}: {first['msg'][:1].lower()}{first['msg'][1:]}", field=field) from error
+
+
+def _check_sizes(value: dict[str, Any]) -> None:
+    """Refuse what nobody means before it is looked at piece by piece, which all others would wait for."""
+    if len(value) > MAX_ENTRIES:
+        raise InvalidRequestError(f"the body must have at most {MAX_ENTRIES} fields, got {len(value)}")
+    for name, item in value.items():
+        if isinstance(item, dict) and len(item) > MAX_ENTRIES:
+            name = name[:_MAX_NAME]
+            raise InvalidRequestError(f"{name} must be at most {MAX_ENTRIES} entries, got {len(item)}", field=name)
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
