@@ -36,7 +36,7 @@ def media(request: pytest.FixtureRequest) -> Media:
     return Media(request.param)
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=[kind for kind in MEDIA if kind != "memory"])
 def socket_media(request: pytest.FixtureRequest) -> Media:
     """Kinds whose other end may be anybody."""
     return Media(request.param)

@@ -75,6 +75,17 @@ class Stream:
         """
         self._poll(select.POLLOUT, wait, what)
 
+    def readable_within(self, seconds: float) -> bool:
+        """Whether bytes (or the peer's end) are there, or come within this time (in whole milliseconds).
+
+        Raises:
+            PipeClosedError: This side has closed the stream.
+        """
+        with self._use():
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN)
+            return bool(poller.poll(math.ceil(seconds * 1000)))
+
     def _poll(self, event: int, wait: Wait, what: str) -> None:
         with self._use():
             poller = select.poll()

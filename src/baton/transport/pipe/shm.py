@@ -12,17 +12,15 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 import time
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from baton.errors import BatonError, InvalidRequestError, PipeClosedError
-from baton.transport.block_types import Bytes
 from baton.transport.handshake import PURPOSE_MESSAGES, greet_as_client
 from baton.transport.pipe.base import MAX_MESSAGE_BYTES, PipeListener
+from baton.transport.pipe.ring import MAX_RING_BYTES, MIN_RING_BYTES, Ring, RingReceiver, RingSender
 from baton.transport.pipe.shm_read import (
     recv_descriptors,
     require_same_user,
@@ -30,47 +28,40 @@ from baton.transport.pipe.shm_read import (
     shm_address,
     shm_obstacle,
 )
-from baton.transport.pipe.stream import ByteChannel, StreamPipe
+from baton.transport.pipe.stream import StreamPipe
 from baton.transport.pipe.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
-from baton.transport.sockets import Buffer, Stream, connect_unix
+from baton.transport.sockets import Stream, connect_unix
 from baton.transport.waiting import Flag, Wait
 from baton.transport.wire import BadFrameError
 
 RING_BYTES = 8 << 20
-MAX_RING_BYTES = 256 << 20
-_CHUNK_BYTES = 512 << 10
-"""Bytes per doorbell, so that the receiver copies out while the sender copies in."""
-_COUNT = struct.Struct("<Q")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class Ring:
-    """A ring of bytes in shared memory."""
+class SharedRing(Ring):
+    """A ring in memory that both processes map."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self.size = size
-        self.memory: Bytes = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
-
-    def release(self) -> None:
-        """Drop the mapping; the ring is not used afterwards."""
-        self.memory = np.empty(0, dtype=np.uint8)
+        super().__init__(np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8))
 
     @classmethod
-    def create(cls, size: int) -> tuple[Ring, int]:
+    def create(cls, size: int) -> tuple[SharedRing, int]:
         """Make a ring and a file descriptor of its memory, which the caller closes.
 
         Raises:
             InvalidRequestError: The size is out of bounds.
         """
-        if not 4096 <= size <= MAX_RING_BYTES:
-            raise InvalidRequestError(f"a ring has 4096 to {MAX_RING_BYTES} bytes, not {size}", field="ring_bytes")
+        if not MIN_RING_BYTES <= size <= MAX_RING_BYTES:
+            raise InvalidRequestError(
+                f"a ring has {MIN_RING_BYTES} to {MAX_RING_BYTES} bytes, not {size}", field="ring_bytes"
+            )
         fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return cls(fd, size), fd
 
     @classmethod
-    def attach(cls, fd: int) -> Ring:
+    def attach(cls, fd: int) -> SharedRing:
         """Map a ring that a peer passed.
 
         Raises:
@@ -80,126 +71,9 @@ class Ring:
             size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
             raise BadFrameError("the peer passed something that is no ring") from error
-        if seals & _SEALS != _SEALS or not 4096 <= size <= MAX_RING_BYTES:
+        if seals & _SEALS != _SEALS or not MIN_RING_BYTES <= size <= MAX_RING_BYTES:
             raise BadFrameError(f"the peer passed a ring of {size} bytes, or one that is not sealed")
         return cls(fd, size)
-
-
-class RingSender(ByteChannel):
-    """The writing end of a ring."""
-
-    def __init__(self, ring: Ring, doorbell: Stream) -> None:
-        self._ring, self._doorbell = ring, doorbell
-        self._at, self._free = 0, ring.size
-
-    def send(self, buffers: Sequence[Buffer], wait: Wait) -> None:
-        """Copy all of the buffers into the ring, as it has room."""
-        unsaid = 0
-        for buffer in buffers:
-            source = np.frombuffer(buffer, dtype=np.uint8)
-            done = 0
-            while done < len(source):
-                if self._free == 0 or unsaid >= _CHUNK_BYTES:
-                    self._say(unsaid, wait)
-                    unsaid = 0
-                    self.wait_writable(wait)
-                count = min(len(source) - done, self._free, self._ring.size - self._at, _CHUNK_BYTES - unsaid)
-                self._ring.memory[self._at : self._at + count] = source[done : done + count]
-                self._at = (self._at + count) % self._ring.size
-                self._free -= count
-                unsaid += count
-                done += count
-        self._say(unsaid, wait)
-
-    def recv(self, views: Sequence[memoryview], wait: Wait) -> None:
-        """Never: the other direction has a channel of its own."""
-        raise PipeClosedError("this end of the ring only sends")
-
-    def wait_readable(self, wait: Wait) -> None:
-        """Never: the other direction has a channel of its own."""
-        raise PipeClosedError("this end of the ring only sends")
-
-    def wait_writable(self, wait: Wait) -> None:
-        """Block until the ring has room."""
-        while self._free == 0:
-            (freed,) = _COUNT.unpack(self._doorbell.recv_exact(_COUNT.size, wait, "waiting for the receiver"))
-            if not 0 < freed <= self._ring.size - self._free:
-                raise BadFrameError(f"the peer freed {freed} bytes of a ring of {self._ring.size}")
-            self._free += freed
-
-    def close(self) -> None:
-        """Close; the receiver still gets what was announced."""
-        self._doorbell.close()
-
-    def release(self) -> None:
-        """Unmap the ring."""
-        self._ring.release()
-
-    def _say(self, count: int, wait: Wait) -> None:
-        if count:
-            self._doorbell.send_all([_COUNT.pack(count)], wait, "sending a message")
-
-
-class RingReceiver(ByteChannel):
-    """The reading end of a ring."""
-
-    def __init__(self, ring: Ring, doorbell: Stream) -> None:
-        self._ring, self._doorbell = ring, doorbell
-        self._at, self._filled, self._owed = 0, 0, 0
-
-    def send(self, buffers: Sequence[Buffer], wait: Wait) -> None:
-        """Never: the other direction has a channel of its own."""
-        raise PipeClosedError("this end of the ring only receives")
-
-    def recv(self, views: Sequence[memoryview], wait: Wait) -> None:
-        """Copy bytes out of the ring until all views are full."""
-        for view in views:
-            target = np.frombuffer(view, dtype=np.uint8)
-            done = 0
-            while done < len(target):
-                self._fill(wait)
-                count = min(len(target) - done, self._filled, self._ring.size - self._at)
-                target[done : done + count] = self._ring.memory[self._at : self._at + count]
-                self._at = (self._at + count) % self._ring.size
-                self._filled -= count
-                self._owed += count
-                done += count
-                # Few and big credits: at most 8 are ever on their way, so that sending one never waits for the sender.
-                if self._owed >= self._ring.size // 8:
-                    self._credit(wait)
-
-    def wait_readable(self, wait: Wait) -> None:
-        """Block until the ring holds a byte, or the sender is gone."""
-        if self._filled == 0:
-            self._doorbell.wait_readable(wait, "waiting for a message")
-
-    def wait_writable(self, wait: Wait) -> None:
-        """Never: the other direction has a channel of its own."""
-        raise PipeClosedError("this end of the ring only receives")
-
-    def close(self) -> None:
-        """Close."""
-        self._doorbell.close()
-
-    def release(self) -> None:
-        """Unmap the ring."""
-        self._ring.release()
-
-    def _fill(self, wait: Wait) -> None:
-        while self._filled == 0:
-            (count,) = _COUNT.unpack(self._doorbell.recv_exact(_COUNT.size, wait, "receiving a message"))
-            if not 0 < count <= self._ring.size - self._owed:
-                raise BadFrameError(f"the peer announced {count} bytes in a ring of {self._ring.size}")
-            self._filled += count
-
-    def _credit(self, wait: Wait) -> None:
-        try:
-            self._doorbell.send_all([_COUNT.pack(self._owed)], wait, "freeing the ring")
-        except PipeClosedError:
-            # The sender is gone and needs no room; what it announced before can still be read.
-            if self._doorbell.closed:
-                raise
-        self._owed = 0
 
 
 class ShmPipe(StreamPipe):
@@ -240,10 +114,10 @@ class ShmPipe(StreamPipe):
     def _offer_rings(cls, control: Stream, ring_bytes: int, max_message_bytes: int) -> ShmPipe:
         passed: list[int] = []
         doorbells: list[Stream] = []
-        rings: list[Ring] = []
+        rings: list[SharedRing] = []
         try:
             for _ in range(2):
-                ring, fd = Ring.create(ring_bytes)
+                ring, fd = SharedRing.create(ring_bytes)
                 mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 rings.append(ring)
                 doorbells.append(Stream(mine, peer=control.peer))
@@ -269,7 +143,7 @@ class ShmPipe(StreamPipe):
         fds = recv_descriptors(control, 4, wait)
         doorbells: list[Stream] = []
         try:
-            incoming, outgoing = Ring.attach(fds[0]), Ring.attach(fds[2])
+            incoming, outgoing = SharedRing.attach(fds[0]), SharedRing.attach(fds[2])
             for fd in (fds[1], fds[3]):
                 doorbells.append(Stream(_unix_socket(fd), peer=control.peer))
         except BaseException:

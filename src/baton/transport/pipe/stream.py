@@ -1,4 +1,4 @@
-"""Tensor messages over any ordered channel of bytes: what the shared-memory and TCP pipes have in common.
+"""Tensor messages over any ordered channel of bytes: what all pipes between processes have in common.
 
 ::
 
@@ -50,6 +50,14 @@ class ByteChannel(ABC):
     def recv(self, views: Sequence[memoryview], wait: Wait) -> None:
         """Fill all of the views."""
 
+    def send_message(self, head: Sequence[Buffer], data: Sequence[Buffer], wait: Wait) -> None:
+        """Send a message's head and then its tensors' bytes; a channel may know a better way for many bytes."""
+        self.send([*head, *data], wait)
+
+    def recv_data(self, views: Sequence[memoryview], wait: Wait) -> None:
+        """Receive all of one message's tensors' bytes, as :meth:`send_message` sent them."""
+        self.recv(views, wait)
+
     @abstractmethod
     def wait_readable(self, wait: Wait) -> None:
         """Block until something can be received, taking nothing."""
@@ -84,7 +92,7 @@ class StreamPipe(Pipe):
         with self._turn(self._sending, wait, "waiting for another send"):
             self._out.wait_writable(wait)
             with self._whole_message():
-                self._out.send([pack_header(FrameKind.TENSORS, len(head) + size), head, *data], wait)
+                self._out.send_message([pack_header(FrameKind.TENSORS, len(head) + size), head], data, wait)
 
     def recv(self, *, deadline: float, cancelled: Flag | None = None) -> list[WireTensor] | None:
         """Receive the next message; see :meth:`Pipe.recv`."""
@@ -119,7 +127,7 @@ class StreamPipe(Pipe):
             return None
         # numpy's memory is not cleared first, unlike bytearray's.
         data = [np.empty(size, dtype=np.uint8).data for size in sizes]
-        self._in.recv([view for view in data if view.nbytes], wait)
+        self._in.recv_data([view for view in data if view.nbytes], wait)
         return [WireTensor(dtype, shape, view) for (dtype, shape), view in zip(shapes, data, strict=True)]
 
     def _take(self, size: int, wait: Wait) -> bytearray:

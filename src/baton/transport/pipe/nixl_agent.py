@@ -1,0 +1,328 @@
+"""One NIXL agent: registered memory, peers, and one-sided reads that end before their caller goes on.
+
+NIXL moves the bytes with UCX: InfiniBand, NVLink, shared memory, process to process (CMA), sockets. It runs no thread
+of its own here, because its progress thread burns a core while nothing happens: who reads polls until its read is done,
+and who is being read from must call :meth:`NixlAgent.progress` meanwhile, which the peers tell each other over a
+connection of theirs. Calls are taken one at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import mmap
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.config.ucx import set_ucx_environment
+from baton.errors import ConfigError, DeadlineError, PipeClosedError
+from baton.transport.block_types import Bytes
+from baton.transport.sockets import Stream
+from baton.transport.waiting import Wait
+from baton.transport.wire import BadFrameError
+
+log = logging.getLogger(__name__)
+Rows = npt.NDArray[np.uint64]
+"""uint64 [n, 3]: address, bytes, device (0)."""
+
+MAX_METADATA_BYTES = 64 << 10
+"""Bound on what a peer says about its memory; a machine with eight network cards needs a few KiB."""
+DRAIN_S = 2.0
+"""How long a read that nobody waits for any more may take to end before it counts as stuck."""
+_MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
+_BACKEND = "UCX"
+_SPINS = 200
+_PAUSE_S = (20e-6, 500e-6)
+"""Shortest and longest pause between two looks at a read under way, after the first ``_SPINS`` looks without any."""
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """Memory that an agent has registered.
+
+    Attributes:
+        memory: uint8 [bytes].
+        metadata: What a peer's agent needs to read it, and nothing about other regions.
+        stuck: Reads into it that could not be brought to an end; it must not be used again.
+    """
+
+    memory: Bytes
+    metadata: bytes
+    descriptors: Any
+    stuck: list[Any] = field(default_factory=list)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return int(self.memory.ctypes.data)
+
+
+class NixlAgent:
+    """An agent with the UCX backend; thread safe. One per service is enough, and costs about half a second to make.
+
+    Args:
+        host: Address of this machine that peers reach it by; UCX listens on its interface alone.
+
+    Attributes:
+        name: Unique in the world.
+
+    Raises:
+        ConfigError: NIXL is not installed or UCX does not come up; says which, and what to do.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        set_ucx_environment(host)
+        api = _import_nixl()
+        self.name = f"baton-{secrets.token_hex(8)}"
+        self._errors = _error_types(api)
+        self._lock = threading.Lock()
+        self._peers: dict[str, int] = {}
+        self._spare: dict[int, list[Region]] = {}
+        self._kept: list[Region] = []
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent: Any = api.nixl_agent(self.name, config)
+            # Peers may die: their end must be an error, not a read that never ends.
+            self._agent.create_backend(_BACKEND, {"ucx_error_handling_mode": "peer"})
+        except self._errors as error:
+            raise ConfigError(
+                f"the nixl pipe cannot work here: NIXL's UCX does not start ({error})", field="pipes"
+            ) from error
+
+    @property
+    def closed(self) -> bool:
+        """Whether the agent was closed, or given up because a read into somebody's blocks was stuck."""
+        return self._agent is None
+
+    def register(self, memory: Bytes) -> Region:
+        """Register memory, to be read from or into.
+
+        Args:
+            memory: uint8 [bytes], C-contiguous; kept alive by the region.
+
+        Raises:
+            PipeClosedError: The agent was closed.
+            ConfigError: The memory cannot be registered (a limit on locked memory, say).
+        """
+        with self._lock:
+            agent = self._get()
+            try:
+                rows = [(memory.ctypes.data, memory.nbytes, 0, "")]
+                descriptors = agent.register_memory(rows, "DRAM", backends=[_BACKEND])
+                metadata = bytes(agent.get_partial_agent_metadata(descriptors, True, [_BACKEND]))
+            except self._errors as error:
+                raise ConfigError(f"NIXL cannot register {memory.nbytes} bytes: {error}", field="pipes") from error
+        return Region(memory, metadata, descriptors)
+
+    def lend(self, size: int) -> Region:
+        """Return registered scratch memory of ``size`` bytes; :meth:`give_back` it."""
+        with self._lock:
+            spare = self._spare.get(size)
+            if spare:
+                return spare.pop()
+        return self.register(np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8))
+
+    def give_back(self, region: Region) -> None:
+        """End the use of scratch memory.
+
+        It stays registered for the next one who needs as much: so an address stands for one registration for good,
+        and what peers know of it never gets old.
+        """
+        with self._lock:
+            kept = self._kept if region.stuck else self._spare.setdefault(len(region.memory), [])
+            kept.append(region)
+
+    def connect(self, name: str, metadata: bytes) -> None:
+        """Get to know a peer's agent and a region of it; :meth:`disconnect` once per call.
+
+        Raises:
+            BadFrameError: The metadata is not that of this agent.
+            PipeClosedError: This agent was closed.
+        """
+        if name == self.name:
+            raise BadFrameError("both ends of the pipe use the same NIXL agent", field="agent")
+        with self._lock:
+            agent = self._get()
+            try:
+                found = agent.add_remote_agent(metadata)
+            except self._errors as error:
+                raise BadFrameError(f"the peer's NIXL metadata is malformed: {error}", field="metadata") from error
+            found = found.decode(errors="replace") if isinstance(found, bytes) else found
+            if found != name:
+                if found not in self._peers:
+                    agent.remove_remote_agent(found)
+                raise BadFrameError("the peer's NIXL metadata is another agent's", field="agent")
+            self._peers[name] = self._peers.get(name, 0) + 1
+
+    def disconnect(self, name: str) -> None:
+        """Forget a peer, if this was the last use of it."""
+        with self._lock:
+            if name not in self._peers:
+                return
+            self._peers[name] -= 1
+            if self._peers[name] == 0:
+                del self._peers[name]
+                if self._agent is not None:
+                    self._try(lambda: self._agent.remove_remote_agent(name))
+                    self._try(lambda: self._agent.get_new_notifs([_BACKEND]))  # lets UCX close its connections
+
+    def progress(self) -> None:
+        """Let UCX do what peers wait for; never blocks.
+
+        Raises:
+            PipeClosedError: The agent was closed.
+        """
+        with self._lock:
+            self._get().get_new_notifs([_BACKEND])  # notifications: Baton's pipes say everything over their lines
+
+    def read(self, peer: str, rows: tuple[Rows, Rows], target: Region, line: Stream, wait: Wait) -> None:
+        """Copy a peer's memory; on return or error nothing writes into the target any more, unless it says ``stuck``.
+
+        Args:
+            peer: Name of its agent.
+            rows: Where to, and where from; as many of each, of equal lengths.
+            target: The region that the first rows are in.
+            line: A connection to the peer; its end ends the read.
+            wait: Deadline and cancel flag.
+
+        Raises:
+            PipeClosedError: The peer or this agent is gone, or the peer does not own that memory.
+            DeadlineError, CancelledError: As their names say.
+        """
+        wait.check("reading a peer's memory")
+        handle, state = self._start(peer, rows)
+        try:
+            self._await(handle, state, line, wait)
+        except BaseException:
+            # UCX cannot call a read off: it is over when it is over, or when the whole agent is.
+            if not self._drained(handle):
+                target.stuck.append(handle)
+                raise
+            self._release(handle)
+            raise
+        self._release(handle)
+
+    def close(self) -> None:
+        """End the agent with all it has under way; harmless if repeated."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            for region in self._kept:
+                for handle in region.stuck:
+                    self._try(handle.release)
+            for name in list(self._peers):
+                self._try(lambda name=name: agent.remove_remote_agent(name))
+            self._peers.clear()
+            self._spare.clear()
+            self._kept.clear()
+
+    def _start(self, peer: str, rows: tuple[Rows, Rows]) -> tuple[Any, str]:
+        with self._lock:
+            agent = self._get()
+            try:
+                local, remote = (agent.get_xfer_descs(part, "DRAM") for part in rows)
+                handle = agent.initialize_xfer("READ", local, remote, peer, b"", [_BACKEND])
+                return handle, agent.transfer(handle)
+            except self._errors as error:
+                raise PipeClosedError(f"{peer} cannot be read from: {error}") from error
+
+    def _await(self, handle: Any, state: str, line: Stream, wait: Wait) -> None:
+        looks = 0
+        while state == "PROC":
+            looks += 1
+            if looks > _SPINS:
+                time.sleep(min(_PAUSE_S[1], _PAUSE_S[0] * (looks / _SPINS)))
+                wait.check("reading a peer's memory")
+                if line.peer_gone():
+                    raise PipeClosedError(f"{line.peer} went away during a read")
+            state = self._state(handle)
+        if state != "DONE":
+            raise PipeClosedError(f"a read from {line.peer} failed: the peer is gone, or not its owner any more")
+
+    def _state(self, handle: Any) -> str:
+        with self._lock:
+            try:
+                return str(self._get().check_xfer_state(handle))
+            except self._errors as error:
+                log.debug("a NIXL read failed: %s", error)
+                return "ERR"
+
+    def _drained(self, handle: Any) -> bool:
+        wait = Wait(time.monotonic() + DRAIN_S)
+        try:
+            while self._state(handle) == "PROC":
+                time.sleep(_PAUSE_S[1])
+                wait.check("ending a read")
+        except DeadlineError:
+            return False
+        except PipeClosedError:  # the agent is gone, and the read with it
+            return True
+        return True
+
+    def _release(self, handle: Any) -> None:
+        with self._lock:
+            self._try(handle.release)
+
+    def _try(self, call: Any) -> None:
+        """Give something back; what a dead peer keeps NIXL from taking, it takes when the agent ends."""
+        try:
+            call()
+        except self._errors as error:
+            log.debug("NIXL gave something back late: %s", error)
+
+    def _get(self) -> Any:
+        if self._agent is None:
+            raise PipeClosedError("the NIXL agent was closed")
+        return self._agent
+
+
+def nixl_obstacle() -> str:
+    """Say why NIXL cannot be used in this process; empty: it is installed."""
+    try:
+        _import_nixl()
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def attend(agent: NixlAgent, line: Stream, wait: Wait, what: str) -> None:
+    """Serve a peer's reads until the line has something to say (or ends).
+
+    Raises:
+        DeadlineError, CancelledError, PipeClosedError: As their names say.
+    """
+    looks = 0
+    while not line.readable_within(0.0 if looks < _SPINS else 1e-3):
+        agent.progress()
+        wait.check(what)
+        looks += 1
+
+
+def _import_nixl() -> ModuleType:
+    raising = logging.raiseExceptions
+    reasons = []
+    try:
+        for name in _MODULES:
+            try:
+                return importlib.import_module(f"{name}._api")
+            except ImportError as error:
+                if not isinstance(error, ModuleNotFoundError):
+                    reasons.append(f"{name}: {error}")
+    finally:
+        logging.raiseExceptions = raising  # NIXL sets it for the whole process
+    why = "; ".join(reasons) or "it is not installed"
+    raise ConfigError(
+        f"the nixl pipe needs NIXL ({why}): pip install nixl-cu12, which works without CUDA too", field="pipes"
+    )
+
+
+def _error_types(api: ModuleType) -> tuple[type[Exception], ...]:
+    bindings = api.nixlBind
+    found = [getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+    return (RuntimeError, *(item for item in found if isinstance(item, type) and issubclass(item, Exception)))
