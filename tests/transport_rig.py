@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
@@ -15,9 +16,20 @@ import numpy as np
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
-from baton.transport.blocks import BlockFetcher, BlockServer, BlockSource, Endpoint, ServerOptions
+from baton.transport.blocks import (
+    BlockFetcher,
+    BlockServer,
+    BlockSource,
+    Endpoint,
+    LinkOptions,
+    ServerOptions,
+    TcpOptions,
+)
 from baton.transport.pipe.base import Pipe, PipeListener
+from baton.transport.pipe.gloo import GlooPipe, GlooPipeListener
 from baton.transport.pipe.memory import MemoryNetwork
+from baton.transport.pipe.nixl import NixlPipe, NixlPipeListener
+from baton.transport.pipe.nixl_agent import NixlAgent
 from baton.transport.pipe.shm import ShmPipe, ShmPipeListener
 from baton.transport.pipe.tcp import TcpPipe, TcpPipeListener
 from baton.transport.sockets import connect_tcp, connect_unix
@@ -41,6 +53,10 @@ class Media:
             return self.network.listen(max_message_bytes=limit)
         if self.kind == "shm":
             return ShmPipeListener(max_message_bytes=limit, token=token)
+        if self.kind == "gloo":
+            return GlooPipeListener(max_message_bytes=limit, token=token)
+        if self.kind == "nixl":
+            return NixlPipeListener(nixl_agents()[0], max_message_bytes=limit, token=token)
         return TcpPipeListener(max_message_bytes=limit, token=token)
 
     def connect(self, address: str, *, limit: int = LIMIT, token: str | None = None) -> Pipe:
@@ -48,6 +64,13 @@ class Media:
             return self.network.connect(address)
         if self.kind == "shm":
             return ShmPipe.connect(address, deadline=soon(), max_message_bytes=limit, token=token, ring_bytes=64 << 10)
+        if self.kind == "gloo":
+            return GlooPipe.connect(address, deadline=soon(), max_message_bytes=limit, token=token)
+        if self.kind == "nixl":
+            agent = nixl_agents()[1]
+            return NixlPipe.connect(
+                address, agent=agent, deadline=soon(), max_message_bytes=limit, token=token, ring_bytes=64 << 10
+            )
         return TcpPipe.connect(address, deadline=soon(), max_message_bytes=limit, token=token)
 
     def pair(self, *, limit: int = LIMIT) -> tuple[Pipe, Pipe]:
@@ -57,7 +80,13 @@ class Media:
             return mine, accepted.result(10)
 
 
-MEDIA = ["memory", "shm", "tcp"]
+MEDIA = ["memory", "shm", "tcp", "nixl", "gloo"]
+
+
+@functools.cache
+def nixl_agents() -> tuple[NixlAgent, NixlAgent]:
+    """Two agents for all tests of this process, one for each end of a pipe."""
+    return NixlAgent(), NixlAgent()
 
 
 def soon(seconds: float = 20.0) -> float:
@@ -106,7 +135,12 @@ class Rig:
         self.source_arena.generations[:] = rng.integers(0, 1 << 63, num_blocks, dtype=np.uint64)
         self.print = Fingerprint.of(model="tiny", model_digest="d" * 64, rope="r", layout=layout)
         self.server = self.serve()
-        self.fetcher = BlockFetcher(self.target, self.print, kinds=(kind,), streams=streams, memory=self.network)
+        self.fetcher = BlockFetcher(
+            self.target,
+            self.print,
+            kinds=(kind,),
+            links=LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=self.network),
+        )
 
     def serve(self, **options: Any) -> BlockServer:
         return BlockServer(

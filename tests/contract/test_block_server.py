@@ -24,10 +24,20 @@ from baton.errors import (
     UnauthenticatedError,
 )
 from baton.kv.arena import KVArena
-from baton.transport.blocks import BlockFetcher, BlockReads, BlockServer, BlockSource, Endpoint, ServerOptions
+from baton.transport.blocks import (
+    BlockFetcher,
+    BlockReads,
+    BlockServer,
+    BlockSource,
+    Endpoint,
+    LinkOptions,
+    ServerOptions,
+    TcpOptions,
+)
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.pipe.tcp import TcpPipeListener
 from baton.transport.pipe.tcp_read import ServeLimits, request_blocks
+from baton.transport.read_wire import pack_request
 from baton.transport.waiting import Wait
 from baton.transport.wire import FrameKind, pack_header, recv_control
 from baton.types import InstanceId
@@ -85,11 +95,11 @@ def test_block_servers_want_the_token(kind: str) -> None:
     arena, target = KVArena(8, LAYOUT.block_bytes), KVArena(8, LAYOUT.block_bytes)
     server = BlockServer(arena, PRINT, InstanceId("p0"), kinds=(kind,), token="secret")
     for token in (None, "other"):
-        fetcher = BlockFetcher(target, PRINT, token=token)
+        fetcher = BlockFetcher(target, PRINT, links=LinkOptions(token=token))
         with pytest.raises(UnauthenticatedError):
             fetcher.fetch(server.source, [0], [0], [0], deadline=soon())
         fetcher.close()
-    fetcher = BlockFetcher(target, PRINT, token="secret")
+    fetcher = BlockFetcher(target, PRINT, links=LinkOptions(token="secret"))
     assert fetcher.fetch(server.source, [0], [0], [0], deadline=soon()).valid.all()
     fetcher.close()
     server.close()
@@ -126,13 +136,16 @@ def test_wrong_configuration_is_refused() -> None:
     taken.close()
     with pytest.raises(ConfigError):
         BlockServer(KVArena(1, 64), PRINT, InstanceId("p0"))
-    for options in ({"kinds": "pigeon"}, {"kinds": ()}, {"max_threads": 0}, {"streams": 0}):
+    wrong: list[dict[str, Any]] = [
+        {"kinds": "pigeon"}, {"kinds": ()}, {"max_threads": 0}, {"links": LinkOptions(tcp=TcpOptions(streams=0))}
+    ]  # fmt: skip
+    for options in wrong:
         with pytest.raises(ConfigError):
             BlockFetcher(arena, PRINT, **options)
 
 
 def test_idle_connections_are_closed_and_made_again(tcp_rig: Rig) -> None:
-    fetcher = BlockFetcher(tcp_rig.target, PRINT, kinds=("tcp",), idle_s=0.05)
+    fetcher = BlockFetcher(tcp_rig.target, PRINT, kinds=("tcp",), links=LinkOptions(idle_s=0.05))
     source, generations = tcp_rig.server.source, tcp_rig.source_arena.generations[:1]
     fetcher.fetch(source, [0], generations, [0], deadline=soon())
     end = soon(5)
@@ -194,12 +207,19 @@ def test_a_server_checks_what_readers_ask_for(tcp_rig: Rig) -> None:
     tcp_rig.fetch([0], [0])
     pipe = next(iter(tcp_rig.fetcher._links._links.values())).pipe
     stream = next(iter(pipe._open))  # type: ignore[attr-defined]
-    beyond = BlockReads(np.array([200]), np.zeros(1, np.uint64), np.array([0]))
-    with pytest.raises(InvalidRequestError) as caught:
-        request_blocks(stream, beyond, tcp_rig.target.blocks, Wait(soon()))
-    assert caught.value.field == "remote_ids"
+    one, size = (np.array([0]), np.zeros(1, np.uint64), np.array([0])), LAYOUT.block_bytes
+    wrong = {
+        "remote_ids": BlockReads(np.array([200]), *one[1:]),
+        "source_shard": BlockReads(*one, source_shard=1),
+        "segments": BlockReads(*one, segments=np.array([[size - 8, 0, 16]])),
+    }
+    wrong_sum = BlockReads(*one, segments=np.array([[0, 0, size], [0, 0, size]]))
+    for field, reads in [*wrong.items(), ("segments", wrong_sum)]:
+        with pytest.raises(InvalidRequestError) as caught:
+            request_blocks(stream, reads, tcp_rig.target.blocks, Wait(soon()), checksums=True)
+        assert caught.value.field == field
     assert tcp_rig.fetch([1], [1]).valid.all()  # the connection is still in step
-    for payload in (b"", struct.pack("<I", 5), struct.pack("<I", 1) + b"\0" * 13):
+    for payload in (b"", struct.pack("<I", 5), struct.pack("<I", 1) + b"\0" * 13, DAMAGED):
         bad = BadRequest(tcp_rig)
         bad.stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], Wait(soon()), "bad")
         with pytest.raises(TransferError):
@@ -213,13 +233,18 @@ def test_a_server_checks_what_readers_ask_for(tcp_rig: Rig) -> None:
     assert tcp_rig.fetch([2], [2]).valid.all()
 
 
+_WHOLE = pack_request(BlockReads(np.array([1]), np.zeros(1, np.uint64), np.array([0])), checksums=True)
+DAMAGED = _WHOLE[:16] + bytes([_WHOLE[16] ^ 1]) + _WHOLE[17:]
+"""Asks for a block that nobody wanted: a bit changed on its way."""
+
+
 class BadRequest:
     """An authenticated connection whose next frame is up to the test."""
 
     def __init__(self, rig: Rig) -> None:
         source = rig.server.source
         self.stream = connect_raw("tcp", rig.server.endpoints[0].address)
-        facts = Facts(source.epoch, source.fingerprint, source.num_blocks, LAYOUT.block_bytes)
+        facts = Facts(source.epoch, source.fingerprint, source.num_blocks)
         greet_as_client(self.stream, None, Wait(soon()), purpose=PURPOSE_READ, facts=facts)
 
 
@@ -227,7 +252,7 @@ def test_readers_cannot_write_into_the_source(monkeypatch: pytest.MonkeyPatch) -
     rig = Rig("shm")
     rig.fetch([0], [0])
     pipe = next(iter(rig.fetcher._links._links.values())).pipe
-    arena = pipe._arena  # type: ignore[attr-defined]
+    arena = pipe._shards.primary  # type: ignore[attr-defined]
     assert not arena.blocks.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         arena.generations[0] = 1

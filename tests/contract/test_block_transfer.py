@@ -25,7 +25,8 @@ from baton.errors import (
 )
 from baton.kv.arena import KVArena
 from baton.kv.layout import LayerShape
-from baton.transport.blocks import BlockFetcher, BlockSource
+from baton.kv.shards import ShardSpec, shard_layout
+from baton.transport.blocks import BlockFetcher, BlockSource, LinkOptions, SequenceBlocks
 from baton.types import Epoch
 
 
@@ -160,17 +161,13 @@ def test_bad_ids_are_refused_by_name_before_anything_moves(
     [
         ("model_digest", "e" * 64),
         ("kv_dtype", "bfloat16"),
-        ("block_size", 32),
         ("layer_shapes", (LayerShape(2, 16, 16), LayerShape(2, 16, 16))),
         ("rope", "other"),
         ("adapter", "lora"),
         ("kv_scales", "s"),
         ("layout", "v2"),
-        ("tp_size", 2),
-        ("tp_rank", 1),
-        ("pp_size", 2),
-        ("pp_rank", 1),
         ("hash_scheme", "x"),
+        ("unsplit_layers", (1,)),
     ],
 )
 @pytest.mark.parametrize("lies", [False, True], ids=["known", "found-in-handshake"])
@@ -179,17 +176,31 @@ def test_another_fingerprint_is_refused_by_field(rig: Rig, field: str, value: An
     source = rig.server.source
     if lies:  # the source's description says what the reader wants to hear; the server does not
         source = dataclasses.replace(source, fingerprint=mine)
-    fetcher = BlockFetcher(rig.target, mine, kinds=(rig.kind,), memory=rig.network)
-    rig.target.blocks[:] = 0xEE
+    target = KVArena(1, shard_layout(mine.geometry, ShardSpec(), mine.block_size).block_bytes)
+    fetcher = BlockFetcher(target, mine, kinds=(rig.kind,), links=LinkOptions(memory=rig.network))
+    target.blocks[:] = 0xEE
     with pytest.raises(FingerprintMismatchError) as caught:
         fetcher.fetch(source, [0], [0], [0], deadline=soon())
     fetcher.close()
     assert caught.value.field == field
-    assert (rig.target.blocks == 0xEE).all()
+    assert (target.blocks == 0xEE).all()
+    target.close()
+
+
+@pytest.mark.parametrize(("field", "value"), [("tp_size", 2), ("pp_size", 2), ("block_size", 32)])
+def test_a_source_of_another_shape_than_it_was_described_with_is_refused(rig: Rig, field: str, value: Any) -> None:
+    lie = dataclasses.replace(rig.server.source, fingerprint=dataclasses.replace(PRINT, **{field: value}))
+    generations = rig.source_arena.generations[:1]
+    blocks = SequenceBlocks.pairs([0], generations, [0])
+    with pytest.raises(FingerprintMismatchError) as caught:
+        rig.fetcher.fetch_sequence(lie, blocks, deadline=soon())
+    assert caught.value.field == "fingerprint"
 
 
 def test_the_model_label_does_not_matter(rig: Rig) -> None:
-    fetcher = BlockFetcher(rig.target, dataclasses.replace(PRINT, model="alias"), kinds=(rig.kind,), memory=rig.network)
+    fetcher = BlockFetcher(
+        rig.target, dataclasses.replace(PRINT, model="alias"), kinds=(rig.kind,), links=LinkOptions(memory=rig.network)
+    )
     generations = rig.source_arena.generations[:3]
     assert fetcher.fetch(rig.server.source, [0, 1, 2], generations, [0, 1, 2], deadline=soon()).valid.all()
     fetcher.close()
@@ -254,7 +265,7 @@ def test_closing_the_fetcher_ends_it(rig: Rig) -> None:
 async def test_fetch_async(rig: Rig) -> None:
     generations = rig.source_arena.generations[:50]
     result = await rig.fetcher.fetch_async(
-        rig.server.source, np.arange(50), generations, np.arange(50), deadline=soon()
+        rig.server.source, SequenceBlocks.pairs(np.arange(50), generations, np.arange(50)), deadline=soon()
     )
     assert result.valid.all()
     assert rig.same(np.arange(50), np.arange(50))
@@ -265,7 +276,9 @@ async def test_fetch_async_is_bounded(tcp_rig: Rig) -> None:
     source = silent_source(tcp_rig)
     flag = threading.Event()
     calls = [
-        asyncio.create_task(fetcher.fetch_async(source, [0], [0], [0], deadline=soon(), cancelled=flag))
+        asyncio.create_task(
+            fetcher.fetch_async(source, SequenceBlocks.pairs([0], [0], [0]), deadline=soon(), cancelled=flag)
+        )
         for _ in range(65)
     ]
     done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
@@ -278,7 +291,9 @@ async def test_fetch_async_is_bounded(tcp_rig: Rig) -> None:
 
 async def test_a_cancelled_task_returns_only_when_nobody_writes_any_more(tcp_rig: Rig) -> None:
     fetcher = BlockFetcher(tcp_rig.target, PRINT, kinds=("tcp",))
-    task = asyncio.create_task(fetcher.fetch_async(silent_source(tcp_rig), [0], [0], [0], deadline=soon()))
+    task = asyncio.create_task(
+        fetcher.fetch_async(silent_source(tcp_rig), SequenceBlocks.pairs([0], [0], [0]), deadline=soon())
+    )
     await asyncio.sleep(0.05)
     task.cancel()
     start = time.monotonic()
@@ -306,7 +321,10 @@ def test_a_source_that_says_nothing_costs_no_more_than_the_deadline(tcp_rig: Rig
 async def test_closing_the_fetcher_ends_what_connects_and_what_waits(tcp_rig: Rig) -> None:
     fetcher = BlockFetcher(tcp_rig.target, PRINT, kinds=("tcp",), max_threads=1)
     source = silent_source(tcp_rig)
-    calls = [asyncio.create_task(fetcher.fetch_async(source, [0], [0], [0], deadline=soon(60))) for _ in range(3)]
+    calls = [
+        asyncio.create_task(fetcher.fetch_async(source, SequenceBlocks.pairs([0], [0], [0]), deadline=soon(60)))
+        for _ in range(3)
+    ]
     await asyncio.sleep(0.05)
     start = time.monotonic()
     await asyncio.to_thread(fetcher.close)

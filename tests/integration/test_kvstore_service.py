@@ -30,7 +30,7 @@ from baton.kv.layout import KVLayout, LayerShape
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error
-from baton.transport.blocks import BlockFetcher, BlockServer
+from baton.transport.blocks import BlockFetcher, BlockServer, LinkOptions, SequenceBlocks
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
@@ -56,7 +56,7 @@ class Instance:
         self.kind = kind
         self.arena = KVArena(32, kind.block_bytes)
         self.server = BlockServer(self.arena, kind, InstanceId("prefill-0"), kinds=pipes, token=token)
-        self.fetcher = BlockFetcher(self.arena, kind, kinds=pipes, token=token)
+        self.fetcher = BlockFetcher(self.arena, kind, kinds=pipes, links=LinkOptions(token=token))
         self.channel = open_channel(address, token=token)
         self.stub = kvstore_pb2_grpc.KvStoreServiceStub(self.channel)
 
@@ -91,7 +91,9 @@ class Instance:
         ids = list(range(first, first + len(answer.block_ids)))
         source = source_from_pb(answer.source)
         return await self.fetcher.fetch_async(
-            source, list(answer.block_ids), list(answer.generations), ids, deadline=time.monotonic() + WAIT_S
+            source,
+            SequenceBlocks.pairs(list(answer.block_ids), list(answer.generations), ids),
+            deadline=time.monotonic() + WAIT_S,
         )
 
     def holds(self, hashes: Sequence[bytes], first: int = 16) -> bool:

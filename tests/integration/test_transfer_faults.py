@@ -18,8 +18,9 @@ from tests.transport_faults import BIG, LAYOUT, Hook, Process, Proxy, fingerprin
 
 from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError, StaleBlockError, TransferError
 from baton.kv.arena import KVArena
-from baton.transport.blocks import BlockFetcher, BlockServer, BlockSource, Endpoint
+from baton.transport.blocks import BlockFetcher, BlockServer, BlockSource, Endpoint, LinkOptions, TcpOptions
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.transport.read_wire import tail_bytes
 from baton.transport.sockets import connect_tcp
 from baton.transport.waiting import Wait
 from baton.transport.wire import HEADER
@@ -57,7 +58,9 @@ def streams(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def fetcher(streams: int, target: KVArena) -> Iterator[BlockFetcher]:
-    fetcher = BlockFetcher(target, fingerprint(LAYOUT), kinds=("tcp",), streams=streams)
+    fetcher = BlockFetcher(
+        target, fingerprint(LAYOUT), kinds=("tcp",), links=LinkOptions(tcp=TcpOptions(streams, share_bytes=1))
+    )
     yield fetcher
     fetcher.close()
 
@@ -90,7 +93,7 @@ def handshake_bytes(server: BlockServer) -> int:
     proxy = Proxy(server.endpoints[0].address, count)
     stream = connect_tcp(proxy.address, Wait(soon()))
     source = server.source
-    facts = Facts(source.epoch, source.fingerprint, source.num_blocks, LAYOUT.block_bytes)
+    facts = Facts(source.epoch, source.fingerprint, source.num_blocks)
     greet_as_client(stream, None, Wait(soon()), purpose=PURPOSE_READ, facts=facts)
     stream.close()
     proxy.close()
@@ -102,7 +105,8 @@ def test_a_connection_cut_anywhere_fails_and_the_next_fetch_works(
 ) -> None:
     handshake = handshake_bytes(server)
     # The smallest answer on any of the connections: a header, two bitmaps, and a share of the blocks.
-    total = handshake + HEADER.size + 2 + len(IDS) // streams * LAYOUT.block_bytes
+    count = len(IDS) // streams
+    total = handshake + HEADER.size + 1 + count * LAYOUT.block_bytes + tail_bytes(count, count, checksums=True)
     for at_cut in cuts(total, handshake):
         target.blocks[:] = 0xEE
         proxy = Proxy(server.endpoints[0].address, cut_at=at_cut)
@@ -223,7 +227,7 @@ def test_a_block_recycled_while_it_is_copied_is_not_valid() -> None:
     def recycle() -> None:
         arena.generations[[0, 95]] = 8
 
-    hook = Hook(4, recycle)  # after the first 32 MiB: block 0 has been copied, block 95 has not
+    hook = Hook(3, recycle)  # after the first 32 MiB: block 0 has been copied and checked, block 95 has not
     server = BlockServer(arena, fingerprint(BIG), InstanceId("p0"), kinds=("shm",))
     fetcher = BlockFetcher(target, fingerprint(BIG))
     ids = np.arange(96)
@@ -232,7 +236,7 @@ def test_a_block_recycled_while_it_is_copied_is_not_valid() -> None:
     fetcher.close()
     server.close()
     assert hook.acted
-    assert np.flatnonzero(~result.valid).tolist() == [0, 95]
+    assert np.flatnonzero(~result.valid).tolist() == [95]
 
 
 @pytest.fixture

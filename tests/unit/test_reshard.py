@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kv_shapes import pool_of, whole_kv
 
 from baton.errors import ConfigError, FingerprintMismatchError
 from baton.kv.layout import LayerShape
 from baton.kv.reshard import ShardGrid, merge_segments, reshard, token_pieces
-from baton.kv.shards import KVGeometry, ShardSpec, head_range, layer_range, shard_heads, shard_layout, shard_specs
+from baton.kv.shards import KVGeometry, ShardSpec, head_range, layer_range, shard_layout, shard_specs
 
 SIZES = (1, 2, 3, 4, 6, 8)
 
 
 def divides(heads: int, tp: int) -> bool:
     return heads % tp == 0 or tp % heads == 0
-
-
-def whole_kv(geometry: KVGeometry, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Per layer K and V as [heads, tokens, dim], every element another number."""
-    counter, out = itertools.count(1), []
-    for shape in geometry.layers:
-        pair = []
-        for dim in (shape.k_dim, shape.v_dim):
-            count = shape.kv_heads * tokens * dim
-            values = np.fromiter(itertools.islice(counter, count), np.float32, count)
-            pair.append(values.reshape(shape.kv_heads, tokens, dim))
-        out.append((pair[0], pair[1]))
-    return out
-
-
-def pool_of(geometry: KVGeometry, spec: ShardSpec, size: int, kv: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """A rank's blocks [blocks, block_bytes] as a plain reshape of the whole KV."""
-    layout = shard_layout(geometry, spec, size)
-    blocks = kv[0][0].shape[1] // size
-    pool = np.zeros((blocks, layout.block_elements), np.float32)
-    for local, layer in enumerate(layer_range(len(geometry.layers), spec.pp_size, spec.pp_rank)):
-        heads = list(shard_heads(geometry, spec, layer))
-        for values, at in zip(kv[layer], (layout.layer_offsets[local], layout.v_offset(local)), strict=True):
-            part = values[heads].reshape(len(heads), blocks, size, -1).swapaxes(0, 1).reshape(blocks, -1)
-            pool[:, at : at + part.shape[1]] = part
-    return pool.view(np.uint8)
 
 
 def check(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> None:
@@ -131,9 +104,21 @@ def test_layers_of_stages() -> None:
     assert [list(head_range(2, 8, rank)) for rank in range(8)] == [[0]] * 4 + [[1]] * 4
 
 
+def test_block_sizes_without_a_common_measure_are_refused() -> None:
+    geometry = KVGeometry((LayerShape(4, 8, 8),), "float32")
+    with pytest.raises(FingerprintMismatchError) as refused:
+        reshard(geometry, ShardGrid(1, 1, 65_537), ShardGrid(1, 1, 16))
+    assert refused.value.field == "block_size"
+
+
 @pytest.mark.parametrize(
     ("grid", "field"),
-    [(ShardGrid(3, 1, 16), "tp_size"), (ShardGrid(1, 5, 16), "pp_size"), (ShardGrid(0, 1, 1), "tp_size")],
+    [
+        (ShardGrid(3, 1, 16), "tp_size"),
+        (ShardGrid(1, 5, 16), "pp_size"),
+        (ShardGrid(0, 1, 1), "tp_size"),
+        (ShardGrid(4096, 1, 16), "tp_size"),
+    ],
 )
 def test_what_cannot_be_mapped_names_the_field(grid: ShardGrid, field: str) -> None:
     geometry = KVGeometry((LayerShape(4, 8, 8),) * 4, "float32")

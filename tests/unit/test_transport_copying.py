@@ -12,10 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import CancelledError, DeadlineError
-from baton.transport.copying import BATCH_BYTES, BlockCopier, fence, id_runs, merge_runs
+from baton.kv.reshard import Segments
+from baton.transport.block_types import BlockReads, Bytes, Ids
+from baton.transport.copying import BATCH_BYTES, BlockCopier, fence, merge_runs
 from baton.transport.waiting import Wait
 
 COPIERS = {"native": BlockCopier(), "libc": BlockCopier(native=False)}
+
+
+def copy(
+    copier: BlockCopier, local: Bytes, remote: Bytes, ids: tuple[Ids, Ids], wait: Wait, segments: Segments | None = None
+) -> None:
+    """Copy remote blocks ``ids[0]`` to local ``ids[1]``; all have the generation that is asked for."""
+    generations = np.arange(len(remote), dtype=np.uint64) * 7
+    reads = BlockReads(ids[0], generations[ids[0]], ids[1], segments)
+    assert copier.read(local, remote, generations, reads, wait).all()
 
 
 def test_without_a_compiler_libc_serves() -> None:
@@ -43,7 +54,7 @@ def test_copy_is_indexing(copier: BlockCopier, data: st.DataObject) -> None:
     local = np.full((blocks + 3, size), 0xEE, dtype=np.uint8)
     expected = local.copy()
     expected[local_ids] = remote[remote_ids]
-    copier.copy(local, remote, remote_ids, local_ids, Wait(time.monotonic() + 60))
+    copy(copier, local, remote, (remote_ids, local_ids), Wait(time.monotonic() + 60))
     assert np.array_equal(local, expected)
 
 
@@ -53,8 +64,61 @@ def test_more_runs_than_one_system_call_takes(copier: BlockCopier) -> None:
     remote = rng.integers(0, 256, (5000, 96), dtype=np.uint8)
     local = np.zeros_like(remote)
     there, here = rng.permutation(5000), rng.permutation(5000)
-    copier.copy(local, remote, there, here, Wait(time.monotonic() + 60))
+    copy(copier, local, remote, (there, here), Wait(time.monotonic() + 60))
     assert np.array_equal(local[here], remote[there])
+
+
+@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_segments_go_where_they_say(copier: BlockCopier, data: st.DataObject) -> None:
+    """Between blocks of different sizes; what no segment names is left alone."""
+    from_size, to_size = data.draw(st.tuples(st.integers(1, 300), st.integers(1, 300)))
+    cuts = sorted(data.draw(st.sets(st.integers(0, min(from_size, to_size)), min_size=2, max_size=8)))
+    shift, back = data.draw(st.integers(0, from_size - cuts[-1])), data.draw(st.integers(0, to_size - cuts[-1]))
+    rows = [(a + shift, a + back, b - a) for a, b in itertools.pairwise(cuts)]
+    kept = data.draw(st.permutations(rows))[: data.draw(st.integers(1, len(rows)))]
+    remote = np.random.default_rng(0).integers(0, 256, (9, from_size), dtype=np.uint8)
+    local = np.full((11, to_size), 0xEE, dtype=np.uint8)
+    there, here = np.random.default_rng(1).permutation(9), np.random.default_rng(2).permutation(11)[:9]
+    expected = local.copy()
+    for begin, to, size in kept:
+        expected[here, to : to + size] = remote[there, begin : begin + size]
+    copy(copier, local, remote, (there, here), Wait(time.monotonic() + 60), np.array(kept, dtype=np.int64))
+    assert np.array_equal(local, expected)
+
+
+@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
+def test_blocks_of_another_generation_are_not_copied(copier: BlockCopier) -> None:
+    remote, local = np.ones((6, 64), dtype=np.uint8), np.zeros((6, 64), dtype=np.uint8)
+    generations, ids = np.full(6, 3, dtype=np.uint64), np.arange(6)
+    wanted = np.array([3, 2, 3, 3, 4, 3], dtype=np.uint64)
+    valid = copier.read(local, remote, generations, BlockReads(ids, wanted, ids), Wait(time.monotonic() + 60))
+    assert valid.tolist() == [True, False, True, True, False, True]
+    assert local[:, 0].tolist() == [1, 0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
+def test_a_block_that_changes_during_the_copy_is_not_valid(copier: BlockCopier) -> None:
+    size, blocks = 1 << 20, 3 * BATCH_BYTES // (1 << 20)
+    remote, local = np.ones((blocks, size), dtype=np.uint8), np.zeros((blocks, size), dtype=np.uint8)
+    generations, ids = np.zeros(blocks, dtype=np.uint64), np.arange(blocks)
+
+    class Writer:
+        """Changes a block's generation once the first batch is copied: it is looked at between batches."""
+
+        looks = 0
+
+        def is_set(self) -> bool:
+            self.looks += 1
+            if self.looks == 2:
+                generations[[0, blocks - 1]] += np.uint64(1)
+            return False
+
+    reads = BlockReads(ids, generations.copy(), ids)
+    valid = copier.read(local, remote, generations, reads, Wait(time.monotonic() + 60, Writer()))
+    assert valid[0]  # checked after its own batch, before the change
+    assert np.flatnonzero(~valid).tolist() == [blocks - 1]
 
 
 class Countdown:
@@ -75,13 +139,13 @@ def test_long_copies_look_at_the_flag_and_the_clock(copier: BlockCopier) -> None
     remote, local = np.ones((blocks, size), dtype=np.uint8), np.zeros((blocks, size), dtype=np.uint8)
     ids = np.arange(blocks)
     with pytest.raises(CancelledError):
-        copier.copy(local, remote, ids, ids, Wait(time.monotonic() + 60, Countdown(2)))
+        copy(copier, local, remote, (ids, ids), Wait(time.monotonic() + 60, Countdown(2)))
     copied = int(local[:, 0].sum())
     assert 0 < copied < blocks
     with pytest.raises(DeadlineError):
-        copier.copy(local, remote, ids, ids, Wait(time.monotonic() - 1))
+        copy(copier, local, remote, (ids, ids), Wait(time.monotonic() - 1))
     flag = threading.Event()
-    copier.copy(local, remote, ids, ids, Wait(time.monotonic() + 60, flag))
+    copy(copier, local, remote, (ids, ids), Wait(time.monotonic() + 60, flag))
     assert local.all()
 
 
@@ -93,14 +157,6 @@ def test_runs_cover_the_pairs_in_order_and_are_as_long_as_can_be(pairs: list[tup
     assert [(r + i, b + i) for b, r, n in runs for i in range(n)] == pairs
     for (b, r, n), (next_b, next_r, _) in itertools.pairwise(runs):
         assert (next_b, next_r) != (b + n, r + n)
-
-
-@given(st.lists(st.integers(0, 30), max_size=40))
-def test_runs_of_one_side(ids: list[int]) -> None:
-    runs = id_runs(np.array(ids, dtype=np.int64))
-    assert [i for first, end in runs for i in range(first, end)] == ids
-    for (_, end), (first, _) in itertools.pairwise(runs):
-        assert first != end
 
 
 def test_fence_returns() -> None:

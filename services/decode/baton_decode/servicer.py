@@ -80,6 +80,7 @@ class DecodeServicer(WorkerServicerBase):
             pipe_fallback=transfer.pipe_fallback,
             kv_bytes=transfer.kv_bytes,
             transfer_us=transfer.transfer_us,
+            exposed_us=transfer.exposed_us,
             prompt_tokens=metrics.prompt_tokens,
             cached_tokens=metrics.cached_tokens,
             transferred_tokens=metrics.transferred_tokens,

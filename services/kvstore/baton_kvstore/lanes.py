@@ -7,7 +7,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.transport.blocks import BlockFetcher, BlockServer, BlockSource, FetchResult, ServerOptions
+from baton.transport.blocks import (
+    BlockFetcher,
+    BlockServer,
+    BlockSource,
+    FetchResult,
+    LinkOptions,
+    SequenceBlocks,
+    ServerOptions,
+)
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.pool import Pool
@@ -57,7 +65,7 @@ class Lanes:
         Raises:
             BatonError: Nothing came.
         """
-        return await self._of(pool).fetcher.fetch_async(source, *reads, deadline=deadline)
+        return await self._of(pool).fetcher.fetch_async(source, SequenceBlocks.pairs(*reads), deadline=deadline)
 
     def close_pool(self, pool: Pool) -> None:
         """Close a pool's lane and memory in the background."""
@@ -96,7 +104,11 @@ class Lanes:
                 options=options,
             )
             fetcher = BlockFetcher(
-                pool.arena, kind, kinds=config.pipes, token=self._token, max_threads=config.pull_workers
+                pool.arena,
+                kind,
+                kinds=config.pipes,
+                max_threads=config.pull_workers,
+                links=LinkOptions(token=self._token),
             )
             lane = self._lanes[pool.key] = Lane(server, fetcher)
             log.info("new kind of KV: model %s, %d bytes per block", kind.model, kind.block_bytes)

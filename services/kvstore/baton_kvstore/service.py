@@ -182,11 +182,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 def _fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
     if not message.block_bytes:
         raise InvalidRequestError("a fingerprint is needed, with block_bytes", field="fingerprint")
-    return fingerprint_from_pb(message)
+    return fingerprint_from_pb(message).undivided()  # however its owners divide it, it is kept whole
 
 
 def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, source: BlockSource) -> None:
-    fingerprint.require_equal(source.fingerprint, who="source")
+    fingerprint.require_equal(source.fingerprint.undivided(), who="source")
     for name in ("block_ids", "generations"):
         count = len(getattr(request, name))
         if count != len(request.block_hashes):

@@ -34,10 +34,9 @@ class PrefillParts:
             block_size=parts.engine_config.block_size,
             lease_s=config.lease_s,
             max_leases=config.max_leases,
+            layers=len(parts.runner.fingerprint.layer_shapes) if config.layerwise else 0,
         )
-        self._fetcher = BlockFetcher(
-            parts.arena, parts.runner.fingerprint, kinds=config.pipes, token=parts.token, memory=parts.memory
-        )
+        self._fetcher = BlockFetcher(parts.arena, parts.runner.fingerprint, kinds=config.pipes, links=parts.links)
         self._store = StoreSide(parts, self._fetcher)
         self.connector: KVConnector = self._store.first(self._offerer)
 

@@ -100,7 +100,9 @@ class PrefillServicer(WorkerServicerBase):
     def _engine_request(self, request: worker_pb2.PrefillRequest) -> EngineRequest:
         tokens = list(request.prompt_token_ids)
         request_id = require_request(request.request_id, len(tokens))
-        self._worker.runner.fingerprint.require_equal(fingerprint_from_pb(request.fingerprint), who="decode instance")
+        self._worker.runner.fingerprint.require_compatible(
+            fingerprint_from_pb(request.fingerprint), who="decode instance"
+        )
         if request.num_held_tokens >= len(tokens):
             raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
         if request.num_output_tokens >= len(tokens):
@@ -146,4 +148,5 @@ def _offer_to_pb(lease: Lease, offer: Offer) -> common_pb2.KvOffer:
         block_ids=offer.block_ids,
         generations=offer.generations,
         num_tokens=offer.num_tokens,
+        ready=offer.ready,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.api.v1 import common_pb2
 
-_SUMS = ("kv_bytes", "transfer_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
+_SUMS = ("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
 
 
 class TraceMerge:

@@ -27,6 +27,7 @@ class Trace:
     pipe_fallback: str = ""
     kv_bytes: int = 0
     transfer_us: int = 0
+    exposed_us: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     transferred_tokens: int = 0

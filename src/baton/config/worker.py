@@ -20,6 +20,10 @@ class WorkerConfig:
     advertise: str = option("", "host:port under which others reach this instance; default: where it listens")
     routers: tuple[str, ...] = option((), "gRPC addresses of routers to register with")
     pipes: tuple[str, ...] = option(("shm", "tcp"), "pipes for KV, in order of preference: shm, tcp")
+    layerwise: bool = option(True, "prefill: offer KV layer by layer while it is computed")
+    kv_streams: int = option(4, "TCP connections that one big fetch is split over")
+    kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
+    fetch_threads: int = option(16, "fetches of KV at once")
     token_file: str = option("", "file with the token that services show each other")
     kvstore: str = option("", "gRPC address of a KV store to load from and save to; default: none")
     remote_prefill_threshold: int = option(64, "missing prompt tokens from which decode asks a prefill instance")
@@ -34,7 +38,7 @@ class WorkerConfig:
         for name in ("port", "kv_port", "metrics_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
-        for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms"):
+        for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms", "kv_streams", "fetch_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", field=name)
         unknown = sorted(set(self.pipes) - {"shm", "tcp", "memory"})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from baton.engine.sequence import Sequence
 from baton.kv.block_pool import BlockPool
-from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
+from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
 from baton.types import BlockId, RequestId
 
 _log = logging.getLogger(__name__)
@@ -82,6 +83,22 @@ class KVExchange:
         for request_id in self._connector.poll_releases():
             self.release(request_id)
         return ended
+
+    def begin_step(self, counts: Mapping[Sequence, int]) -> None:
+        """Tell the connector what a step is about to compute of prompts that others may fetch.
+
+        Args:
+            counts: New tokens per sequence.
+        """
+        if self._connector is None:
+            return
+        saves = [
+            PlannedSave(sequence.group.request.request_id, tuple(sequence.block_ids), sequence.num_computed + count)
+            for sequence, count in counts.items()
+            if sequence.pinned
+        ]
+        if saves:
+            self._connector.step_begins(saves)
 
     def progress(self, sequence: Sequence) -> None:
         """Tell the connector how far a prompt's KV is, if others may fetch it."""

@@ -5,6 +5,8 @@ descriptor and copies blocks from pool to pool, and the kernel frees it with its
 
 Generations fence one-sided reads. The owner raises a block's generation before it hands the block to a new user,
 so a reader who finds the generation unchanged *after* its copy knows that nobody wrote into the block meanwhile.
+
+Progress lets readers follow a computation: a counter that the owner raises, and that a reader may wait for.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
+from baton.kv.progress import Progress
 from baton.types import Epoch
 
 HEADER_BYTES = 4096
+_PROGRESS_AT = 64  # a cache line of its own
 MAGIC = b"BATONKV1"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -28,13 +32,14 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class KVArena:
     """A pool's memory: ``num_blocks`` blocks of ``block_bytes`` bytes behind a header and the generations.
 
-    Layout of the mapping: header page (magic, epoch, num_blocks, block_bytes), generations (uint64 per block, padded
-    to a page), blocks.
+    Layout of the mapping: header page (magic, epoch, num_blocks, block_bytes, progress), generations (uint64 per
+    block, padded to a page), blocks.
 
     Attributes:
         epoch: 16 random bytes of this arena; a restarted process has another.
         generations: uint64 array [num_blocks], shared with readers.
         blocks: uint8 array [num_blocks, block_bytes].
+        progress: How far the owner's computation is, shared with readers.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, *, epoch: Epoch | None = None) -> None:
@@ -50,8 +55,12 @@ class KVArena:
         self._mapping[: len(header)] = header
 
     @classmethod
-    def attach(cls, fd: int) -> KVArena:
-        """Map another process's arena, for reading only, from a file descriptor, which this object then owns.
+    def attach(cls, fd: int, *, writable: bool = False) -> KVArena:
+        """Map another process's arena from a file descriptor, which this object then owns.
+
+        Args:
+            fd: Of the arena's memory.
+            writable: For a rank of the instance that the arena belongs to; others only read.
 
         Raises:
             ConfigError: The descriptor is not an arena.
@@ -65,7 +74,7 @@ class KVArena:
         if not right or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ConfigError("the file descriptor received is not a KV arena")
         self.epoch = Epoch(header[8:24])
-        self._map(num_blocks, block_bytes, mmap.ACCESS_READ)
+        self._map(num_blocks, block_bytes, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         return self
 
     def _map(self, num_blocks: int, block_bytes: int, access: int) -> None:
@@ -73,6 +82,7 @@ class KVArena:
         self._mapping = mmap.mmap(self._fd, arena_bytes(num_blocks, block_bytes), access=access)
         whole = np.frombuffer(self._mapping, dtype=np.uint8)
         start = HEADER_BYTES + _page_up(8 * num_blocks)
+        self.progress = Progress(whole[_PROGRESS_AT : _PROGRESS_AT + 8].view(np.uint64))
         self.generations: npt.NDArray[np.uint64] = whole[HEADER_BYTES : HEADER_BYTES + 8 * num_blocks].view(np.uint64)
         self.blocks: npt.NDArray[np.uint8] = whole[start : start + num_blocks * block_bytes].reshape(
             num_blocks, block_bytes

@@ -6,8 +6,13 @@ Life of a load (decode): ``plan_load`` says how many tokens could come from outs
 -> ``start_load`` -> the connector writes into those blocks and reports through ``poll_loads`` -> the request runs.
 A load that failed reports how many leading tokens are valid; the engine computes the rest.
 
-Life of a save (prefill): after every step ``blocks_computed`` tells which blocks are complete -> at the end
-``request_finished`` returns ``True`` if the connector wants the blocks kept -> ``poll_releases`` gives them back.
+Life of a save (prefill): ``step_begins`` tells what a step is going to compute -> ``layer_computed`` as each layer's KV
+is in the pool -> after the step ``blocks_computed`` tells which blocks are complete -> at the end ``request_finished``
+returns ``True`` if the connector wants the blocks kept -> ``poll_releases`` gives them back.
+
+A connector has two sides: :class:`SchedulerSide` decides what is loaded and what is kept, :class:`WorkerSide` follows
+the computation. Everything has a default that does nothing, so a connector says only what it does: one that saves
+overrides ``blocks_computed``, one that loads the five methods from ``plan_load`` to ``has_pending``.
 
 Every method is called in the engine's thread and must not block. ``wake`` (given to the connector by whoever builds
 it) may be called from any thread to make the engine poll.
@@ -15,7 +20,6 @@ it) may be called from any thread to make the engine poll.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +41,8 @@ class TransferStats:
     transferred_tokens: int = 0
     source_cached_tokens: int = 0
     """Prefix hits at the source."""
+    exposed_us: int = 0
+    """From the end of the computation to the last byte: what the transfer added to the time to first token."""
     failures: tuple[str, ...] = ()
     """Sources that were tried in vain: ``"instance: reason"``."""
     local_reason: str = ""
@@ -97,10 +103,23 @@ class LoadUpdate:
     error: str | None = None
 
 
-class KVConnector(ABC):
-    """Moves KV between an engine's pool and the outside."""
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """What a step will have computed of one request.
 
-    @abstractmethod
+    Attributes:
+        block_ids: All blocks of the request, from its first token on.
+        num_tokens: Leading tokens whose KV will be complete after the step.
+    """
+
+    request_id: RequestId
+    block_ids: Sequence[BlockId]
+    num_tokens: int
+
+
+class SchedulerSide:
+    """What the scheduler asks: where KV may come from, and which blocks must stay."""
+
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
         """Say how much could come from outside, or ``None`` if nothing should.
 
@@ -108,8 +127,8 @@ class KVConnector(ABC):
             request: The request.
             num_local_tokens: Leading tokens found in the engine's own prefix cache.
         """
+        return None
 
-    @abstractmethod
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """Begin to fill blocks.
 
@@ -118,16 +137,45 @@ class KVConnector(ABC):
             num_local_tokens: Leading tokens already there; blocks before them must not be written.
             block_ids: All blocks of the request, from its first token on.
         """
+        raise NotImplementedError(f"{type(self).__name__} plans loads and cannot start them")
 
-    @abstractmethod
     def cancel_load(self, request_id: RequestId) -> None:
         """Stop a load. Its ``LoadUpdate`` still comes, once nobody writes into the blocks any more."""
 
-    @abstractmethod
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended since the last call."""
+        return []
 
-    @abstractmethod
+    def request_finished(self, request_id: RequestId) -> bool:
+        """Tell that a request ended; ``True``: keep its blocks until ``poll_releases`` names it."""
+        return False
+
+    def poll_releases(self) -> list[RequestId]:
+        """Return finished requests whose blocks are not needed any more."""
+        return []
+
+    def has_pending(self) -> bool:
+        """Whether loads or held blocks are outstanding."""
+        return False
+
+
+class WorkerSide:
+    """What the computation tells."""
+
+    def step_begins(self, saves: Sequence[PlannedSave]) -> None:
+        """Tell what a step is about to compute of prompts. A step that fails is not followed by ``blocks_computed``.
+
+        Args:
+            saves: One entry per request whose prompt makes progress; not empty.
+        """
+
+    def layer_computed(self, layer: int) -> None:
+        """Tell that one layer's KV of the running step is in the pool, on every rank.
+
+        Layers come in order. Some may be left out (those of later pipeline stages, for one): the next step, or
+        ``blocks_computed``, says that they are done too.
+        """
+
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
@@ -142,18 +190,9 @@ class KVConnector(ABC):
             num_tokens: Leading tokens whose KV is complete.
         """
 
-    @abstractmethod
-    def request_finished(self, request_id: RequestId) -> bool:
-        """Tell that a request ended; ``True``: keep its blocks until ``poll_releases`` names it."""
 
-    @abstractmethod
-    def poll_releases(self) -> list[RequestId]:
-        """Return finished requests whose blocks are not needed any more."""
+class KVConnector(SchedulerSide, WorkerSide):
+    """Moves KV between an engine's pool and the outside."""
 
-    @abstractmethod
-    def has_pending(self) -> bool:
-        """Whether loads or held blocks are outstanding."""
-
-    @abstractmethod
     def close(self) -> None:
         """End all loads and give everything back."""

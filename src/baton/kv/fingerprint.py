@@ -10,11 +10,21 @@ from dataclasses import dataclass
 from baton.errors import FingerprintMismatchError
 from baton.hashing import HASH_SCHEME
 from baton.kv.layout import LAYOUT_NAME, KVLayout, LayerShape
+from baton.kv.reshard import ReshardPlan, ShardGrid, reshard
+from baton.kv.shards import KVGeometry
+
+SHAPE_FIELDS = frozenset({"tp_size", "pp_size", "block_size", "block_bytes"})
+"""What may differ between instances that exchange blocks: how the same KV is cut up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identity of an instance's KV. ``model`` is a label; every other field must be equal between peers."""
+    """Identity of an instance's KV, all ranks together. ``model`` is a label.
+
+    Attributes:
+        layer_shapes: Of the whole model, undivided; so are ``block_bytes``.
+        unsplit_layers: Layers whose heads every rank holds, in rising order.
+    """
 
     model: str
     model_digest: str
@@ -27,14 +37,13 @@ class Fingerprint:
     kv_scales: str = ""
     layout: str = LAYOUT_NAME
     tp_size: int = 1
-    tp_rank: int = 0
     pp_size: int = 1
-    pp_rank: int = 0
     hash_scheme: str = HASH_SCHEME
+    unsplit_layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, *, model: str, model_digest: str, rope: str, layout: KVLayout) -> Fingerprint:
-        """Build the fingerprint of a single-rank instance."""
+        """Build the fingerprint of an instance with one rank."""
         return cls(
             model=model,
             model_digest=model_digest,
@@ -48,17 +57,49 @@ class Fingerprint:
     def content_key(self) -> bytes:
         """Digest (32 bytes) of what decides the numbers in a block: the root of its hash chain.
 
-        Rank and layer range are left out: a block hash names the tokens' KV, a shard of it is named by hash and rank.
+        The parallel shape is left out: a block hash names the tokens' KV, however it is divided.
         """
         names = ("model_digest", "adapter", "kv_dtype", "kv_scales", "rope", "block_size", "hash_scheme")
         text = json.dumps({name: getattr(self, name) for name in names}, sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
 
     def digest(self) -> bytes:
-        """Digest (32 bytes) of every field but the label: equal digests mean that blocks can be copied as they are."""
+        """Digest (32 bytes) of every field but the label: equal digests mean that blocks are cut up alike."""
         values = dataclasses.asdict(self)
         del values["model"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+
+    def undivided(self) -> Fingerprint:
+        """Return the fingerprint of the same KV on a single rank."""
+        return dataclasses.replace(self, tp_size=1, pp_size=1)
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The whole model's KV."""
+        return KVGeometry(self.layer_shapes, self.kv_dtype, frozenset(self.unsplit_layers))
+
+    @property
+    def grid(self) -> ShardGrid:
+        """How it is cut up."""
+        return ShardGrid(self.tp_size, self.pp_size, self.block_size)
+
+    def plan_from(self, source: Fingerprint, *, who: str = "source") -> ReshardPlan:
+        """Map another instance's blocks to this one's.
+
+        Raises:
+            FingerprintMismatchError: Its KV is not the same thing, or one of the shapes does not fit the model; names
+                the field.
+        """
+        self.require_compatible(source, who=who)
+        return reshard(self.geometry, source.grid, self.grid)
+
+    def require_compatible(self, other: Fingerprint, *, who: str = "peer") -> None:
+        """Refuse a peer whose KV is not the same thing; it may be cut up otherwise.
+
+        Raises:
+            FingerprintMismatchError: Names the first field that differs.
+        """
+        self._require(other, who, SHAPE_FIELDS)
 
     def require_equal(self, other: Fingerprint, *, who: str = "peer") -> None:
         """Refuse a peer whose blocks are not the same thing.
@@ -66,8 +107,11 @@ class Fingerprint:
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
+        self._require(other, who, frozenset())
+
+    def _require(self, other: Fingerprint, who: str, free: frozenset[str]) -> None:
         for item in dataclasses.fields(self):
-            if item.name == "model":
+            if item.name == "model" or item.name in free:
                 continue
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if mine != theirs:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import FingerprintMismatchError
 from baton.kv.shards import KVGeometry, ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
+
+MAX_TP = 256
+MAX_PIECES = 4096
+"""Pieces of a period: block sizes without a common measure would have millions."""
 
 Segments = npt.NDArray[np.int64]
 """int64 [m, 3]: offset in the source's block, offset in the target's block, bytes."""
@@ -88,15 +92,21 @@ def token_pieces(source_size: int, target_size: int) -> tuple[TokenPiece, ...]:
     return tuple(pieces)
 
 
-@cache
+@lru_cache(maxsize=64)
 def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> ReshardPlan:
     """Map an instance's blocks to another's.
 
     Raises:
-        FingerprintMismatchError: One of the shapes does not fit the model; names ``tp_size`` or ``pp_size``.
+        FingerprintMismatchError: One of the shapes does not fit the model, or the block sizes do not fit each other;
+            names ``tp_size``, ``pp_size`` or ``block_size``.
     """
     for grid in (source, target):
         _check(geometry, grid)
+    if (source.block_size + target.block_size) // math.gcd(source.block_size, target.block_size) > MAX_PIECES:
+        raise FingerprintMismatchError(
+            f"blocks of {source.block_size} and {target.block_size} tokens have no small common multiple",
+            field="block_size",
+        )
     pieces = token_pieces(source.block_size, target.block_size)
     copies = []
     for to in shard_specs(target.tp_size, target.pp_size):
@@ -129,6 +139,8 @@ def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
     for field, size in (("tp_size", grid.tp_size), ("pp_size", grid.pp_size), ("block_size", grid.block_size)):
         if size < 1:
             raise FingerprintMismatchError(f"{field} must be at least 1, got {size}", field=field)
+    if grid.tp_size > MAX_TP:
+        raise FingerprintMismatchError(f"tp_size must be at most {MAX_TP}, got {grid.tp_size}", field="tp_size")
     if grid.pp_size > len(geometry.layers):
         raise FingerprintMismatchError(
             f"{len(geometry.layers)} layers have no pp_size of {grid.pp_size}", field="pp_size"

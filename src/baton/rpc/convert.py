@@ -139,9 +139,7 @@ _FINGERPRINT_PLAIN = (
     "layout",
     "block_bytes",
     "tp_size",
-    "tp_rank",
     "pp_size",
-    "pp_rank",
     "hash_scheme",
 )
 
@@ -150,7 +148,7 @@ def fingerprint_to_pb(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
     """Fingerprint to the wire."""
     shapes = [n for s in fingerprint.layer_shapes for n in (s.kv_heads, s.k_dim, s.v_dim)]
     plain = {name: getattr(fingerprint, name) for name in _FINGERPRINT_PLAIN}
-    return common_pb2.Fingerprint(layer_shapes=shapes, **plain)
+    return common_pb2.Fingerprint(layer_shapes=shapes, unsplit_layers=fingerprint.unsplit_layers, **plain)
 
 
 def fingerprint_from_pb(message: common_pb2.Fingerprint) -> Fingerprint:
@@ -163,4 +161,5 @@ def fingerprint_from_pb(message: common_pb2.Fingerprint) -> Fingerprint:
     if len(flat) % 3:
         raise InvalidRequestError("layer_shapes must be triples", field="fingerprint.layer_shapes")
     shapes = tuple(LayerShape(*flat[i : i + 3]) for i in range(0, len(flat), 3))
-    return Fingerprint(layer_shapes=shapes, **{name: getattr(message, name) for name in _FINGERPRINT_PLAIN})
+    plain = {name: getattr(message, name) for name in _FINGERPRINT_PLAIN}
+    return Fingerprint(layer_shapes=shapes, unsplit_layers=tuple(message.unsplit_layers), **plain)

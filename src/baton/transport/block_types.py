@@ -10,6 +10,7 @@ import numpy.typing as npt
 from baton.errors import InvalidRequestError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
+from baton.kv.reshard import Segments
 from baton.types import Epoch, InstanceId
 
 Ids = npt.NDArray[np.int64]
@@ -19,11 +20,13 @@ Bytes = npt.NDArray[np.uint8]
 
 MAX_BLOCKS_PER_READ = 65_536
 """Blocks in one read request on the wire; longer reads are split."""
+MAX_SEGMENTS = 65_536
+"""Segments per block in one read request: 128 layers with 256 heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A listening pipe: its kind (``shm``, ``tcp``, ``memory``) and its address as that kind writes it."""
+    """A listening pipe: its kind (``shm``, ``tcp``, ...) and its address as that kind writes it."""
 
     kind: str
     address: str
@@ -53,6 +56,7 @@ class FetchResult:
         pipe_kind: Kind of pipe the bytes came over; empty if none were asked for.
         num_bytes: Bytes of valid blocks.
         seconds: Wall time from call to return.
+        waited_s: How much of it was waiting for the source's computation.
         valid: bool [n], per block asked for: whether its content is what was offered. Others must not be used.
         fallback_reason: Why a kind preferred over ``pipe_kind`` was not used; empty if there was none.
     """
@@ -62,15 +66,23 @@ class FetchResult:
     seconds: float
     valid: Valid
     fallback_reason: str = ""
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockReads:
-    """Blocks to copy, [n]: ``remote_ids[i]``, if its generation still is ``generations[i]``, to ``local_ids[i]``."""
+    """Blocks to copy, [n]: ``remote_ids[i]``, if its generation still is ``generations[i]``, to ``local_ids[i]``.
+
+    Attributes:
+        segments: Which bytes of a block go where, the same for every pair; ``None``: whole blocks.
+        source_shard: Index of the source's rank whose blocks are meant.
+    """
 
     remote_ids: Ids
     generations: Generations
     local_ids: Ids
+    segments: Segments | None = None
+    source_shard: int = 0
 
     @classmethod
     def of(cls, remote_ids: npt.ArrayLike, generations: npt.ArrayLike, local_ids: npt.ArrayLike) -> BlockReads:
@@ -79,8 +91,8 @@ class BlockReads:
         Raises:
             InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
         """
-        remote, local = _integers(remote_ids, "remote_ids"), _integers(local_ids, "local_ids")
-        gens = _integers(generations, "generations").astype(np.uint64)
+        remote, local = integers(remote_ids, "remote_ids"), integers(local_ids, "local_ids")
+        gens = integers(generations, "generations").astype(np.uint64)
         for name, array in (("generations", gens), ("local_ids", local)):
             if len(array) != len(remote):
                 raise InvalidRequestError(f"{name} has {len(array)} entries for {len(remote)} remote_ids", field=name)
@@ -93,7 +105,13 @@ class BlockReads:
 
     def take(self, index: npt.NDArray[np.intp] | slice | Valid) -> BlockReads:
         """Return some of the reads."""
-        return BlockReads(self.remote_ids[index], self.generations[index], self.local_ids[index])
+        return BlockReads(
+            self.remote_ids[index], self.generations[index], self.local_ids[index], self.segments, self.source_shard
+        )
+
+    def segments_of(self, block_bytes: int) -> Segments:
+        """Return the segments, int64 [m, 3]; ``block_bytes``: of whole blocks."""
+        return np.array([[0, 0, block_bytes]], dtype=np.int64) if self.segments is None else self.segments
 
     def check_range(self, num_remote: int, num_local: int) -> None:
         """Refuse ids outside the two arenas.
@@ -114,7 +132,12 @@ def current(arena: KVArena, reads: BlockReads) -> Valid:
     return same
 
 
-def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
+def integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
+    """Return a one-dimensional array of integers.
+
+    Raises:
+        InvalidRequestError: It is something else.
+    """
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(f"{name} must be a list of integers", field=name)

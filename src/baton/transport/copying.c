@@ -1,4 +1,4 @@
-/* Batched block copies for baton.transport.copying: one call without the interpreter lock for many runs.
+/* Batched block copies for baton.transport.copying: one call without the interpreter lock for many blocks.
  *
  * Big batches go past the cache (non-temporal stores: the target lines need not be read first), four pages in turn, so
  * that several memory rows and page walks are under way at once. memcpy of the C library does so only from the size of a
@@ -7,10 +7,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-struct run {
-    uint64_t to, from, bytes;
-};
 
 static void copy_plain(char *to, const char *from, size_t bytes)
 {
@@ -69,15 +65,53 @@ static copy_function choose(uint64_t bytes)
 #define FINISH_STORES() ((void)0)
 #endif
 
-void baton_copy_runs(char *to, const char *from, const struct run *runs, size_t count)
+/* Part of a block: where it begins in the source's block and in the target's, and its bytes. */
+struct segment {
+    uint64_t from, to, bytes;
+};
+
+struct side {
+    uint64_t base, block_bytes;
+};
+
+/* Blocks of one pool into another's, as far as their generations are what is wanted, before and after the copy.
+ * `valid` says so per block. Neighbours that are copied whole are copied at once. */
+void baton_read_blocks(const struct side *to, const struct side *from, const uint64_t *generations,
+                       const int64_t *remote, const uint64_t *wanted, const int64_t *local, size_t count,
+                       const struct segment *segments, size_t num_segments, uint8_t *valid)
 {
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < count; i++)
-        bytes += runs[i].bytes;
-    copy_function copy = choose(bytes);
-    for (size_t i = 0; i < count; i++)
-        copy(to + runs[i].to, from + runs[i].from, runs[i].bytes);
+    uint64_t each = 0;
+    for (size_t s = 0; s < num_segments; s++)
+        each += segments[s].bytes;
+    copy_function copy = choose(each * count);
+    int whole = num_segments == 1 && each == to->block_bytes && each == from->block_bytes;
+    char *a = NULL;
+    const char *b = NULL;
+    size_t run = 0;
+    for (size_t i = 0; i < count; i++) {
+        valid[i] = __atomic_load_n(generations + remote[i], __ATOMIC_ACQUIRE) == wanted[i];
+        if (!valid[i])
+            continue;
+        char *next_to = (char *)(uintptr_t)to->base + (uint64_t)local[i] * to->block_bytes;
+        const char *next_from = (const char *)(uintptr_t)from->base + (uint64_t)remote[i] * from->block_bytes;
+        if (!whole) {
+            for (size_t s = 0; s < num_segments; s++)
+                copy(next_to + segments[s].to, next_from + segments[s].from, segments[s].bytes);
+            continue;
+        }
+        if (run && next_to == a + run && next_from == b + run) {
+            run += each;
+            continue;
+        }
+        if (run)
+            copy(a, b, run);
+        a = next_to, b = next_from, run = each;
+    }
+    if (run)
+        copy(a, b, run);
     FINISH_STORES();
-    /* What is read after this call (the generations) is read after the copies. */
+    /* The generations below are read after the copies. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    for (size_t i = 0; i < count; i++)
+        valid[i] &= __atomic_load_n(generations + remote[i], __ATOMIC_ACQUIRE) == wanted[i];
 }

@@ -1,6 +1,6 @@
-"""Copies of block runs between two mappings, without holding the interpreter lock.
+"""Copies of blocks between two mappings, fenced by generations, without holding the interpreter lock.
 
-A page of C, compiled once per process where a compiler is, copies any number of runs in one call and past the cache:
+A page of C, compiled once per process where a compiler is, reads any number of blocks in one call and past the cache:
 scattered blocks about as fast as one big ``memcpy``, where a ``memcpy`` per block is 1.6 times slower. Without a
 compiler, big runs go through libc's ``memcpy`` one call each, small ones through ``process_vm_readv`` on this very
 process: slower per byte, but one system call takes a thousand runs, and every call may cost a wait for the lock.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import os
 import shutil
 import subprocess
@@ -18,12 +17,14 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InternalError
-from baton.transport.block_types import Bytes, Ids
+from baton.kv.reshard import Segments
+from baton.transport.block_types import BlockReads, Bytes, Generations, Ids, Valid
 from baton.transport.waiting import Wait
 
 BATCH_BYTES = 32 << 20
@@ -32,10 +33,8 @@ BIG_RUN_BYTES = 256 << 10
 _IOV_MAX = 1024
 _SOURCE = Path(__file__).with_name("copying.c")
 
-Runs = npt.NDArray[np.uint64]
-"""uint64 [n, 3]: offset in the target, offset in the source, bytes."""
-CopyRuns = Callable[[int, int, Runs], None]
-"""Copies runs between two base addresses."""
+ReadBlocks = Callable[[Bytes, Bytes, Generations, BlockReads, Segments, Valid], None]
+"""Reads blocks from the second array into the first and fills in which of them are valid."""
 
 
 def merge_runs(remote_ids: Ids, local_ids: Ids) -> npt.NDArray[np.int64]:
@@ -51,16 +50,8 @@ def merge_runs(remote_ids: Ids, local_ids: Ids) -> npt.NDArray[np.int64]:
     return np.stack((local_ids[first], remote_ids[first], counts), axis=1)
 
 
-def id_runs(ids: Ids) -> list[tuple[int, int]]:
-    """Join neighbours on one side: (first id, end id) per run."""
-    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
-    firsts = ids[np.concatenate(([0], breaks))] if len(ids) else ids
-    lasts = ids[np.concatenate((breaks - 1, [len(ids) - 1]))] if len(ids) else ids
-    return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
-
-
 class BlockCopier:
-    """Copies blocks from one array of blocks to another; thread safe.
+    """Reads blocks of one mapped pool into another; thread safe.
 
     Attributes:
         method: ``"native"`` or ``"libc"``.
@@ -69,31 +60,37 @@ class BlockCopier:
     def __init__(self, *, native: bool = True, compilers: tuple[str, ...] = ("cc", "gcc", "clang")) -> None:
         found = _compile(compilers) if native else None
         self.method = "native" if found else "libc"
-        self._copy = found or _libc_copy()
+        self._read = found or _libc_read()
 
-    def copy(self, local: Bytes, remote: Bytes, remote_ids: Ids, local_ids: Ids, wait: Wait) -> None:
-        """Copy ``remote[remote_ids[i]]`` to ``local[local_ids[i]]`` and order later reads after the copies.
+    def read(self, local: Bytes, remote: Bytes, generations: Generations, reads: BlockReads, wait: Wait) -> Valid:
+        """Copy blocks, or their segments, and say which had the wanted generation before and after.
 
         Args:
             local: uint8 [blocks, block_bytes], C-contiguous, writable.
-            remote: The same with its own number of blocks.
-            remote_ids: In range; the caller has checked.
-            local_ids: In range and all different.
+            remote: The same with its own number and size of blocks.
+            generations: Of the remote blocks, [blocks]; may change at any time.
+            reads: In range; the caller has checked.
             wait: Looked at every ``BATCH_BYTES``.
+
+        Returns:
+            bool [n].
 
         Raises:
             DeadlineError, CancelledError: Part of the blocks may have been written.
         """
-        size = local.shape[1]
-        runs = _split(merge_runs(remote_ids, local_ids), max(1, BATCH_BYTES // size))
-        table = np.ascontiguousarray(runs * size, dtype=np.uint64)
-        to, source = local.ctypes.data, remote.ctypes.data
-        batch_of = np.cumsum(runs[:, 2]) * size // BATCH_BYTES
-        edges = [0, *(np.flatnonzero(np.diff(batch_of)) + 1).tolist(), len(table)]
-        for start, end in itertools.pairwise(edges):
+        segments = reads.segments_of(local.shape[1])
+        valid = np.empty(len(reads), dtype=np.bool_)
+        batch = max(1, BATCH_BYTES // max(1, int(segments[:, 2].sum())))
+        if len(reads) <= batch:
             wait.check("copying blocks")
-            self._copy(to, source, table[start:end])
+            self._read(local, remote, generations, reads, segments, valid)
+            return valid
+        for at in range(0, len(reads), batch):
+            wait.check("copying blocks")
+            part = slice(at, at + batch)
+            self._read(local, remote, generations, reads.take(part), segments, valid[part])
         wait.check("copying blocks")
+        return valid
 
 
 def fence() -> None:
@@ -108,18 +105,14 @@ def fence() -> None:
         lock.release()
 
 
-def _split(runs: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.int64]:
-    """Cut runs longer than ``limit`` blocks."""
-    if len(runs) == 0 or int(runs[:, 2].max()) <= limit:
-        return runs
-    out: list[tuple[int, int, int]] = []
-    for local, remote, count in runs.tolist():
-        out.extend((local + at, remote + at, min(limit, count - at)) for at in range(0, count, limit))
-    return np.array(out, dtype=np.int64)
+class _Side(ctypes.Structure):
+    """The C structure ``side``."""
+
+    _fields_ = (("base", ctypes.c_uint64), ("block_bytes", ctypes.c_uint64))
 
 
 @functools.cache  # a loaded library stays loaded: the second copier of a process needs no compiler
-def _compile(compilers: tuple[str, ...]) -> CopyRuns | None:
+def _compile(compilers: tuple[str, ...]) -> ReadBlocks | None:
     """Build the C helper in a private directory that is gone when this returns; ``None`` where that cannot be."""
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
@@ -132,17 +125,60 @@ def _compile(compilers: tuple[str, ...]) -> CopyRuns | None:
             library = ctypes.CDLL(str(target))
         except (OSError, subprocess.SubprocessError):
             return None  # no headers, a read-only or noexec folder: libc serves
-    function = library.baton_copy_runs
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    function = library.baton_read_blocks
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    function.argtypes = [pointer] * 6 + [size, pointer, size, pointer]
     function.restype = None
 
-    def copy(to: int, source: int, runs: Runs) -> None:
-        function(to, source, runs.ctypes.data, len(runs))
+    def read(
+        local: Bytes, remote: Bytes, generations: Generations, reads: BlockReads, segments: Segments, valid: Valid
+    ) -> None:
+        function(
+            ctypes.byref(_Side(_address(local), local.shape[1])),
+            ctypes.byref(_Side(_address(remote), remote.shape[1])),
+            _address(generations),
+            _address(reads.remote_ids),
+            _address(reads.generations),
+            _address(reads.local_ids),
+            len(valid),
+            _address(segments),
+            len(segments),
+            _address(valid),
+        )
 
-    return copy
+    return read
 
 
-def _libc_copy() -> CopyRuns:
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]  # a third of the time that ``array.ctypes`` takes
+    return address
+
+
+def _libc_read() -> ReadBlocks:
+    copy = _libc_copy()
+
+    def read(
+        local: Bytes, remote: Bytes, generations: Generations, reads: BlockReads, segments: Segments, valid: Valid
+    ) -> None:
+        valid[:] = generations[reads.remote_ids] == reads.generations
+        good = reads.take(valid)
+        whole = len(segments) == 1 and int(segments[0, 2]) == local.shape[1] == remote.shape[1]
+        if whole:
+            runs = merge_runs(good.remote_ids, good.local_ids) * local.shape[1]
+        else:
+            to = good.local_ids[:, None] * local.shape[1] + segments[:, 1]
+            source = good.remote_ids[:, None] * remote.shape[1] + segments[:, 0]
+            sizes = np.broadcast_to(segments[:, 2], to.shape)
+            runs = np.stack((to.ravel(), source.ravel(), sizes.ravel()), axis=1)
+        copy(_address(local), _address(remote), np.ascontiguousarray(runs, dtype=np.uint64))
+        fence()
+        valid &= generations[reads.remote_ids] == reads.generations
+
+    return read
+
+
+def _libc_copy() -> Callable[[int, int, npt.NDArray[np.uint64]], None]:
+    """Return a copy between two base addresses of runs uint64 [n, 3]: target offset, source offset, bytes."""
     libc = ctypes.CDLL(None, use_errno=True)
     memcpy = libc.memcpy
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -158,11 +194,11 @@ def _libc_copy() -> CopyRuns:
     ]
     readv.restype = ctypes.c_ssize_t
 
-    def each(to: int, source: int, runs: Runs) -> None:
+    def each(to: int, source: int, runs: npt.NDArray[np.uint64]) -> None:
         for local, remote, count in runs.tolist():
             memcpy(to + local, source + remote, count)
 
-    def small(to: int, source: int, runs: Runs) -> None:
+    def small(to: int, source: int, runs: npt.NDArray[np.uint64]) -> None:
         sizes = runs[:, 2]
         here = np.stack((runs[:, 0] + np.uint64(to), sizes), axis=1)
         there = np.stack((runs[:, 1] + np.uint64(source), sizes), axis=1)
@@ -175,9 +211,8 @@ def _libc_copy() -> CopyRuns:
                     return
                 raise InternalError(f"process_vm_readv copied {got} bytes of {int(sizes[at : at + count].sum())}")
 
-    def copy(to: int, source: int, runs: Runs) -> None:
+    def copy(to: int, source: int, runs: npt.NDArray[np.uint64]) -> None:
         few_and_big = len(runs) < 16 or int(runs[:, 2].sum()) // len(runs) >= BIG_RUN_BYTES
         (each if few_and_big else small)(to, source, runs)
-        fence()
 
     return copy

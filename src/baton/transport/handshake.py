@@ -3,7 +3,7 @@
 ::
 
     server -> CHALLENGE  nonce
-    client -> HELLO      nonce, proof, purpose; for reads: epoch, fingerprint, num_blocks, block_bytes
+    client -> HELLO      nonce, proof, purpose; for reads: epoch, fingerprint, num_blocks
     server -> WELCOME    proof, the same facts of the server           (or ERROR, and the connection ends)
 
 The proof is an HMAC of both nonces under the shared token: the token never crosses the wire, cannot be replayed, and
@@ -34,12 +34,19 @@ PURPOSE_MESSAGES = "messages"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What two sides of a block transfer compare."""
+    """What two sides of a block transfer compare.
+
+    Attributes:
+        epoch: Of the source.
+        fingerprint: This side's KV; the other side's may be cut up otherwise.
+        num_blocks: In the source's arenas.
+        source: Reader's side: how the source was described; it must say the same of itself.
+    """
 
     epoch: bytes
     fingerprint: Fingerprint
     num_blocks: int
-    block_bytes: int
+    source: Fingerprint | None = None
 
     def to_fields(self) -> dict[str, Any]:
         """Write as JSON-ready fields."""
@@ -48,11 +55,10 @@ class Facts:
             "digest": self.fingerprint.digest().hex(),
             "fingerprint": dataclasses.asdict(self.fingerprint),
             "num_blocks": self.num_blocks,
-            "block_bytes": self.block_bytes,
         }
 
-    def require(self, fields: Mapping[str, Any], *, who: str) -> None:
-        """Compare with what the other side said.
+    def require(self, fields: Mapping[str, Any], *, who: str) -> Fingerprint:
+        """Compare with what the other side said; returns its fingerprint.
 
         Raises:
             StaleBlockError: Another epoch: the instance was restarted.
@@ -62,19 +68,27 @@ class Facts:
         if fields.get("epoch") != self.epoch.hex():
             raise StaleBlockError("the blocks belong to another epoch: their instance was restarted", field="epoch")
         theirs = fingerprint_from_fields(fields.get("fingerprint"))
-        self.fingerprint.require_equal(theirs, who=who)
-        if fields.get("digest") != self.fingerprint.digest().hex():
-            raise FingerprintMismatchError(f"the {who}'s digest of the same fingerprint differs", field="digest")
-        for name in ("num_blocks", "block_bytes"):
-            if fields.get(name) != getattr(self, name):
-                raise FingerprintMismatchError(
-                    f"KV of the {who} differs in {name}: {getattr(self, name)} here, {fields.get(name)!r:.80} there",
-                    field=name,
-                )
+        self.fingerprint.require_compatible(theirs, who=who)
+        if fields.get("digest") != theirs.digest().hex():
+            raise FingerprintMismatchError(
+                f"the {who}'s fingerprint is not the one it made a digest of", field="digest"
+            )
+        if self.source is not None and self.source.digest() != theirs.digest():
+            raise FingerprintMismatchError(
+                f"the {who} was described otherwise than it says itself", field="fingerprint"
+            )
+        if fields.get("num_blocks") != self.num_blocks:
+            there = f"{fields.get('num_blocks')!r:.80}"
+            raise FingerprintMismatchError(
+                f"KV of the {who} differs in num_blocks: {self.num_blocks} here, {there} there", field="num_blocks"
+            )
+        return theirs
 
 
-def greet_as_client(stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None) -> None:
-    """Introduce this side and check the server.
+def greet_as_client(
+    stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None
+) -> Fingerprint | None:
+    """Introduce this side and check the server; returns its fingerprint where ``facts`` are compared.
 
     Raises:
         UnauthenticatedError: The tokens differ.
@@ -86,8 +100,7 @@ def greet_as_client(stream: Stream, token: str | None, wait: Wait, *, purpose: s
     send_control(stream, FrameKind.HELLO, fields | (facts.to_fields() if facts else {}), wait)
     welcome = recv_control(stream, FrameKind.WELCOME, wait)
     _check_proof(welcome, _proof(token, b"server", challenge, mine))
-    if facts is not None:
-        facts.require(welcome, who="source")
+    return facts.require(welcome, who="source") if facts is not None else None
 
 
 def greet_as_server(stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None) -> None:
@@ -132,6 +145,10 @@ def fingerprint_from_fields(fields: object) -> Fingerprint:
     ):
         raise BadFrameError("the peer's fingerprint is malformed in layer_shapes", field="layer_shapes")
     values["layer_shapes"] = tuple(LayerShape(**shape) for shape in shapes)
+    unsplit = values["unsplit_layers"]
+    if not isinstance(unsplit, list) or not all(type(layer) is int for layer in unsplit):
+        raise BadFrameError("the peer's fingerprint is malformed in unsplit_layers", field="unsplit_layers")
+    values["unsplit_layers"] = tuple(unsplit)
     return Fingerprint(**values)
 
 

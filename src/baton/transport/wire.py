@@ -34,6 +34,8 @@ class FrameKind(enum.IntEnum):
     READ = 5
     BLOCKS = 6
     TENSORS = 7
+    WAIT = 8
+    PROGRESS = 9
 
 
 class BadFrameError(TransferError):

@@ -84,7 +84,9 @@ async def _events(
                 yield Accepted(source_from_pb(response.accepted.source))
             elif kind == "offer":
                 offer = response.offer
-                yield Offer(offer.first_block, tuple(offer.block_ids), tuple(offer.generations), offer.num_tokens)
+                ready = offer.ready if offer.HasField("ready") else None
+                ids, generations = tuple(offer.block_ids), tuple(offer.generations)
+                yield Offer(offer.first_block, ids, generations, offer.num_tokens, ready)
             elif kind == "result":
                 result = response.result
                 first = logprob_from_pb(result.logprob) if result.HasField("logprob") else None

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import start_http_server
@@ -22,9 +22,10 @@ from baton.errors import ConfigError
 from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
+from baton.kv.shards import KVShards
 from baton.rpc.auth import read_token, require_safe_bind
 from baton.rpc.server import GrpcServer, require_free_port
-from baton.transport.blocks import BlockServer, BlockSource, MemoryNetwork, ServerOptions
+from baton.transport.blocks import BlockServer, BlockSource, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.types import InstanceId, Role
 from baton.worker.admission import Admission
 from baton.worker.engine_thread import EngineThread
@@ -42,20 +43,23 @@ class Parts:
     """What exists before the role's own parts are built.
 
     Attributes:
+        shards: The KV pool's memory, of all ranks.
+        arena: This process's part of it, whose generations fence all parts.
         wake: Makes the engine poll its connector; any thread may call it.
         source: Returns where this instance's blocks can be read, once it listens.
-        memory: Joins the instances of one process, for the ``memory`` pipe.
+        links: How other instances' blocks are reached.
     """
 
     config: WorkerConfig
     engine_config: EngineConfig
     runner: Runner
+    shards: KVShards
     arena: KVArena
     token: str | None
     loop: asyncio.AbstractEventLoop
     wake: Callable[[], None]
     source: Callable[[], BlockSource]
-    memory: MemoryNetwork | None = None
+    links: LinkOptions = field(default_factory=LinkOptions)
 
 
 class RoleParts(Protocol):
@@ -136,8 +140,10 @@ class WorkerInstance:
         require_free_port(config.host, config.kv_port, field="kv_port")
         require_free_port(config.host, config.metrics_port, field="metrics_port")
         runner = load_runner(self._engine_config)
-        arena = make_arena(self._engine_config, runner)
-        self._stack.callback(arena.close)
+        self._stack.callback(runner.close)
+        shards = make_arena(self._engine_config, runner)
+        self._stack.callback(shards.close)
+        arena = shards.primary
         wake = _Wake()
         loop = asyncio.get_running_loop()
         parts = self._build(
@@ -145,12 +151,17 @@ class WorkerInstance:
                 config=config,
                 engine_config=self._engine_config,
                 runner=runner,
+                shards=shards,
                 arena=arena,
                 token=token,
                 loop=loop,
                 wake=wake,
                 source=lambda: self.context.block_server.source,
-                memory=self._memory,
+                links=LinkOptions(
+                    token=token,
+                    tcp=TcpOptions(streams=config.kv_streams, checksums=config.kv_checksums),
+                    memory=self._memory,
+                ),
             )
         )
         self._stack.push_async_callback(parts.close)
@@ -159,7 +170,7 @@ class WorkerInstance:
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
 
-        core = EngineCore(self._engine_config, runner, arena, connector=parts.connector, on_events=on_events)
+        core = EngineCore(self._engine_config, runner, shards, connector=parts.connector, on_events=on_events)
         engine = EngineThread(core, loop, on_failure=self._on_failure)
         wake.target = engine.wake
         instance_id = InstanceId(
@@ -179,6 +190,7 @@ class WorkerInstance:
             engine_config=self._engine_config,
             runner=runner,
             engine=engine,
+            shards=shards,
             arena=arena,
             block_server=block_server,
             events=events,
@@ -188,6 +200,8 @@ class WorkerInstance:
         self.context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
         engine.start()
         self._stack.push_async_callback(engine.stop)
+        # An engine that has lost a rank ends also while it has nothing to do.
+        runner.watch(engine.fail)
         await self._listen(parts, token)
 
     async def _listen(self, parts: RoleParts, token: str | None) -> None:

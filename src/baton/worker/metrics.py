@@ -39,6 +39,13 @@ class WorkerMetrics:
         self.transfer_tokens = Counter(
             "baton_kv_transfer_tokens", "Tokens whose KV was fetched", ["pipe"], registry=reg
         )
+        self.exposed_seconds = Histogram(
+            "baton_kv_exposed_seconds",
+            "Time from the end of the remote computation to the last byte, per request",
+            ["pipe"],
+            buckets=_SECONDS,
+            registry=reg,
+        )
         self.transfer_seconds = Histogram(
             "baton_kv_transfer_seconds", "Time in fetches per request", ["pipe"], buckets=_SECONDS, registry=reg
         )
@@ -69,6 +76,7 @@ class WorkerMetrics:
             self.transfer_bytes.labels(trace.pipe).inc(trace.kv_bytes)
             self.transfer_tokens.labels(trace.pipe).inc(trace.transferred_tokens)
             self.transfer_seconds.labels(trace.pipe).observe(trace.transfer_us / 1e6)
+            self.exposed_seconds.labels(trace.pipe).observe(trace.exposed_us / 1e6)
         if trace.pipe_fallback:
             self.fallbacks.labels(trace.pipe).inc()
         self.ttft.observe(trace.ttft_us / 1e6)

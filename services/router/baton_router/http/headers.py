@@ -67,6 +67,7 @@ def route_headers(routes: Sequence[Route]) -> dict[str, str]:
         "x-baton-pipe": _names(trace.pipe for trace in traces),
         "x-baton-kv-bytes": _total(traces, lambda trace: trace.kv_bytes),
         "x-baton-transfer-ms": f"{micros / 1000:.3f}",
+        "x-baton-exposed-ms": f"{sum(trace.exposed_us for trace in traces) / 1000:.3f}",
         "x-baton-cached-tokens": _total(traces, cached_tokens),
         "x-baton-index-state": _names(states),
         "x-baton-local-reason": _names(trace.local_reason for trace in traces),

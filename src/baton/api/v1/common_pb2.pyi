@@ -313,10 +313,9 @@ class Fingerprint(_message.Message):
     LAYER_SHAPES_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
-    TP_RANK_FIELD_NUMBER: _builtins.int
     PP_SIZE_FIELD_NUMBER: _builtins.int
-    PP_RANK_FIELD_NUMBER: _builtins.int
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    UNSPLIT_LAYERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """name, for people"""
     model_digest: _builtins.str
@@ -334,16 +333,20 @@ class Fingerprint(_message.Message):
     layout: _builtins.str
     """name and version of the order inside a block"""
     block_bytes: _builtins.int
-    """bytes per block on this rank"""
+    """bytes per block, undivided"""
     tp_size: _builtins.int
-    tp_rank: _builtins.int
+    """ranks that share the heads of a layer"""
     pp_size: _builtins.int
-    pp_rank: _builtins.int
+    """stages that share the layers"""
     hash_scheme: _builtins.str
     """how block hashes are computed"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """per layer: kv_heads, k_dim, v_dim"""
+        """per layer of the whole model: kv_heads, k_dim, v_dim"""
+
+    @_builtins.property
+    def unsplit_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """layers whose heads every rank of a stage holds"""
 
     def __init__(
         self,
@@ -359,14 +362,13 @@ class Fingerprint(_message.Message):
         layer_shapes: _abc.Iterable[_builtins.int] | None = ...,
         block_bytes: _builtins.int = ...,
         tp_size: _builtins.int = ...,
-        tp_rank: _builtins.int = ...,
         pp_size: _builtins.int = ...,
-        pp_rank: _builtins.int = ...,
         hash_scheme: _builtins.str = ...,
+        unsplit_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_rank", b"pp_rank", "pp_size", b"pp_size", "rope", b"rope", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_size", b"pp_size", "rope", b"rope", "tp_size", b"tp_size", "unsplit_layers", b"unsplit_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,12 +385,17 @@ class KvOffer(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """the lease that holds the blocks"""
     first_block: _builtins.int
     """index, in the prompt, of the first block named here"""
     num_tokens: _builtins.int
     """prompt tokens whose KV is complete, counted from the start of the prompt"""
+    ready: _builtins.int
+    """The blocks are being computed: layer i is there when the source's progress has come to ready + i + 1. They count
+    only when the offer has been repeated without this.
+    """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """where the blocks lie in the pool of the offering instance"""
@@ -405,12 +412,15 @@ class KvOffer(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _builtins.int = ...,
+        ready: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_block", b"first_block", "generations", b"generations", "lease_id", b"lease_id", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "block_ids", b"block_ids", "first_block", b"first_block", "generations", b"generations", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ready: _TypeAlias = _typing.Literal["ready"]  # noqa: Y015
+    _WhichOneofArgType__ready: _TypeAlias = _typing.Literal["_ready", b"_ready"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ready) -> _WhichOneofReturnType__ready | None: ...
 
 Global___KvOffer: _TypeAlias = KvOffer  # noqa: Y015
 
@@ -475,6 +485,7 @@ class RequestTrace(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     LOCAL_REASON_FIELD_NUMBER: _builtins.int
     NUM_MIGRATIONS_FIELD_NUMBER: _builtins.int
+    EXPOSED_US_FIELD_NUMBER: _builtins.int
     PIPE_FALLBACK_FIELD_NUMBER: _builtins.int
     path: Global___PrefillPath.ValueType
     prefill_instance: _builtins.str
@@ -504,6 +515,8 @@ class RequestTrace(_message.Message):
     """why the path is local: "short", "no_candidates", "prefill_failed", ..."""
     num_migrations: _builtins.int
     """times the stream went on on another decode instance; set by the router"""
+    exposed_us: _builtins.int
+    """from the end of the remote computation to the last byte: what the transfer added to the time to first token"""
     pipe_fallback: _builtins.str
     """why a pipe preferred over this one was not used, empty: it was the preferred one"""
     @_builtins.property
@@ -530,11 +543,12 @@ class RequestTrace(_message.Message):
         num_preemptions: _builtins.int = ...,
         local_reason: _builtins.str = ...,
         num_migrations: _builtins.int = ...,
+        exposed_us: _builtins.int = ...,
         pipe_fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "exposed_us", b"exposed_us", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

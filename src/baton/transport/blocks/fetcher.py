@@ -1,4 +1,4 @@
-"""Copies other instances' blocks into this instance's arena."""
+"""Copies other instances' blocks into this instance's arenas."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import CancelledError, ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
+from baton.errors import (
+    CancelledError,
+    ConfigError,
+    FingerprintMismatchError,
+    InvalidRequestError,
+    PipeClosedError,
+    QueueFullError,
+)
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
-from baton.transport.block_types import BlockReads, BlockSource, FetchResult
-from baton.transport.blocks.links import Connector, Link, LinkCache
+from baton.kv.reshard import ReshardPlan
+from baton.kv.shards import KVShards
+from baton.transport.block_types import BlockSource, FetchResult, Valid
+from baton.transport.blocks.links import Connector, Link, LinkCache, LinkOptions
+from baton.transport.blocks.parts import Part, SequenceBlocks, parts_of
+from baton.transport.blocks.server import check_shards
 from baton.transport.handshake import Facts
-from baton.transport.pipe.memory import MemoryNetwork
+from baton.transport.pipe.base import ReadPipe
 from baton.transport.waiting import Flag, Wait
 
 log = logging.getLogger(__name__)
@@ -32,37 +44,34 @@ class BlockFetcher:
     Connections are kept per source and epoch, dropped on errors and when idle.
 
     Args:
-        arena: Target of all copies.
-        fingerprint: What its blocks are; a source must have the same.
+        pool: Target of all copies: the arenas of all ranks, or the only one.
+        fingerprint: What its blocks are; a source's KV must be the same, however it is cut up.
         kinds: Kinds of pipe in order of preference; ``"auto"``: shared memory where it reaches, else TCP.
-        token: Shared token.
         max_threads: Threads of :meth:`fetch_async`.
-        streams: TCP connections that one fetch is split over.
-        idle_s: Seconds after which an unused connection is closed.
-        memory: Network of the ``memory`` kind.
+        links: How sources are reached.
     """
 
     def __init__(
         self,
-        arena: KVArena,
+        pool: KVShards | KVArena,
         fingerprint: Fingerprint,
         *,
         kinds: Sequence[str] | str = "auto",
-        token: str | None = None,
         max_threads: int = 4,
-        streams: int = 1,
-        idle_s: float = 60.0,
-        memory: MemoryNetwork | None = None,
+        links: LinkOptions | None = None,
     ) -> None:
+        options = links or LinkOptions()
         wanted = AUTO_KINDS if kinds == "auto" else (kinds,) if isinstance(kinds, str) else tuple(kinds)
         unknown = set(wanted) - set(AUTO_KINDS)
         if unknown or not wanted:
             raise ConfigError(f"pipes must be auto or some of {AUTO_KINDS}, got {kinds!r}", field="pipes")
-        for name, value in (("max_threads", max_threads), ("streams", streams)):
+        for name, value in (("max_threads", max_threads), ("streams", options.tcp.streams)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
-        self._arena, self._fingerprint = arena, fingerprint
-        self._links = LinkCache(Connector(wanted, token, streams, memory), idle_s=idle_s)
+        self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
+        check_shards(fingerprint, self._shards)
+        self._fingerprint = fingerprint
+        self._links = LinkCache(Connector(wanted, options), idle_s=options.idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
         self._closing = threading.Event()
         self._room = threading.BoundedSemaphore(max_threads * _PENDING_PER_THREAD)
@@ -77,18 +86,40 @@ class BlockFetcher:
         deadline: float,
         cancelled: Flag | None = None,
     ) -> FetchResult:
-        """Copy blocks; blocks the calling thread. On return nothing writes into the local blocks any more.
+        """Copy blocks one to one; see :meth:`fetch_sequence`. The source's blocks must have this side's size.
 
         Args:
             source: Whose blocks.
-            remote_ids: Blocks in the source's arena, [n].
+            remote_ids: Blocks in the source's arenas, [n].
             generations: The generation each had when it was offered, [n].
             local_ids: Where to, all different, [n].
             deadline: ``time.monotonic()`` seconds.
             cancelled: Set by another thread to give up.
 
+        Raises:
+            FingerprintMismatchError: Also for blocks of another size.
+            BatonError: As :meth:`fetch_sequence`.
+        """
+        blocks = SequenceBlocks.pairs(remote_ids, generations, local_ids)
+        if source.fingerprint.block_size != self._fingerprint.block_size:
+            raise FingerprintMismatchError("blocks of another size than this arena's", field="block_size")
+        return self.fetch_sequence(source, blocks, deadline=deadline, cancelled=cancelled)
+
+    def fetch_sequence(
+        self, source: BlockSource, blocks: SequenceBlocks, *, deadline: float, cancelled: Flag | None = None
+    ) -> FetchResult:
+        """Copy blocks of a sequence, cut up as both sides need it; blocks the calling thread.
+
+        On return nothing writes into the local blocks any more.
+
+        Args:
+            source: Whose blocks.
+            blocks: Which, and where to; layer by layer as they are computed, if it says so.
+            deadline: ``time.monotonic()`` seconds.
+            cancelled: Set by another thread to give up.
+
         Returns:
-            What came; blocks that are not ``valid`` must not be used.
+            What came, per block of the source; blocks that are not ``valid`` must not be used.
 
         Raises:
             InvalidRequestError: Ids out of range or of different numbers.
@@ -100,40 +131,37 @@ class BlockFetcher:
         """
         start = time.perf_counter()
         wait = Wait(deadline, _AnyOf(self._closing, cancelled))
-        reads = BlockReads.of(remote_ids, generations, local_ids)
-        reads.check_range(source.num_blocks, self._arena.num_blocks)
-        self._fingerprint.require_equal(source.fingerprint, who="source")
-        if source.fingerprint.block_bytes != self._arena.block_bytes:
-            raise FingerprintMismatchError("blocks of another size than this arena's", field="block_bytes")
+        _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
+        plan = self._fingerprint.plan_from(source.fingerprint)
         if self._closing.is_set():
             raise PipeClosedError("the fetcher was closed")
         wait.check("starting a fetch")
-        if len(reads) == 0:
+        if len(blocks) == 0:
             return FetchResult("", 0, time.perf_counter() - start, np.zeros(0, dtype=np.bool_))
-        # In the source's order neighbours meet, and memory is read forwards.
-        order = np.argsort(reads.remote_ids, kind="stable")
         try:
-            link, found = self._read(source, reads.take(order), wait)
+            link, came = self._read(source, plan, blocks, wait)
         except CancelledError as error:
             if self._closing.is_set():
                 raise PipeClosedError("the fetcher was closed") from error
             raise
-        valid = np.zeros(len(reads), dtype=np.bool_)
-        valid[order] = found
-        num_bytes = int(valid.sum()) * self._arena.block_bytes
-        return FetchResult(link.pipe.kind, num_bytes, time.perf_counter() - start, valid, link.fallback_reason)
+        return FetchResult(
+            pipe_kind=link.pipe.kind,
+            num_bytes=came.num_bytes,
+            seconds=time.perf_counter() - start,
+            valid=came.valid,
+            fallback_reason=link.fallback_reason,
+            waited_s=came.waited_s,
+        )
 
     async def fetch_async(
         self,
         source: BlockSource,
-        remote_ids: npt.ArrayLike,
-        generations: npt.ArrayLike,
-        local_ids: npt.ArrayLike,
+        blocks: SequenceBlocks,
         *,
         deadline: float,
         cancelled: threading.Event | None = None,
     ) -> FetchResult:
-        """Do :meth:`fetch` on a bounded thread pool.
+        """Do :meth:`fetch_sequence` on a bounded thread pool.
 
         If the task is cancelled, this still returns only once nobody writes into the local blocks any more; it sets
         ``cancelled``.
@@ -146,7 +174,7 @@ class BlockFetcher:
         flag = cancelled or threading.Event()
 
         def run() -> FetchResult:
-            return self.fetch(source, remote_ids, generations, local_ids, deadline=deadline, cancelled=flag)
+            return self.fetch_sequence(source, blocks, deadline=deadline, cancelled=flag)
 
         try:
             job = self._pool.submit(run)
@@ -172,12 +200,12 @@ class BlockFetcher:
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, source: BlockSource, reads: BlockReads, wait: Wait) -> tuple[Link, npt.NDArray[np.bool_]]:
-        facts = Facts(source.epoch, self._fingerprint, source.num_blocks, self._arena.block_bytes)
+    def _read(self, source: BlockSource, plan: ReshardPlan, blocks: SequenceBlocks, wait: Wait) -> tuple[Link, _Came]:
+        facts = Facts(source.epoch, self._fingerprint, source.num_blocks, source.fingerprint)
         while True:
             link, fresh = self._links.take(source, facts, wait)
             try:
-                return link, link.pipe.read(reads, self._arena.blocks, wait)
+                return link, self._copy(link.pipe, plan, blocks, wait)
             except PipeClosedError as error:
                 self._links.drop(link)
                 if fresh:
@@ -186,6 +214,49 @@ class BlockFetcher:
                 log.info("the %s pipe to %s was gone (%s): connecting again", link.pipe.kind, source.instance_id, error)
             finally:
                 self._links.give(link)
+
+    def _copy(self, pipe: ReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, wait: Wait) -> _Came:
+        """Copy everything, or the layers as they are computed."""
+        came = _Came(np.ones(len(blocks), dtype=np.bool_))
+        if blocks.ready is None:
+            self._copy_parts(pipe, parts_of(plan, blocks), came, wait)
+            return came
+        num_layers, first = len(self._fingerprint.layer_shapes), 0
+        while first < num_layers:
+            start = time.perf_counter()
+            done = pipe.wait_ready(blocks.ready + first + 1, wait) - blocks.ready
+            came.waited_s += time.perf_counter() - start
+            layers = range(first, min(done, num_layers))
+            self._copy_parts(pipe, parts_of(plan, blocks, layers), came, wait)
+            first = layers.stop
+        return came
+
+    def _copy_parts(self, pipe: ReadPipe, parts: Iterable[Part], came: _Came, wait: Wait) -> None:
+        for part in parts:
+            target = self._shards.arenas[part.target].blocks
+            valid = pipe.read(part.reads, target, wait)
+            came.valid[part.blocks] &= valid
+            came.num_bytes += int(valid.sum()) * int(part.reads.segments_of(target.shape[1])[:, 2].sum())
+
+
+@dataclass(eq=False, slots=True)
+class _Came:
+    """What a fetch has brought so far."""
+
+    valid: Valid
+    num_bytes: int = 0
+    waited_s: float = 0.0
+
+
+def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> None:
+    """Refuse ids outside the two pools."""
+    for name, ids, count in (("remote_ids", blocks.remote_ids, num_remote), ("local_ids", blocks.local_ids, num_local)):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
+            raise InvalidRequestError(
+                f"{name} goes from {ids.min()} to {ids.max()}, the arena has {count} blocks", field=name
+            )
+    if len(blocks.positions) and int(blocks.positions.min()) < 0:
+        raise InvalidRequestError("positions must not be negative", field="positions")
 
 
 class _AnyOf:

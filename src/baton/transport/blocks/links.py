@@ -15,7 +15,7 @@ from baton.transport.handshake import Facts
 from baton.transport.pipe.base import ReadPipe
 from baton.transport.pipe.memory import MemoryNetwork, MemoryReadPipe
 from baton.transport.pipe.shm_read import ShmReadPipe
-from baton.transport.pipe.tcp_read import TcpReadPipe
+from baton.transport.pipe.tcp_read import TcpOptions, TcpReadPipe
 from baton.transport.waiting import Wait
 
 log = logging.getLogger(__name__)
@@ -23,12 +23,29 @@ MAX_LINKS = 256
 _Key = tuple[str, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """How sources are reached.
+
+    Attributes:
+        token: Shared token.
+        tcp: How TCP connections are used.
+        idle_s: Seconds after which an unused connection is closed.
+        memory: Network of the ``memory`` kind.
+    """
+
+    token: str | None = None
+    tcp: TcpOptions = field(default_factory=TcpOptions)
+    idle_s: float = 60.0
+    memory: MemoryNetwork | None = None
+
+
 class Connector:
     """Opens read pipes: the first kind in the order of preference that reaches the source."""
 
-    def __init__(self, kinds: Sequence[str], token: str | None, streams: int, memory: MemoryNetwork | None) -> None:
-        self._kinds = tuple(kind for kind in kinds if kind != "memory" or memory is not None)
-        self._token, self._streams, self._memory = token, streams, memory
+    def __init__(self, kinds: Sequence[str], options: LinkOptions) -> None:
+        self._kinds = tuple(kind for kind in kinds if kind != "memory" or options.memory is not None)
+        self._options = options
         self._copier = BlockCopier()
 
     def connect(self, source: BlockSource, facts: Facts, wait: Wait) -> tuple[ReadPipe, str]:
@@ -56,11 +73,12 @@ class Connector:
         raise PipeClosedError(f"no pipe reaches {source.instance_id}: {'; '.join(reasons) or 'no kind in common'}")
 
     def _open(self, kind: str, address: str, facts: Facts, wait: Wait) -> ReadPipe:
+        options = self._options
         if kind == "shm":
-            return ShmReadPipe.connect(address, facts, self._token, self._copier, wait)
-        if kind == "memory" and self._memory is not None:
-            return MemoryReadPipe(self._memory, address, facts, self._copier)
-        return TcpReadPipe.connect(address, facts, self._token, wait, streams=self._streams)
+            return ShmReadPipe.connect(address, facts, options.token, self._copier, wait)
+        if kind == "memory" and options.memory is not None:
+            return MemoryReadPipe(options.memory, address, facts, self._copier)
+        return TcpReadPipe.connect(address, facts, options.token, wait, options.tcp)
 
 
 @dataclass(eq=False, slots=True)

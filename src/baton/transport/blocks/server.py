@@ -1,4 +1,4 @@
-"""Lets readers copy blocks out of this instance's arena. Serves reads only: nobody ever writes into it."""
+"""Lets readers copy blocks out of this instance's arenas. Serves reads only: nobody ever writes into them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
+from baton.kv.shards import KVShards, shard_layout, shard_specs
 from baton.transport.block_types import BlockSource, Endpoint
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
 from baton.transport.pipe.memory import MemoryNetwork
@@ -23,7 +24,7 @@ from baton.transport.pipe.tcp_read import ServeLimits, serve_reads
 from baton.transport.sockets import Stream, bind_tcp, join_address
 from baton.transport.waiting import Wait
 from baton.transport.wire import send_error
-from baton.types import InstanceId
+from baton.types import Epoch, InstanceId
 
 log = logging.getLogger(__name__)
 _BACKLOG = 128
@@ -52,11 +53,11 @@ class ServerOptions:
 
 
 class BlockServer:
-    """Serves one-sided reads of an arena over one or more kinds of pipe.
+    """Serves one-sided reads of an instance's arenas over one or more kinds of pipe.
 
     Args:
-        arena: What is served.
-        fingerprint: What its blocks are.
+        pool: What is served: the arenas of all ranks, or the only one.
+        fingerprint: What the blocks are.
         instance_id: Whose it is.
         kinds: ``shm``, ``tcp``, ``memory``; readers see the endpoints in this order.
         host: Address that TCP binds to.
@@ -72,7 +73,7 @@ class BlockServer:
 
     def __init__(
         self,
-        arena: KVArena,
+        pool: KVShards | KVArena,
         fingerprint: Fingerprint,
         instance_id: InstanceId,
         *,
@@ -81,17 +82,18 @@ class BlockServer:
         token: str | None = None,
         options: ServerOptions | None = None,
     ) -> None:
-        self._arena, self._instance_id, self._token = arena, instance_id, token
+        self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
+        self._instance_id, self._token = instance_id, token
         self._options = options or ServerOptions()
-        self._facts = Facts(arena.epoch, fingerprint, arena.num_blocks, arena.block_bytes)
+        self._facts = Facts(self._shards.primary.epoch, fingerprint, self._shards.primary.num_blocks)
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
         self._closed = threading.Event()
-        self._fd = -1
+        self._fds: list[int] = []
         self.endpoints: list[Endpoint] = []
-        _check(kinds, fingerprint, arena)
+        _check(kinds, fingerprint, self._shards)
         try:
             for kind in kinds:
                 self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
@@ -104,7 +106,7 @@ class BlockServer:
         """What readers need to know."""
         facts = self._facts
         return BlockSource(
-            self._instance_id, self._arena.epoch, tuple(self.endpoints), facts.fingerprint, facts.num_blocks
+            self._instance_id, Epoch(facts.epoch), tuple(self.endpoints), facts.fingerprint, facts.num_blocks
         )
 
     def num_connections(self) -> int:
@@ -122,7 +124,7 @@ class BlockServer:
             self._closed.set()
             listeners, streams, threads = self._listeners, list(self._streams), list(self._threads)
             self._listeners = []
-            fd, self._fd = self._fd, -1
+            fds, self._fds = self._fds, []
         if self._options.memory is not None:
             self._options.memory.withdraw(self._facts.epoch)
         for listener in listeners:
@@ -135,7 +137,7 @@ class BlockServer:
             thread.join(max(0.0, deadline - time.monotonic()))
         for listener in listeners:
             listener.close()
-        if fd >= 0:
+        for fd in fds:
             os.close(fd)
         if any(thread.is_alive() for thread in threads):
             raise DeadlineError("a thread of the block server did not end in time")
@@ -144,9 +146,9 @@ class BlockServer:
         if kind == "memory":
             if self._options.memory is None:
                 raise ConfigError("the memory pipe needs a network", field="pipes")
-            return self._options.memory.publish(self._facts, self._arena)
+            return self._options.memory.publish(self._facts, self._shards)
         if kind == "shm":
-            self._fd = self._arena.open_read_only()
+            self._fds = [arena.open_read_only() for arena in self._shards.arenas]
             name = f"baton-kv-{secrets.token_hex(12)}"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind("\0" + name)
@@ -211,10 +213,10 @@ class BlockServer:
                 require_same_user(stream, self._token)
             greet_as_server(stream, self._token, wait, purpose=PURPOSE_READ, facts=self._facts)
             if kind == "shm":
-                self._pass_arena(stream)
+                self._pass_arenas(stream)
                 stream.wait_readable(Wait(), "holding a reader's line")  # its end, or a word out of turn: over
             else:
-                serve_reads(stream, self._arena, self._options.limits)
+                serve_reads(stream, self._shards, self._options.limits)
         except PipeClosedError:
             log.debug("%s left", stream.peer)
         except BatonError as error:
@@ -226,19 +228,36 @@ class BlockServer:
             with self._lock:
                 self._streams.discard(stream)
 
-    def _pass_arena(self, stream: Stream) -> None:
+    def _pass_arenas(self, stream: Stream) -> None:
         with self._lock:
             if self._closed.is_set():
                 raise PipeClosedError("the block server was closed")
-            send_descriptors(stream, [self._fd])
+            send_descriptors(stream, self._fds)
 
 
-def _check(kinds: Sequence[str], fingerprint: Fingerprint, arena: KVArena) -> None:
+def _check(kinds: Sequence[str], fingerprint: Fingerprint, shards: KVShards) -> None:
     unknown = set(kinds) - {"shm", "tcp", "memory"}
     if unknown or not kinds or len(set(kinds)) != len(kinds):
         raise ConfigError(f"pipes must be some of shm, tcp, memory, each once, got {tuple(kinds)}", field="pipes")
-    if fingerprint.block_bytes != arena.block_bytes:
+    check_shards(fingerprint, shards)
+
+
+def check_shards(fingerprint: Fingerprint, shards: KVShards) -> None:
+    """Refuse arenas that are not what a fingerprint says.
+
+    Raises:
+        ConfigError: Names ``tp_size`` or ``block_bytes``.
+    """
+    specs = shard_specs(fingerprint.tp_size, fingerprint.pp_size)
+    if len(specs) != len(shards.arenas):
         raise ConfigError(
-            f"the fingerprint says {fingerprint.block_bytes} bytes per block, the arena has {arena.block_bytes}",
-            field="block_bytes",
+            f"the fingerprint says {len(specs)} ranks, there are arenas of {len(shards.arenas)}", field="tp_size"
         )
+    for spec, arena in zip(specs, shards.arenas, strict=True):
+        expected = shard_layout(fingerprint.geometry, spec, fingerprint.block_size).block_bytes
+        if arena.block_bytes != expected:
+            raise ConfigError(
+                f"the fingerprint says {expected} bytes per block on rank {spec.index}, its arena has "
+                f"{arena.block_bytes}",
+                field="block_bytes",
+            )

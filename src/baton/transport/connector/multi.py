@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import ConfigError, UnavailableError
-from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,16 @@ class MultiConnector(KVConnector):
                 ended.append(dataclasses.replace(update, stats=_merged(chain)))
         return ended
 
+    def step_begins(self, saves: Sequence[PlannedSave]) -> None:
+        """Tell all."""
+        for connector in self._connectors:
+            connector.step_begins(saves)
+
+    def layer_computed(self, layer: int) -> None:
+        """Tell all."""
+        for connector in self._connectors:
+            connector.layer_computed(layer)
+
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
@@ -152,6 +162,7 @@ def _merged(chain: _Chain) -> TransferStats:
         chosen,
         kv_bytes=sum(part.kv_bytes for part in parts),
         transfer_us=sum(part.transfer_us for part in parts),
+        exposed_us=sum(part.exposed_us for part in parts),
         transferred_tokens=sum(part.transferred_tokens for part in parts),
         failures=tuple(failure for part in parts for failure in part.failures) + tuple(chain.failures),
     )

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from baton.errors import BatonError, DeadlineError, StaleBlockError
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
-from baton.transport.blocks import BlockFetcher, BlockSource
-from baton.types import BlockHash, BlockId, PrefillPath, RequestId, TokenLogprob
+from baton.transport.block_types import Valid
+from baton.transport.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
+from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +48,21 @@ class Offer:
         block_ids: Where they lie in the source's pool.
         generations: Parallel to ``block_ids``.
         num_tokens: Leading tokens whose KV is complete.
+        ready: The blocks are being computed: a layer i is there when the source's progress has come to
+            ``ready + i + 1``. The offer must be repeated without this when they are complete, else they don't count.
+            ``None``: they are complete.
     """
 
     first_block: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
     num_tokens: int
+    ready: int | None = None
+
+    @property
+    def key(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """What an offer and its repetition have in common."""
+        return self.first_block, self.block_ids, self.generations
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +98,60 @@ class _Load:
     failures: list[str] = field(default_factory=list)
     kv_bytes: int = 0
     transfer_s: float = 0.0
+    exposed_s: float = 0.0
     pipe: str = ""
     pipe_fallback: str = ""
     source: str = ""
     source_cached_tokens: int = 0
     first_token: TokenLogprob | None = None
+
+
+class _Attempt:
+    """One candidate's part of a load: which tokens have come, counted in what both block sizes have in common."""
+
+    def __init__(self, load: _Load, source: BlockSource, block_size: int) -> None:
+        self.source, self._load = source, load
+        self._unit = math.gcd(block_size, source.fingerprint.block_size)
+        self._per_local, self._per_remote = block_size // self._unit, source.fingerprint.block_size // self._unit
+        self._units = np.repeat(load.valid, self._per_local)
+        num_units = -(-len(load.request.token_ids) // self._unit)
+        self._units[num_units:] = True  # of the last block, what no token lies in
+        self.num_blocks = -(-num_units // self._per_remote)
+        """Blocks of the source that the request has."""
+
+    def wanted(self, offer: Offer) -> list[int]:
+        """Which of an offer's blocks bring something new."""
+        first, size = offer.first_block, self._per_remote
+        starts = [(first + i) * size for i in range(len(offer.block_ids))]
+        return [i for i, start in enumerate(starts) if not self._units[start : start + size].all()]
+
+    def blocks(self, offer: Offer, wanted: list[int]) -> SequenceBlocks:
+        """What to fetch of an offer."""
+        offered = (
+            [offer.block_ids[i] for i in wanted],
+            [offer.generations[i] for i in wanted],
+            [offer.first_block + i for i in wanted],
+        )
+        load = self._load
+        return SequenceBlocks.of(offered, load.block_ids[: len(load.valid)], ~load.valid, offer.ready)
+
+    def came(self, offer: Offer, wanted: list[int], valid: Valid) -> None:
+        """Note what a fetch brought."""
+        for i in np.asarray(wanted)[valid]:
+            start = (offer.first_block + int(i)) * self._per_remote
+            self._units[start : start + self._per_remote] = True
+        self._load.valid[:] = self._units.reshape(-1, self._per_local).all(axis=1)
+
+
+@dataclass
+class _Events:
+    """The fetches that one candidate's stream led to."""
+
+    fetches: list[asyncio.Task[None]] = field(default_factory=list)
+    early: dict[object, asyncio.Task[FetchResult]] = field(default_factory=dict)
+    """Fetches of blocks that are being computed, by their offer's key, until it is repeated."""
     num_ready_tokens: int = 0
+    ready_at: float = 0.0
 
 
 class P2PLoader(KVConnector):
@@ -175,19 +234,6 @@ class P2PLoader(KVConnector):
             updates.append(update)
         return updates
 
-    def blocks_computed(
-        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
-    ) -> None:
-        """Nobody fetches from a decode instance."""
-
-    def request_finished(self, request_id: RequestId) -> bool:
-        """Keep nothing."""
-        return False
-
-    def poll_releases(self) -> list[RequestId]:
-        """Nothing was kept."""
-        return []
-
     def has_pending(self) -> bool:
         """Whether loads run."""
         return bool(self._loads)
@@ -222,36 +268,50 @@ class P2PLoader(KVConnector):
     async def _try(self, load: _Load, address: str) -> None:
         """Run one candidate to its end; on return everything is valid."""
         held = self._leading_tokens(load)
-        fetches: list[asyncio.Task[None]] = []
-        load.num_ready_tokens = held
+        state = _Events(num_ready_tokens=held)
         try:
             async with self._dialer.open(address, load.request, held) as events:
-                source: BlockSource | None = None
+                attempt: _Attempt | None = None
                 while True:
-                    event = await self._next(events, fetches)
+                    event = await self._next(events, state.fetches)
                     if isinstance(event, Accepted):
-                        source = event.source
+                        attempt = _Attempt(load, event.source, self._block_size)
                     elif isinstance(event, Offer):
-                        if source is None:
+                        if attempt is None:
                             raise StaleBlockError("an offer came before its source")
-                        self._check(load, event)
-                        fetches.append(self._loop.create_task(self._fetch(load, source, event)))
-                        load.num_ready_tokens = max(load.num_ready_tokens, event.num_tokens)
+                        _check(attempt, event)
+                        self._take(load, attempt, event, state)
                     else:
                         # Every fetch has to end while the stream, the lease, is open.
-                        await asyncio.gather(*fetches)
+                        await asyncio.gather(*state.fetches)
                         break
-            if not load.valid.all() or load.num_ready_tokens != len(load.request.token_ids):
+            if not load.valid.all() or state.num_ready_tokens != len(load.request.token_ids):
                 raise StaleBlockError("the prefill instance did not offer every block")
+            load.exposed_s += time.perf_counter() - state.ready_at
             load.first_token = event.first_token
             load.source_cached_tokens = event.prefix_hit_tokens
         finally:
             # Nobody may write into our blocks after the report: stop the copies, then wait for them.
-            if any(not task.done() for task in fetches):
+            tasks: list[asyncio.Task[Any]] = [*state.fetches, *state.early.values()]
+            if any(not task.done() for task in tasks):
                 load.cancelled.set()
-                await _settle(fetches)
+                await _settle(tasks)
                 if not _being_cancelled():
                     load.cancelled.clear()
+
+    def _take(self, load: _Load, attempt: _Attempt, offer: Offer, state: _Events) -> None:
+        """Begin to fetch what an offer names; one that only confirms an earlier one waits for that one's fetch."""
+        wanted = attempt.wanted(offer)
+        if offer.ready is not None:
+            if wanted:
+                blocks = attempt.blocks(offer, wanted)
+                state.early[offer.key] = self._loop.create_task(self._fetch(load, attempt.source, blocks))
+            return
+        if offer.num_tokens > state.num_ready_tokens:
+            state.num_ready_tokens, state.ready_at = offer.num_tokens, time.perf_counter()
+        early = state.early.pop(offer.key, None)
+        if wanted:
+            state.fetches.append(self._loop.create_task(self._complete(load, attempt, offer, wanted, early)))
 
     async def _next(self, events: AsyncIterator[PrefillEvent], fetches: list[asyncio.Task[None]]) -> PrefillEvent:
         for task in fetches:
@@ -265,31 +325,28 @@ class P2PLoader(KVConnector):
         except StopAsyncIteration:
             raise StaleBlockError("the stream ended before the prompt was computed") from None
 
-    def _check(self, load: _Load, offer: Offer) -> None:
-        end = offer.first_block + len(offer.block_ids)
-        if len(offer.generations) != len(offer.block_ids) or end > len(load.valid):
-            raise StaleBlockError(f"an offer of blocks {offer.first_block} to {end} does not fit the request")
-
-    async def _fetch(self, load: _Load, source: BlockSource, offer: Offer) -> None:
-        wanted = [i for i in range(len(offer.block_ids)) if not load.valid[offer.first_block + i]]
-        if not wanted:
-            return
-        started = time.perf_counter()
-        result = await self._fetcher.fetch_async(
-            source,
-            [offer.block_ids[i] for i in wanted],
-            [offer.generations[i] for i in wanted],
-            [load.block_ids[offer.first_block + i] for i in wanted],
-            deadline=time.monotonic() + self._stall_s,
-            cancelled=load.cancelled,
-        )
-        load.transfer_s += time.perf_counter() - started
+    async def _complete(
+        self,
+        load: _Load,
+        attempt: _Attempt,
+        offer: Offer,
+        wanted: list[int],
+        early: asyncio.Task[FetchResult] | None,
+    ) -> None:
+        """Fetch complete blocks, or wait for the fetch that began while they were computed, and note what came."""
+        result = await (early or self._fetch(load, attempt.source, attempt.blocks(offer, wanted)))
         load.kv_bytes += result.num_bytes
-        load.pipe, load.pipe_fallback, load.source = result.pipe_kind, result.fallback_reason, source.instance_id
-        for i, ok in zip(wanted, result.valid, strict=True):
-            load.valid[offer.first_block + i] = bool(ok)
-        if not all(result.valid):
-            raise StaleBlockError(f"{int((~result.valid).sum())} blocks changed while they were fetched")
+        load.transfer_s += result.seconds - result.waited_s
+        load.pipe, load.pipe_fallback = result.pipe_kind, result.fallback_reason
+        load.source = attempt.source.instance_id
+        attempt.came(offer, wanted, result.valid)
+        if not result.valid.all():
+            raise StaleBlockError(f"{int((~result.valid).sum())} blocks changed, or were damaged, on their way")
+
+    async def _fetch(self, load: _Load, source: BlockSource, blocks: SequenceBlocks) -> FetchResult:
+        return await self._fetcher.fetch_async(
+            source, blocks, deadline=time.monotonic() + self._stall_s, cancelled=load.cancelled
+        )
 
     def _leading_tokens(self, load: _Load) -> int:
         """Leading tokens in full valid blocks."""
@@ -307,6 +364,7 @@ class P2PLoader(KVConnector):
             pipe_fallback=load.pipe_fallback,
             kv_bytes=load.kv_bytes,
             transfer_us=round(1e6 * load.transfer_s),
+            exposed_us=round(1e6 * load.exposed_s),
             transferred_tokens=moved,
             source_cached_tokens=load.source_cached_tokens,
             failures=tuple(load.failures),
@@ -321,7 +379,13 @@ def _being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _settle(tasks: list[asyncio.Task[None]]) -> None:
+def _check(attempt: _Attempt, offer: Offer) -> None:
+    end = offer.first_block + len(offer.block_ids)
+    if len(offer.generations) != len(offer.block_ids) or end > attempt.num_blocks:
+        raise StaleBlockError(f"an offer of blocks {offer.first_block} to {end} does not fit the request")
+
+
+async def _settle(tasks: list[asyncio.Task[Any]]) -> None:
     """Wait for tasks whatever they end with, also while this task is being cancelled."""
     for task in tasks:
         while not task.done():

@@ -13,12 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from baton.errors import BatonError, InvalidRequestError, QueueFullError
 from baton.kv.arena import KVArena
-from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
+from baton.kv.connector import KVConnector, PlannedSave
 from baton.transport.connector.p2p_load import Offer
 from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import BlockHash, BlockId, RequestId
@@ -55,6 +56,7 @@ class P2POfferer(KVConnector):
         block_size: Tokens per block.
         lease_s: How long an offer waits for its stream.
         max_leases: Streams that may be open at once.
+        layers: Layers of the model, to offer blocks while they are computed; 0: only when they are complete.
     """
 
     def __init__(
@@ -66,9 +68,13 @@ class P2POfferer(KVConnector):
         block_size: int,
         lease_s: float,
         max_leases: int,
+        layers: int = 0,
     ) -> None:
         self._arena, self._buffer, self._wake = arena, buffer, wake
         self._block_size, self._lease_s, self._max_leases = block_size, lease_s, max_leases
+        # The step that runs now, or ran last, and its layers: layer i is there when the progress is _step + i + 1.
+        self._layerwise, self._num_layers = layers > 0, layers
+        self._step = arena.progress.value
         self._lock = threading.Lock()
         self._leases: dict[RequestId, Lease] = {}
         self._finished: set[RequestId] = set()
@@ -108,7 +114,7 @@ class P2POfferer(KVConnector):
             deadline = time.monotonic() + self._lease_s
             offer = await self._buffer.drop_select_async(lease.key, deadline=deadline)
             yield offer
-            if offer.num_tokens >= total:
+            if offer.num_tokens >= total and offer.ready is None:
                 return
 
     def close_lease(self, lease: Lease) -> None:
@@ -127,37 +133,52 @@ class P2POfferer(KVConnector):
         """Open leases."""
         return len(self._leases)
 
-    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
-        """A prefill instance computes."""
-        return None
+    def step_begins(self, saves: Sequence[PlannedSave]) -> None:
+        """Offer the blocks that the step will complete, to be read layer by layer as they are computed."""
+        if not self._layerwise:
+            return
+        # Whatever became of the step before, it computes no more.
+        self._finish_step()
+        for save in saves:
+            lease = self._lease_of(save.request_id)
+            if lease is not None and (offer := self._next_offer(lease, save.block_ids, save.num_tokens)) is not None:
+                self._insert(lease, replace(offer, ready=self._step))
 
-    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
-        """Never called: nothing is planned."""
-
-    def cancel_load(self, request_id: RequestId) -> None:
-        """Nothing to cancel."""
-
-    def poll_loads(self) -> list[LoadUpdate]:
-        """Nothing is loaded."""
-        return []
+    def layer_computed(self, layer: int) -> None:
+        """Let readers have the layer."""
+        if self._layerwise:
+            self._arena.progress.advance(self._step + layer + 1)
 
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
         """Offer the blocks that became complete; the last one may be partly filled."""
+        self._arena.progress.advance(self._step + self._num_layers)
+        lease = self._lease_of(request_id)
+        if lease is not None and (offer := self._next_offer(lease, block_ids, num_tokens)) is not None:
+            lease.num_offered_blocks = offer.first_block + len(offer.block_ids)
+            self._insert(lease, offer)
+
+    def _finish_step(self) -> None:
+        self._step += self._num_layers
+        self._arena.progress.advance(self._step)
+
+    def _lease_of(self, request_id: RequestId) -> Lease | None:
         with self._lock:
-            lease = self._leases.get(request_id)
-            if lease is None:
-                return
-            first, total = lease.num_offered_blocks, len(lease.token_ids)
-            end = -(-num_tokens // self._block_size) if num_tokens >= total else num_tokens // self._block_size
-            if end <= first and num_tokens < total:
-                return
-            ids = tuple(int(b) for b in block_ids[first:end])
-            generations = tuple(int(g) for g in self._arena.generations[list(ids)]) if ids else ()
-            lease.num_offered_blocks = end
-        roi = slice(first * self._block_size, min(num_tokens, total))
-        offer = Offer(first, ids, generations, num_tokens)
+            return self._leases.get(request_id)
+
+    def _next_offer(self, lease: Lease, block_ids: Sequence[BlockId], num_tokens: int) -> Offer | None:
+        """What there is to offer beyond what was, once ``num_tokens`` tokens are complete."""
+        first, total = lease.num_offered_blocks, len(lease.token_ids)
+        end = -(-num_tokens // self._block_size) if num_tokens >= total else num_tokens // self._block_size
+        if end <= first and num_tokens < total:
+            return None
+        ids = tuple(int(b) for b in block_ids[first:end])
+        generations = tuple(int(g) for g in self._arena.generations[list(ids)]) if ids else ()
+        return Offer(first, ids, generations, num_tokens)
+
+    def _insert(self, lease: Lease, offer: Offer) -> None:
+        roi = slice(offer.first_block * self._block_size, min(offer.num_tokens, len(lease.token_ids)))
         try:
             # Without a deadline, as the engine must not wait: the buffer is sized for every lease's offers.
             self._buffer.insert(
@@ -165,11 +186,11 @@ class P2POfferer(KVConnector):
                 lease.token_ids,
                 roi,
                 offer,
-                nbytes=OFFER_BYTES + BLOCK_BYTES * len(ids),
+                nbytes=OFFER_BYTES + BLOCK_BYTES * len(offer.block_ids),
                 lease_s=self._lease_s,
             )
         except BatonError as error:
-            log.error("the offer of %s is lost (%s): its stream ends", request_id, error.message)
+            log.error("the offer of %s is lost (%s): its stream ends", lease.request_id, error.message)
             self._buffer.withdraw(lease.key)
 
     def request_finished(self, request_id: RequestId) -> bool:

@@ -241,6 +241,7 @@ class StoreConnector(KVConnector):
             pipe=progress.pipe,
             kv_bytes=progress.num_bytes,
             transfer_us=round(1e6 * progress.seconds),
+            exposed_us=round(1e6 * progress.seconds),
             transferred_tokens=tokens,
             failures=() if error is None else (f"store {self._options.address}: {error}",),
             local_reason="" if tokens else reason,

@@ -20,7 +20,7 @@ from baton.kv.fingerprint import Fingerprint
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error
-from baton.transport.blocks import BlockFetcher, BlockSource
+from baton.transport.blocks import BlockFetcher, BlockSource, SequenceBlocks
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import BlockHash, BlockId
 
@@ -164,14 +164,12 @@ class StoreClient:
         cancelled: threading.Event,
     ) -> None:
         source = source_from_pb(answer.source)
-        result = await self._fetcher.fetch_async(
-            source,
+        blocks = SequenceBlocks.pairs(
             np.fromiter(answer.block_ids, np.int64),
             np.fromiter(answer.generations, np.uint64),
             np.asarray(block_ids, np.int64),
-            deadline=deadline,
-            cancelled=cancelled,
         )
+        result = await self._fetcher.fetch_async(source, blocks, deadline=deadline, cancelled=cancelled)
         progress.num_blocks += len(result.valid) if result.valid.all() else int(result.valid.argmin())
         progress.num_bytes += result.num_bytes
         progress.seconds += result.seconds

@@ -177,14 +177,27 @@ class ReadPipe(ABC):
 
         Args:
             reads: In range on both sides; the caller has checked.
-            local: uint8 [blocks, block_bytes], the target arena's blocks.
+            local: uint8 [blocks, block_bytes], the blocks of the target's rank.
             wait: Deadline and cancel flag.
 
         Returns:
-            bool [n]: which blocks had the offered generation before and after their copy.
+            bool [n]: which blocks had the offered generation before and after their copy, and came undamaged.
 
         Raises:
             PipeClosedError: The peer is gone; what arrived must not be used.
+            DeadlineError, CancelledError: As their names say.
+        """
+
+    @abstractmethod
+    def wait_ready(self, value: int, wait: Wait) -> int:
+        """Wait until the source's computation has come so far; returns how far it is.
+
+        Args:
+            value: Of the source's progress, as an offer names it.
+            wait: Deadline and cancel flag.
+
+        Raises:
+            PipeClosedError: The peer is gone.
             DeadlineError, CancelledError: As their names say.
         """
 

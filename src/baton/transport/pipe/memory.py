@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from baton.errors import PipeClosedError
-from baton.kv.arena import KVArena
-from baton.transport.block_types import BlockReads, Bytes, Valid, current
+from baton.kv.shards import KVShards
+from baton.transport.block_types import BlockReads, Bytes, Valid
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import Facts
 from baton.transport.pipe.base import MAX_MESSAGE_BYTES, Pipe, PipeListener, ReadPipe, WireTensor, check_message
-from baton.transport.waiting import Flag, Wait
+from baton.transport.waiting import TICK_S, Flag, Wait
 
 QUEUE_BYTES = 64 << 20
 """Bytes one direction holds before ``send`` waits; a bigger message goes alone."""
@@ -26,22 +26,22 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._arenas: dict[str, tuple[Facts, KVArena]] = {}
+        self._arenas: dict[str, tuple[Facts, KVShards]] = {}
         self._listeners: dict[str, MemoryPipeListener] = {}
 
-    def publish(self, facts: Facts, arena: KVArena) -> str:
-        """Let an arena be read; returns its address."""
+    def publish(self, facts: Facts, shards: KVShards) -> str:
+        """Let an instance's arenas be read; returns their address."""
         address = secrets.token_hex(8)
         with self._lock:
-            self._arenas[address] = (facts, arena)
+            self._arenas[address] = (facts, shards)
         return address
 
     def withdraw(self, epoch: bytes) -> None:
-        """End the reading of the arena of this epoch."""
+        """End the reading of the instance of this epoch."""
         with self._lock:
             self._arenas = {a: entry for a, entry in self._arenas.items() if entry[0].epoch != epoch}
 
-    def find(self, address: str) -> tuple[Facts, KVArena]:
+    def find(self, address: str) -> tuple[Facts, KVShards]:
         """Return what is published there.
 
         Raises:
@@ -92,13 +92,19 @@ class MemoryReadPipe(ReadPipe):
         """Copy blocks; see :meth:`ReadPipe.read`."""
         if self._closed:
             raise PipeClosedError("the pipe was closed")
-        _, arena = self._network.find(self._address)
-        before = current(arena, reads)
-        good = reads.take(before)
-        self._copier.copy(local, arena.blocks, good.remote_ids, good.local_ids, wait)
-        valid = before & current(arena, reads)
+        _, shards = self._network.find(self._address)
+        remote = shards.arenas[reads.source_shard].blocks
+        valid = self._copier.read(local, remote, shards.primary.generations, reads, wait)
         self._network.find(self._address)
         return valid
+
+    def wait_ready(self, value: int, wait: Wait) -> int:
+        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
+        while True:
+            _, shards = self._network.find(self._address)
+            if (now := shards.primary.progress.wait(value, TICK_S)) >= value:
+                return now
+            wait.check("waiting for the computation")
 
     def alive(self) -> bool:
         """Whether the arena is still published."""

@@ -1,7 +1,8 @@
-"""One-sided reads over shared memory: map the peer's arena once, then a read is one copy from pool to pool.
+"""One-sided reads over shared memory: map the peer's arenas once, then a read is one copy from pool to pool.
 
-The peer passes a read-only descriptor of its arena (a sealed memfd) over an abstract Unix socket that then stays open:
-its end tells of the peer's death at once. Nothing has a name in a file system, so nothing is left after SIGKILL.
+The peer passes a read-only descriptor of each of its ranks' arenas (sealed memfds) over an abstract Unix socket that
+then stays open: its end tells of the peer's death at once. Nothing has a name in a file system, so nothing is left
+after SIGKILL.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ from typing import ClassVar
 
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, UnauthenticatedError
 from baton.kv.arena import KVArena
-from baton.transport.block_types import BlockReads, Bytes, Valid, current
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.shards import KVShards, shard_layout, shard_specs
+from baton.transport.block_types import BlockReads, Bytes, Valid
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.pipe.base import ReadPipe
 from baton.transport.sockets import Stream, connect_unix
-from baton.transport.waiting import Wait
+from baton.transport.waiting import TICK_S, Wait
 from baton.transport.wire import BadFrameError
+
+MAX_DESCRIPTORS = 253
+"""File descriptors that Linux passes with one message."""
 
 
 class ShmReadPipe(ReadPipe):
-    """Reads another process's arena on the same host."""
+    """Reads another instance's arenas on the same host."""
 
     kind: ClassVar[str] = "shm"
 
-    def __init__(self, stream: Stream, arena: KVArena, copier: BlockCopier) -> None:
+    def __init__(self, stream: Stream, shards: KVShards, copier: BlockCopier) -> None:
         self._stream, self._copier = stream, copier
-        self._arena: KVArena | None = arena
+        self._shards: KVShards | None = shards
 
     @classmethod
     def connect(cls, address: str, facts: Facts, token: str | None, copier: BlockCopier, wait: Wait) -> ShmReadPipe:
@@ -53,35 +59,46 @@ class ShmReadPipe(ReadPipe):
         stream = connect_unix(name, wait)
         try:
             require_same_user(stream, token)
-            greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
-            (fd,) = recv_descriptors(stream, 1, wait)
-            arena = _attach(fd, facts)
+            theirs = greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
+            assert theirs is not None
+            num_ranks = theirs.tp_size * theirs.pp_size
+            if num_ranks > MAX_DESCRIPTORS:
+                raise PipeClosedError(f"{num_ranks} ranks are more than one message passes descriptors of")
+            shards = _attach_all(recv_descriptors(stream, num_ranks, wait), theirs, facts)
         except BaseException:
             stream.close()
             raise
-        return cls(stream, arena, copier)
+        return cls(stream, shards, copier)
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        arena = self._arena
-        if arena is None or self._stream.peer_gone():
-            raise PipeClosedError(f"{self._stream.peer} is gone")
-        before = current(arena, reads)
-        good = reads if before.all() else reads.take(before)
-        self._copier.copy(local, arena.blocks, good.remote_ids, good.local_ids, wait)
-        valid = before & current(arena, reads)
+        shards = self._shards
+        if shards is None:
+            raise PipeClosedError("the pipe was closed")
+        remote = shards.arenas[reads.source_shard].blocks
+        valid = self._copier.read(local, remote, shards.primary.generations, reads, wait)
         if self._stream.peer_gone():
             raise PipeClosedError(f"{self._stream.peer} went away during a read: its lease on the blocks is over")
         return valid
+
+    def wait_ready(self, value: int, wait: Wait) -> int:
+        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
+        while True:
+            shards = self._shards
+            if shards is None or self._stream.peer_gone():
+                raise PipeClosedError(f"{self._stream.peer} is gone")
+            if (now := shards.primary.progress.wait(value, TICK_S)) >= value:
+                return now
+            wait.check("waiting for the computation")
 
     def alive(self) -> bool:
         """Whether the peer is there; never blocks."""
         return not self._stream.peer_gone()
 
     def close(self) -> None:
-        """Close; the mapping goes when the last read under way has ended."""
+        """Close; the mappings go when the last read under way has ended."""
         self._stream.close()
-        self._arena = None
+        self._shards = None
 
 
 def shm_address(name: str) -> str:
@@ -140,18 +157,30 @@ def recv_descriptors(stream: Stream, count: int, wait: Wait) -> list[int]:
     raise BadFrameError(f"the peer passed {len(fds)} file descriptors for {count}")
 
 
-def _attach(fd: int, facts: Facts) -> KVArena:
+def _attach_all(fds: list[int], theirs: Fingerprint, facts: Facts) -> KVShards:
+    arenas: list[KVArena] = []
+    try:
+        for spec, fd in zip(shard_specs(theirs.tp_size, theirs.pp_size), fds, strict=True):
+            block_bytes = shard_layout(theirs.geometry, spec, theirs.block_size).block_bytes
+            arenas.append(_attach(fd, facts.num_blocks, block_bytes))
+    finally:
+        for fd in fds[len(arenas) :]:
+            os.close(fd)
+    if arenas[0].epoch != facts.epoch:
+        raise BadFrameError("the arena passed has another epoch than announced", field="epoch")
+    return KVShards(arenas)
+
+
+def _attach(fd: int, num_blocks: int, block_bytes: int) -> KVArena:
+    """Map an arena; its descriptor is closed where that succeeds, the mapping keeps the memory."""
     try:
         arena = KVArena.attach(fd)
     except (ConfigError, OSError, ValueError) as error:
-        os.close(fd)
         raise BadFrameError(f"the peer passed something that is no arena: {error}") from error
-    arena.close()  # the mapping keeps the memory
-    for name in ("num_blocks", "block_bytes"):
-        if getattr(arena, name) != getattr(facts, name):
+    for name, expected in (("num_blocks", num_blocks), ("block_bytes", block_bytes)):
+        if getattr(arena, name) != expected:
             raise FingerprintMismatchError(f"the arena passed has another {name} than announced", field=name)
-    if arena.epoch != facts.epoch:
-        raise BadFrameError("the arena passed has another epoch than announced", field="epoch")
+    arena.close()
     return arena
 
 

@@ -1,18 +1,18 @@
-"""One-sided reads over TCP: a server thread per connection sends blocks out of the arena, scatter to gather.
+"""One-sided reads over TCP: a server thread per connection sends blocks out of the arenas, scatter to gather.
 
-::
+Requests and answers are those of ``baton.transport.read_wire``, and::
 
-    READ    count u32 | block ids u32[count] | generations u64[count]
-    BLOCKS  sent: bitmap | bytes of the sent blocks, in the order asked for | unchanged: bitmap
+    WAIT      value u64        wait until the source's progress has reached the value
+    PROGRESS  progress u64     it has
 
-``sent`` says which blocks had the generation asked for before they were sent, ``unchanged`` which had it afterwards;
-a block counts only if both say so. Bitmaps have ceil(count / 8) bytes, little bit order. No byte is copied in Python on
-either side: ``sendmsg`` takes views of the source arena, ``recvmsg_into`` fills views of the target arena.
+No byte is copied in Python on either side: ``sendmsg`` takes views of the source arena, ``recvmsg_into`` fills views of
+the target arena.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import struct
 import threading
 import time
@@ -24,18 +24,31 @@ from typing import ClassVar
 import numpy as np
 
 from baton.errors import CancelledError, DeadlineError, InvalidRequestError, PipeClosedError
-from baton.kv.arena import KVArena
-from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid, current
-from baton.transport.copying import fence, id_runs
+from baton.kv.shards import KVShards
+from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
+from baton.transport.copying import fence
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.pipe.base import ReadPipe
+from baton.transport.read_wire import (
+    MAX_READ_BYTES,
+    check_request,
+    checksums_of,
+    pack_bits,
+    pack_request,
+    pack_tail,
+    parse_request,
+    parse_tail,
+    source_views,
+    tail_bytes,
+    target_views,
+    unpack_bits,
+)
 from baton.transport.sockets import Stream, connect_tcp
-from baton.transport.waiting import EitherFlag, Wait
+from baton.transport.waiting import TICK_S, EitherFlag, Wait
 from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header, send_error
 
-_COUNT = struct.Struct("<I")
-_BYTES_PER_ENTRY = 4 + 8
-MAX_READ_BYTES = _COUNT.size + _BYTES_PER_ENTRY * MAX_BLOCKS_PER_READ
+log = logging.getLogger(__name__)
+_WORD = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +65,23 @@ class ServeLimits:
     idle_s: float = 300.0
 
 
-def serve_reads(stream: Stream, arena: KVArena, limits: ServeLimits) -> None:
-    """Answer READ frames until the peer hangs up, is idle for too long or breaks the protocol.
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    """How a reader uses its connections.
+
+    Attributes:
+        streams: Connections that one read is split over.
+        share_bytes: Least bytes that are worth a connection of their own.
+        checksums: Ask for checksums and compare them.
+    """
+
+    streams: int = 1
+    share_bytes: int = 1 << 20
+    checksums: bool = True
+
+
+def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits) -> None:
+    """Answer READ and WAIT frames until the peer hangs up, is idle for too long or breaks the protocol.
 
     Raises:
         BatonError: Why the connection should end; the peer may be told.
@@ -66,26 +94,49 @@ def serve_reads(stream: Stream, arena: KVArena, limits: ServeLimits) -> None:
         if stream.peer_gone():
             return
         wait = Wait(time.monotonic() + limits.frame_s)
-        _, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES}, wait)
-        reads = _parse_read(stream.recv_exact(length, wait, "reading a request"))
+        kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: _WORD.size}, wait)
+        payload = stream.recv_exact(length, wait, "reading a request")
+        if kind is FrameKind.WAIT:
+            _send_progress(stream, shards, payload, limits)
+            continue
+        reads, checksums = parse_request(payload)
         try:
-            reads.check_range(arena.num_blocks, len(reads))
+            check_request(reads, shards)
         except InvalidRequestError as error:
             send_error(stream, error, wait)  # the frame was whole: the connection goes on
             continue
-        _send_blocks(stream, arena, reads, limits)
+        _send_blocks(stream, shards, reads, limits, checksums=checksums)
 
 
-def _send_blocks(stream: Stream, arena: KVArena, reads: BlockReads, limits: ServeLimits) -> None:
-    before = current(arena, reads)
-    views = block_views(arena.blocks, reads.remote_ids[before])
-    sent = _pack_bits(before)
-    header = pack_header(FrameKind.BLOCKS, 2 * len(sent) + sum(view.nbytes for view in views))
+def _send_progress(stream: Stream, shards: KVShards, payload: bytearray, limits: ServeLimits) -> None:
+    if len(payload) != _WORD.size:
+        raise BadFrameError(f"a WAIT frame has {len(payload)} bytes")
+    (value,) = _WORD.unpack(payload)
+    progress, wait = shards.primary.progress, Wait(time.monotonic() + limits.frame_s)
+    while (now := progress.wait(value, TICK_S)) < value:
+        if stream.peer_gone():
+            raise PipeClosedError("the reader left while it waited")
+        wait.check("waiting for the computation")
+    send = Wait(time.monotonic() + limits.frame_s)
+    stream.send_all([pack_header(FrameKind.PROGRESS, _WORD.size), _WORD.pack(now)], send, "sending progress")
+
+
+def _send_blocks(stream: Stream, shards: KVShards, reads: BlockReads, limits: ServeLimits, *, checksums: bool) -> None:
+    blocks = shards.arenas[reads.source_shard].blocks
+    segments = reads.segments_of(blocks.shape[1])
+    before = current(shards.primary, reads)
+    ids = reads.remote_ids[before]
+    views = source_views(blocks, ids, segments)
+    sent = pack_bits(before)
+    tail = tail_bytes(len(reads), len(ids), checksums=checksums)
+    header = pack_header(FrameKind.BLOCKS, len(sent) + len(ids) * int(segments[:, 2].sum()) + tail)
     wait = Wait(time.monotonic() + limits.frame_s)
     stream.send_all([header, sent, *views], wait, "sending blocks", stall_s=limits.frame_s)
+    sums = checksums_of(blocks, ids, segments[:, 0], segments[:, 2]) if checksums else None
     # The kernel has its own copy of every byte now, so a generation that still holds held for all of them.
     fence()
-    stream.send_all([_pack_bits(before & current(arena, reads))], Wait(time.monotonic() + limits.frame_s), "sending")
+    unchanged = pack_bits(before & current(shards.primary, reads))
+    stream.send_all([pack_tail(sent, unchanged, sums)], Wait(time.monotonic() + limits.frame_s), "sending")
 
 
 class TcpReadPipe(ReadPipe):
@@ -93,14 +144,15 @@ class TcpReadPipe(ReadPipe):
 
     Args:
         dial: Opens one more connection, handshake included.
-        streams: Connections that one read is split over.
+        options: How reads are split and checked.
         max_streams: Connections open at once; further reads wait for one.
     """
 
     kind: ClassVar[str] = "tcp"
 
-    def __init__(self, dial: Callable[[Wait], Stream], *, streams: int = 1, max_streams: int = 8) -> None:
-        self._dial, self._streams = dial, streams
+    def __init__(self, dial: Callable[[Wait], Stream], options: TcpOptions, *, max_streams: int = 16) -> None:
+        streams = options.streams
+        self._dial, self._options = dial, options
         self._max_streams = max(streams, max_streams)
         self._changed = threading.Condition()
         self._idle: list[Stream] = []
@@ -110,7 +162,9 @@ class TcpReadPipe(ReadPipe):
         self._pool = ThreadPoolExecutor(self._max_streams, "baton-tcp-read") if streams > 1 else None
 
     @classmethod
-    def connect(cls, address: str, facts: Facts, token: str | None, wait: Wait, *, streams: int = 1) -> TcpReadPipe:
+    def connect(
+        cls, address: str, facts: Facts, token: str | None, wait: Wait, options: TcpOptions | None = None
+    ) -> TcpReadPipe:
         """Connect to a block server's TCP endpoint; the first connection is made at once.
 
         Raises:
@@ -127,7 +181,7 @@ class TcpReadPipe(ReadPipe):
                 raise
             return stream
 
-        pipe = cls(dial, streams=streams)
+        pipe = cls(dial, options or TcpOptions())
         try:
             pipe._give(pipe._take(wait))
         except BaseException:
@@ -137,7 +191,8 @@ class TcpReadPipe(ReadPipe):
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        parts = min(self._streams, max(1, len(reads)))
+        size = len(reads) * int(reads.segments_of(local.shape[1])[:, 2].sum())
+        parts = max(1, min(self._options.streams, len(reads), size // self._options.share_bytes))
         edges = [len(reads) * i // parts for i in range(parts + 1)]
         shares = [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
         if self._pool is None or len(shares) == 1:
@@ -146,6 +201,22 @@ class TcpReadPipe(ReadPipe):
         each = Wait(wait.deadline, siblings)
         others = [self._pool.submit(self._read_share, share, local, each) for share in shares[1:]]
         return np.concatenate(_gather(lambda: self._read_share(shares[0], local, each), others, siblings))
+
+    def wait_ready(self, value: int, wait: Wait) -> int:
+        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
+        stream = self._take(wait)
+        try:
+            stream.send_all([pack_header(FrameKind.WAIT, _WORD.size), _WORD.pack(value)], wait, "asking for progress")
+            _, length = recv_header(stream, {FrameKind.PROGRESS: _WORD.size}, wait)
+            (now,) = _WORD.unpack(stream.recv_exact(length, wait, "waiting for progress"))
+        except struct.error as error:
+            self._drop(stream)
+            raise BadFrameError("a PROGRESS frame has another length") from error
+        except BaseException:
+            self._drop(stream)
+            raise
+        self._give(stream)
+        return int(now)
 
     def alive(self) -> bool:
         """Whether any connection is known to live; never blocks."""
@@ -171,7 +242,13 @@ class TcpReadPipe(ReadPipe):
             valid = np.concatenate(
                 [np.zeros(0, dtype=np.bool_)]
                 + [
-                    request_blocks(stream, reads.take(slice(at, at + MAX_BLOCKS_PER_READ)), local, wait)
+                    request_blocks(
+                        stream,
+                        reads.take(slice(at, at + MAX_BLOCKS_PER_READ)),
+                        local,
+                        wait,
+                        checksums=self._options.checksums,
+                    )
                     for at in range(0, len(reads), MAX_BLOCKS_PER_READ)
                 ]
             )
@@ -231,47 +308,31 @@ class TcpReadPipe(ReadPipe):
             self._changed.notify()
 
 
-def request_blocks(stream: Stream, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+def request_blocks(stream: Stream, reads: BlockReads, local: Bytes, wait: Wait, *, checksums: bool) -> Valid:
     """Ask for blocks on one connection and receive them; at most ``MAX_BLOCKS_PER_READ``."""
-    payload = (
-        _COUNT.pack(len(reads)) + reads.remote_ids.astype("<u4").tobytes() + reads.generations.astype("<u8").tobytes()
-    )
+    payload = pack_request(reads, checksums=checksums)
     stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
-    bitmap = -(-len(reads) // 8)
-    most = 2 * bitmap + len(reads) * local.shape[1]
+    segments, count = reads.segments_of(local.shape[1]), len(reads)
+    bitmap, each = -(-count // 8), int(segments[:, 2].sum())
+    most = bitmap + count * each + tail_bytes(count, count, checksums=checksums)
     _, length = recv_header(stream, {FrameKind.BLOCKS: most}, wait)
-    sent = _unpack_bits(stream.recv_exact(bitmap, wait, "receiving blocks"), len(reads))
+    sent_bits = stream.recv_exact(bitmap, wait, "receiving blocks")
+    sent = unpack_bits(sent_bits, count)
     targets = reads.local_ids if sent.all() else reads.local_ids[sent]
-    if length != 2 * bitmap + len(targets) * local.shape[1]:
+    tail = tail_bytes(count, len(targets), checksums=checksums)
+    if length != bitmap + len(targets) * each + tail:
         raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
-    stream.recv_into(block_views(local, targets), wait, "receiving blocks")
-    return sent & _unpack_bits(stream.recv_exact(bitmap, wait, "receiving blocks"), len(reads))
-
-
-def block_views(blocks: Bytes, ids: Ids) -> list[memoryview]:
-    """Return views of blocks in order, neighbours joined."""
-    flat, size = blocks.reshape(-1).data, blocks.shape[1]
-    return [flat[first * size : end * size] for first, end in id_runs(ids)]
-
-
-def _parse_read(payload: bytearray) -> BlockReads:
-    """Read a request's payload; the local ids are just 0, 1, ..."""
-    if len(payload) < _COUNT.size:
-        raise BadFrameError("a READ frame is too short")
-    (count,) = _COUNT.unpack_from(payload)
-    if len(payload) != _COUNT.size + _BYTES_PER_ENTRY * count:
-        raise BadFrameError(f"a READ frame for {count} blocks has {len(payload)} bytes")
-    ids = np.frombuffer(payload, "<u4", count, _COUNT.size).astype(np.int64)
-    generations = np.frombuffer(payload, "<u8", count, _COUNT.size + 4 * count).astype(np.uint64)
-    return BlockReads(ids, generations, np.arange(count))
-
-
-def _pack_bits(bits: Valid) -> bytes:
-    return np.packbits(bits, bitorder="little").tobytes()
-
-
-def _unpack_bits(data: bytearray, count: int) -> Valid:
-    return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little").astype(np.bool_)
+    stream.recv_into(target_views(local, targets, segments), wait, "receiving blocks")
+    unchanged, sums = parse_tail(
+        sent_bits, stream.recv_exact(tail, wait, "receiving blocks"), count, checksums=checksums
+    )
+    valid = sent & unchanged
+    if sums is not None:
+        right = sums == checksums_of(local, targets, segments[:, 1], segments[:, 2])
+        if not right.all():
+            log.error("%d of %d blocks from %s were damaged on their way", (~right).sum(), len(right), stream.peer)
+            valid[np.flatnonzero(sent)[~right]] = False
+    return valid
 
 
 def _gather(mine: Callable[[], Valid], others: Sequence[Future[Valid]], siblings: EitherFlag) -> list[Valid]:

@@ -1,0 +1,135 @@
+"""What one fetch is made of: which blocks of a sequence, and which bytes of which rank they are on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import InvalidRequestError
+from baton.kv.reshard import ReshardPlan, Segments, ShardCopy, merge_segments
+from baton.transport.block_types import BlockReads, Generations, Ids, Valid, integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceBlocks:
+    """Blocks of one sequence at the source, and the sequence's blocks here; the two may have different sizes.
+
+    Attributes:
+        remote_ids: Blocks in the source's arenas, [n].
+        generations: The generation each had when it was offered, [n].
+        positions: Place of each in the sequence, counted in blocks of the source, [n].
+        local_ids: The sequence's blocks here from its first token on, all different, [w].
+        writable: Which of them may be written, bool [w]; others have their KV already.
+        ready: Progress of the source before its first layer, if it is still computing them: layer i is there at
+            ``ready + i + 1``. ``None``: everything is.
+    """
+
+    remote_ids: Ids
+    generations: Generations
+    positions: Ids
+    local_ids: Ids
+    writable: Valid
+    ready: int | None = None
+
+    @classmethod
+    def pairs(cls, remote_ids: npt.ArrayLike, generations: npt.ArrayLike, local_ids: npt.ArrayLike) -> SequenceBlocks:
+        """Blocks one to one, in any order.
+
+        Raises:
+            InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
+        """
+        reads = BlockReads.of(remote_ids, generations, local_ids)
+        count = len(reads)
+        return cls(
+            reads.remote_ids, reads.generations, np.arange(count), reads.local_ids, np.ones(count, dtype=np.bool_)
+        )
+
+    @classmethod
+    def of(
+        cls,
+        offered: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
+        local_ids: npt.ArrayLike,
+        writable: npt.ArrayLike,
+        ready: int | None = None,
+    ) -> SequenceBlocks:
+        """Build from anything array-like.
+
+        Args:
+            offered: Remote ids, generations and positions.
+            local_ids: See the class.
+            writable: See the class.
+            ready: See the class.
+
+        Raises:
+            InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
+        """
+        ids, gens, places = (
+            integers(values, name)
+            for values, name in zip(offered, ("remote_ids", "generations", "positions"), strict=True)
+        )
+        local, free = integers(local_ids, "local_ids"), np.asarray(writable, dtype=np.bool_)
+        for name, array, count in (
+            ("generations", gens, len(ids)),
+            ("positions", places, len(ids)),
+            ("writable", free, len(local)),
+        ):
+            if len(array) != count:
+                raise InvalidRequestError(f"{name} has {len(array)} entries for {count} blocks", field=name)
+        if len(np.unique(local)) != len(local):
+            raise InvalidRequestError("local_ids names a block twice", field="local_ids")
+        return cls(
+            ids.astype(np.int64), gens.astype(np.uint64), places.astype(np.int64), local.astype(np.int64), free, ready
+        )
+
+    def __len__(self) -> int:
+        return len(self.remote_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One read of a fetch: from one rank of the source to one rank here.
+
+    Attributes:
+        reads: What to copy.
+        target: Index of the rank here.
+        blocks: Which of the fetch's blocks these are, [len(reads)].
+    """
+
+    reads: BlockReads
+    target: int
+    blocks: npt.NDArray[np.intp]
+
+
+def parts_of(plan: ReshardPlan, wanted: SequenceBlocks, layers: range | None = None) -> Iterator[Part]:
+    """Cut a fetch into reads, in the order of the source's memory.
+
+    Args:
+        plan: From the source's shape to this one's.
+        wanted: The blocks.
+        layers: Only these layers of the whole model; ``None``: all.
+    """
+    for copy in plan.copies:
+        segments = _segments(plan, copy, layers)
+        if segments is not None and not len(segments):
+            continue
+        turn, place = np.divmod(wanted.positions, plan.source_period)
+        target = turn * plan.target_period + copy.piece.target_block
+        mine = np.flatnonzero((place == copy.piece.source_block) & (target < len(wanted.local_ids)))
+        mine = mine[wanted.writable[target[mine]]]
+        if not len(mine):
+            continue
+        mine = mine[np.argsort(wanted.remote_ids[mine], kind="stable")]
+        local = wanted.local_ids[target[mine]]
+        reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, segments, copy.source.index)
+        yield Part(reads, copy.target.index, mine)
+
+
+def _segments(plan: ReshardPlan, copy: ShardCopy, layers: range | None) -> Segments | None:
+    """The bytes of some layers; ``None``: whole blocks."""
+    if layers is None:
+        return None if plan.trivial else merge_segments(copy.segments)
+    chosen = (copy.layers >= layers.start) & (copy.layers < layers.stop)
+    return np.ascontiguousarray(merge_segments(copy.segments[chosen]))
