@@ -664,6 +664,42 @@ async def test_a_running_request_outlives_its_instances_registration(world: Worl
     await router.until(lambda: not router.registry._retired)
 
 
+@pytest.mark.parametrize("expires", [True, False])
+async def test_an_instance_that_left_and_hangs_keeps_no_request(world: World, expires: bool) -> None:
+    """Leases may run out before enough probes are missed; nobody probed the instance then, and its streams stood."""
+    decodes = await world.decodes(2)
+    router = await world.router(lease_ttl_s=10.0, probe_timeout_s=0.2)
+    proxies = {w.instance_id: await world.proxy(w) for w in decodes}
+    leases = {}
+    for worker in decodes:
+        message = registration(worker)
+        message.address = f"127.0.0.1:{proxies[worker.instance_id].port}"
+        leases[worker.instance_id] = router.registry.register(message)
+        worker.state.pause_after = 2
+    await router.ready(*decodes)
+    request, answer = make_request(), Answer()
+    stream = router.dispatcher.stream(request)
+    for _ in range(2):
+        answer.add(await anext(stream))
+    victim, other = sorted(decodes, key=lambda w: not w.state.running)
+    proxies[victim.instance_id].freeze()
+    if expires:
+        router.clock.now += 9
+        router.registry.heartbeat(leases[other.instance_id].lease_id)
+        router.clock.now += 2
+    else:
+        router.registry.deregister(leases[victim.instance_id].lease_id)
+    await router.until(lambda: [x.instance_id for x in router.registry.instances()] == [other.instance_id])
+    other.state.pause_after = None
+    async with asyncio.timeout(5):
+        async for chunk in stream:
+            answer.add(chunk)
+    assert_right(answer, request)
+    assert router.metric("migrations_total", reason="lost") == 1
+    await router.until(lambda: not router.registry._retired)
+    router.assert_nothing_held()
+
+
 async def test_an_instance_moves_to_another_port(world: World) -> None:
     (decode,) = await world.decodes(1)
     router = await world.router()

@@ -34,7 +34,7 @@ class Cluster:
         config = RouterConfig(prefill=("p:1", "p:2"), decode=("d:1", "d:2"))
         self.registry = Registry(config, self.metrics, now=lambda: 0.0)
         self.registry.start()
-        for task in self.registry._links.values():
+        for _, task in self.registry._links.values():
             task.cancel()
         for x in self.registry.instances():
             fingerprint = fingerprints.get(x.address.replace(":", ""), FINGERPRINT)

@@ -5,7 +5,8 @@ stream and the probes do; when it ends the instance is down at once and the next
 pause. The event stream lives inside the session but may break by itself: then only the index is stale.
 
 A process that died breaks its connections and is noticed immediately. One that hangs answers no probe: after a few
-missed ones its running requests are broken off, so that they can go on elsewhere.
+missed ones its running requests are broken off, so that they can go on elsewhere. That is so too for an instance that
+left or whose lease ran out, as long as requests run there.
 """
 
 from __future__ import annotations
@@ -78,6 +79,20 @@ class Link:
         finally:
             self._instance.feed.broken()
 
+    async def watch_last_requests(self, failures: int) -> None:
+        """Probe an instance that gets no new requests, until cancelled; break off those it has if it hangs.
+
+        Args:
+            failures: Probes that it has to miss.
+        """
+        info = self._instance.info
+        if info is None:
+            return
+        try:
+            await self._probe(info.epoch, failures)
+        except (grpc.RpcError, LinkLostError) as error:
+            log.warning("instance %s, which left, is lost: %s", info.instance_id, _reason(error))
+
     async def _session(self, backoff: Backoff) -> None:
         instance = self._instance
         try:
@@ -98,7 +113,7 @@ class Link:
         events = asyncio.create_task(self._follow_events(info.epoch), name=f"events {instance.address}")
         watchers = [
             asyncio.create_task(self._follow_load(info, backoff), name=f"load {instance.address}"),
-            asyncio.create_task(self._probe(info.epoch), name=f"probe {instance.address}"),
+            asyncio.create_task(self._probe(info.epoch, self._config.probe_failures), name=f"probe {instance.address}"),
         ]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +158,7 @@ class Link:
                 self._changed()
         raise LinkLostError("it closed the load stream")
 
-    async def _probe(self, epoch: Epoch) -> None:
+    async def _probe(self, epoch: Epoch, failures: int) -> None:
         missed = 0
         while True:
             await asyncio.sleep(self._config.probe_interval_s)
@@ -153,7 +168,7 @@ class Link:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
                 missed += 1
-                if missed >= self._config.probe_failures:
+                if missed >= failures:
                     self._instance.lose()
                     raise LinkLostError(f"it missed {missed} probes") from error
                 continue

@@ -60,7 +60,7 @@ class Registry:
         self.leases = Leases(config.lease_ttl_s, now)
         self._static = frozenset((*config.prefill, *config.decode))
         self._instances: dict[str, Instance] = {}
-        self._links: dict[str, asyncio.Task[None]] = {}
+        self._links: dict[str, tuple[Link, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._change = asyncio.Event()
         self._reference: Fingerprint | None = None
@@ -76,7 +76,7 @@ class Registry:
 
     async def close(self) -> None:
         """End every link and channel."""
-        tasks = [*self._links.values(), *self._retired]
+        tasks = [*(task for _, task in self._links.values()), *self._retired]
         if self._ticker is not None:
             tasks.append(self._ticker)
         for task in tasks:
@@ -186,13 +186,13 @@ class Registry:
         """Forget the instances whose lease ran out."""
         for address in self.leases.take_expired():
             self._metrics.registrations.labels(change="expired").inc()
-            self._drop_registered(address, "its lease ran out")
+            self._drop_registered(address, "its lease ran out", silent=True)
 
-    def _drop_registered(self, address: str, why: str) -> None:
+    def _drop_registered(self, address: str, why: str, *, silent: bool = False) -> None:
         instance = self._instances.get(address)
         if instance is not None and address not in self._static:
             log.info("%s instance %s is forgotten: %s", instance.role, instance.instance_id, why)
-            self._remove(address)
+            self._remove(address, silent=silent)
 
     # --- inside ---
 
@@ -201,30 +201,39 @@ class Registry:
         instance = Instance(address, role, open_channel(address, token=self._token), feed)
         link = Link(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)
         self._instances[address] = instance
-        self._links[address] = asyncio.create_task(link.run(), name=f"link {address}")
+        self._links[address] = link, asyncio.create_task(link.run(), name=f"link {address}")
 
-    def _remove(self, address: str) -> None:
-        """Take an instance out of placement; its channel is closed when its last request has ended."""
-        instance, link = self._instances.pop(address), self._links.pop(address)
+    def _remove(self, address: str, *, silent: bool = False) -> None:
+        """Take an instance out of placement; its channel is closed when its last request has ended.
+
+        Args:
+            address: Whose.
+            silent: It did not say that it leaves, so it may hang: the first missed probe breaks off its requests.
+        """
+        instance, (link, running) = self._instances.pop(address), self._links.pop(address)
         instance.status, instance.reason = Status.DOWN, "it left"
-        task = asyncio.create_task(self._retire(instance, link), name=f"retire {address}")
+        running.cancel()
+        failures = 1 if silent else self._config.probe_failures
+        task = asyncio.create_task(self._retire(instance, link, running, failures), name=f"retire {address}")
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
         self._changed()
 
-    async def _retire(self, instance: Instance, link: asyncio.Task[None]) -> None:
-        link.cancel()
-        await asyncio.gather(link, return_exceptions=True)
+    async def _retire(self, instance: Instance, link: Link, running: asyncio.Task[None], failures: int) -> None:
+        await asyncio.gather(running, return_exceptions=True)
         instance.status, instance.reason = Status.DOWN, "it left"
         instance.feed.close()
         if all(x.instance_id != instance.instance_id for x in self._instances.values()):
             self._metrics.forget_instance(instance.instance_id)
+        watch = asyncio.create_task(link.watch_last_requests(failures), name=f"watch {instance.address}")
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 await instance.wait_idle()
         except TimeoutError:
             log.warning("requests on %s outlived their deadline", instance.instance_id)
         finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
             await instance.channel.close(None)
 
     def _admit(self, instance: Instance, info: InstanceInfo) -> None:
