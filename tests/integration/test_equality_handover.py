@@ -112,3 +112,21 @@ async def test_seeded_sampling_is_the_same_whoever_prefills_and_whoever_goes_on(
             resumed = await cluster.generate(second, prompt, sampling, output=alone.token_ids[:5])
             assert resumed.token_ids == alone.token_ids[5:]
         await cluster.check_integrity()
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "gemma3"], indirect=True)
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 24)], ids=str)
+async def test_equality_between_block_sizes(checkpoint, sizes):
+    path, prompts, expected = checkpoint
+    prefill = engine_config(path, block_size=sizes[0])
+    kinds = ("shm", "tcp")
+    pipes = [(kind,) for kind in kinds]
+    async with LocalCluster(prefill, decode_pipes=pipes, decode_changes={"block_size": sizes[1]}) as cluster:
+        for kind, decode in zip(kinds, cluster.decode, strict=True):
+            results = await generate_all(cluster, decode, prompts)
+            assert [result.token_ids for result in results] == expected
+            moved = [result.trace for result in results if result.trace.path == common_pb2.PREFILL_PATH_REMOTE]
+            assert len(moved) > len(prompts) // 2
+            assert {trace.pipe for trace in moved} == {kind}
+            assert not any(trace.failed_prefills for trace in moved)
+        await cluster.check_integrity()

@@ -24,7 +24,7 @@ class DecodeParts:
     def __init__(self, parts: Parts) -> None:
         config, fingerprint = parts.config, parts.runner.fingerprint
         self._fetcher = BlockFetcher(
-            parts.arena, fingerprint, kinds=config.pipes, max_threads=config.fetch_threads, links=parts.links
+            parts.shards, fingerprint, kinds=config.pipes, max_threads=config.fetch_threads, links=parts.links
         )
         self._dialer = GrpcPrefillDialer(fingerprint, parts.token)
         self._loader = P2PLoader(

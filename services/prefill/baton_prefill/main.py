@@ -36,7 +36,7 @@ class PrefillParts:
             max_leases=config.max_leases,
             layers=len(parts.runner.fingerprint.layer_shapes) if config.layerwise else 0,
         )
-        self._fetcher = BlockFetcher(parts.arena, parts.runner.fingerprint, kinds=config.pipes, links=parts.links)
+        self._fetcher = BlockFetcher(parts.shards, parts.runner.fingerprint, kinds=config.pipes, links=parts.links)
         self._store = StoreSide(parts, self._fetcher)
         self.connector: KVConnector = self._store.first(self._offerer)
 

@@ -180,7 +180,7 @@ class WorkerInstance:
             port=config.kv_port, advertise_host=config.advertise.rpartition(":")[0] or None, memory=self._memory
         )
         block_server = BlockServer(
-            arena, runner.fingerprint, instance_id, kinds=config.pipes, host=config.host, token=token, options=options
+            shards, runner.fingerprint, instance_id, kinds=config.pipes, host=config.host, token=token, options=options
         )
         self._stack.callback(block_server.close)
         self.context = WorkerContext(
