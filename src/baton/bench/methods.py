@@ -1,0 +1,209 @@
+"""Ways to get a source's blocks into a target's arena: the pipes, and what the machine can do without them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.bench.bare import BareReader
+from baton.bench.specs import Ids, Shape, SourceFacts, TargetSpec, sequence_numbers
+from baton.errors import PipeClosedError, TransferError
+from baton.kv.arena import KVArena
+from baton.kv.shards import KVShards
+from baton.transport.blocks import (
+    BlockFetcher,
+    BlockSource,
+    Endpoint,
+    LinkOptions,
+    SequenceBlocks,
+    TcpOptions,
+)
+from baton.types import Epoch, InstanceId
+
+RUN_S = 120.0
+"""Longest time (seconds) that one run may take."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """A sequence to move from one source.
+
+    Attributes:
+        source: Its place among the target's sources.
+        remote: The sequence's blocks there, int64 [n].
+        local: And here, int64 [w]; blocks may have another size.
+    """
+
+    source: int
+    remote: Ids
+    local: Ids
+
+
+class Method(ABC):
+    """A way to move blocks."""
+
+    @abstractmethod
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Move all flows at once; returns the bytes moved once the reader knows that they are valid.
+
+        Raises:
+            BatonError: It failed, or a block was not valid.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close connections and free memory."""
+
+
+class PipeMethod(Method):
+    """Baton's block fetcher over one kind of pipe, one thread per flow.
+
+    Args:
+        shards: Where to.
+        spec: Of the target.
+        name: The kind; ``tcp-unchecked``: TCP without checksums.
+        streams: TCP connections per flow.
+        token: Shared token.
+
+    Raises:
+        PipeClosedError: A source does not offer the kind; says why.
+    """
+
+    def __init__(self, shards: KVShards, spec: TargetSpec, name: str, streams: int, token: str | None) -> None:
+        kind, _, variant = name.partition("-")
+        self._sources = [_block_source(source, kind) for source in spec.sources]
+        self._generations = [sequence_numbers(source.num_blocks) for source in spec.sources]
+        links = LinkOptions(token=token, tcp=TcpOptions(streams=streams, checksums=variant != "unchecked"))
+        self._fetcher = BlockFetcher(shards, spec.shape.fingerprint(), kinds=(kind,), links=links)
+        self._pool = ThreadPoolExecutor(len(self._sources), "bench-flow")
+
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Fetch; see :meth:`Method.run`."""
+        return _all_at_once(self._pool, [lambda flow=flow: self._fetch(flow) for flow in flows])  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Close the fetcher."""
+        self._pool.shutdown()
+        self._fetcher.close()
+
+    def _fetch(self, flow: Flow) -> int:
+        offered = flow.remote, self._generations[flow.source][flow.remote], np.arange(len(flow.remote))
+        blocks = SequenceBlocks.of(offered, flow.local, np.ones(len(flow.local), dtype=np.bool_))
+        source, deadline = self._sources[flow.source], time.monotonic() + RUN_S
+        result = self._fetcher.fetch_sequence(source, blocks, deadline=deadline)
+        if not result.valid.all():
+            raise TransferError(f"{int((~result.valid).sum())} of {len(result.valid)} blocks were not valid")
+        return result.num_bytes
+
+
+class MemcpyMethod(Method):
+    """One thread's ``memcpy`` inside the target: all bytes at once, or a call per block, read forwards as pipes do."""
+
+    def __init__(self, shards: KVShards, shape: Shape, *, each_block: bool) -> None:
+        self._target, self._each = shards, each_block
+        self._here = shape.new_shards(shards.primary.num_blocks)
+        self._here.touch()
+
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Copy; see :meth:`Method.run`."""
+        total = 0
+        for arena, here in zip(self._target.arenas, self._here.arenas, strict=True):
+            to, start, size = arena.blocks.ctypes.data, here.blocks.ctypes.data, arena.block_bytes
+            for flow in flows:
+                total += len(flow.local) * size
+                if self._each:
+                    for remote, local in zip(np.sort(flow.local).tolist(), flow.local.tolist(), strict=True):
+                        ctypes.memmove(to + local * size, start + remote * size, size)
+                else:
+                    at = flow.source * (arena.num_blocks // len(flows)) * size
+                    ctypes.memmove(to + at, start + at, len(flow.local) * size)
+        return total
+
+    def close(self) -> None:
+        """Free the copy's source."""
+        self._here.close()
+
+
+class SocketMethod(Method):
+    """Bare sockets, so many per source, each for its share of the bytes of the first rank, contiguous on both sides."""
+
+    def __init__(self, arena: KVArena, sources: Sequence[SourceFacts], streams: int, token: str | None) -> None:
+        self._arena, self._streams = arena, streams
+        self._block_bytes = [source.shape.layouts()[0].block_bytes for source in sources]
+        self._readers: list[list[BareReader]] = [[] for _ in sources]
+        try:
+            for readers, source in zip(self._readers, sources, strict=True):
+                readers += [BareReader(source.bare, token) for _ in range(streams)]
+        except BaseException:
+            self._close_readers()
+            raise
+        self._pool = ThreadPoolExecutor(len(sources) * streams, "bench-socket")
+
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Read; see :meth:`Method.run`."""
+        flat, jobs = self._arena.blocks.reshape(-1).data, []
+        share = self._arena.num_blocks // len(self._readers) * self._arena.block_bytes
+        for flow in flows:
+            size = min(len(flow.remote) * self._block_bytes[flow.source], share)
+            edges = [size * i // self._streams for i in range(self._streams + 1)]
+            base = flow.source * share
+            for reader, (begin, end) in zip(self._readers[flow.source], itertools.pairwise(edges), strict=True):
+                jobs.append(_reading(reader, begin, flat[base + begin : base + end]))
+        return _all_at_once(self._pool, jobs)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._close_readers()
+        self._pool.shutdown()
+
+    def _close_readers(self) -> None:
+        for readers in self._readers:
+            for reader in readers:
+                reader.close()
+
+
+def _reading(reader: BareReader, offset: int, view: memoryview) -> Callable[[], int]:
+    def read() -> int:
+        reader.read(offset, view)
+        return len(view)
+
+    return read
+
+
+def _all_at_once(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], int]]) -> int:
+    """Run jobs side by side, the first in this thread; returns the sum once all have ended.
+
+    Raises:
+        BatonError: Of the first job that failed.
+    """
+    others = [pool.submit(job) for job in jobs[1:]]
+    failure: BaseException | None = None
+    total = 0
+    for result in (jobs[0], *(other.result for other in others)):
+        try:
+            total += result()
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return total
+
+
+def _block_source(facts: SourceFacts, kind: str) -> BlockSource:
+    endpoints = tuple(Endpoint(name, address) for name, address in facts.endpoints if name == kind)
+    if not endpoints:
+        raise PipeClosedError(dict(facts.refused).get(kind, f"source {facts.index} does not offer {kind}"))
+    return BlockSource(
+        InstanceId(f"source-{facts.index}-{kind}"),
+        Epoch(bytes.fromhex(facts.epoch)),
+        endpoints,
+        facts.shape.fingerprint(),
+        facts.num_blocks,
+    )

@@ -1,0 +1,70 @@
+"""Baton's pipes against the machine and against others, within one run, and what Baton aims at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.bench.contest import Sample, Standing
+from baton.bench.plan import SMALL_BYTES, MethodKey
+from baton.bench.records import MessagesRecord, RatioRecord
+from baton.bench.stats import paired_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A method on a case, divided by another one on another case, should be at least ``least``."""
+
+    name: str
+    top: tuple[str, MethodKey]
+    bottom: tuple[str, MethodKey]
+    least: float
+
+
+ROUND_TRIP_US = 15.0
+
+
+def aims(streams: Sequence[int]) -> list[Aim]:
+    """Return what is aimed at, for these numbers of TCP streams."""
+    shm, most = MethodKey("shm"), MethodKey("tcp", max(streams))
+    memcpy, first = MethodKey("memcpy"), MethodKey("tcp", min(streams))
+    out = [Aim("shm / memcpy, contiguous", ("contiguous", shm), ("contiguous", memcpy), 0.9)]
+    for count in streams:
+        tcp, socket = MethodKey("tcp", count), MethodKey("socket", count)
+        out.append(Aim(f"{tcp.label} / {socket.label}, contiguous", ("contiguous", tcp), ("contiguous", socket), 0.9))
+    if len(streams) > 1:
+        name = f"{most.label} / {first.label}, contiguous"
+        out.append(Aim(name, ("contiguous", most), ("contiguous", first), 1.3))
+    nixl, nixl_tcp = MethodKey("nixl-bare"), MethodKey("nixl-tcp-bare")
+    return [
+        *out,
+        Aim("shm / bare NIXL, contiguous", ("contiguous", shm), ("contiguous", nixl), 1.0),
+        Aim(f"{most.label} / bare NIXL tcp, contiguous", ("contiguous", most), ("contiguous", nixl_tcp), 1.0),
+        Aim("shm paged / memcpy contiguous", ("paged", shm), ("contiguous", memcpy), 0.65),
+        Aim("shm / bare NIXL, paged", ("paged", shm), ("paged", nixl), 1.5),
+        *(
+            Aim(f"{tcp.label} paged / contiguous", ("paged", tcp), ("contiguous", tcp), 0.8)
+            for tcp in (MethodKey("tcp", count) for count in streams)
+        ),
+        Aim(f"{most.label} / bare NIXL tcp, paged", ("paged", most), ("paged", nixl_tcp), 1.2),
+    ]
+
+
+def compute_ratios(standings: Sequence[Standing], messages: Sequence[MessagesRecord]) -> list[RatioRecord]:
+    """Return every ratio whose two sides were measured: medians over runs that took turns."""
+    found: dict[tuple[str, MethodKey], list[Sample]] = {}
+    for standing in standings:
+        for case, samples in standing.samples.items():
+            found[case.name, standing.contestant.key] = samples
+    streams = sorted({key.streams for _, key in found if key.name == "tcp"}) or [1]
+    out: list[RatioRecord] = []
+    for aim in aims(streams):
+        top, bottom = found.get(aim.top), found.get(aim.bottom)
+        if top and bottom and len(top) == len(bottom):
+            value = paired_ratio([s.bytes / s.seconds for s in top], [s.bytes / s.seconds for s in bottom])
+            out.append(RatioRecord(aim.name, round(value, 3), "ratio", aim.least, value >= aim.least))
+    for record in messages:
+        if (record.pipe, record.what, record.bytes) == ("shm", "round trip", SMALL_BYTES):
+            name = "shm 4 KiB round trip, p50"
+            out.append(RatioRecord(name, record.p50_us, "us", ROUND_TRIP_US, record.p50_us <= ROUND_TRIP_US))
+    return out

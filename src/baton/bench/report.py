@@ -1,0 +1,121 @@
+"""Turns samples into records: rates, shares of the medium's limit, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.bench.contest import Sample, Standing
+from baton.bench.plan import Case, MethodKey, Stage
+from baton.bench.records import BaselineRecord, Record, TransferRecord, VerdictRecord
+from baton.bench.stats import Spread
+
+LIMITS = {"shm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
+"""The baseline that bounds a pipe of a kind."""
+
+
+def rates(samples: Sequence[Sample]) -> list[float]:
+    """Return GB/s of each run."""
+    return [sample.bytes / sample.seconds / 1e9 for sample in samples]
+
+
+def stage_records(stage: Stage, standings: Sequence[Standing], pattern: str) -> list[Record]:
+    """Return the records of a stage, case by case, baselines first."""
+    out: list[Record] = []
+    for case in stage.cases:
+        done = {s.contestant.key: (s, s.samples[case]) for s in standings if s.samples.get(case)}
+        for standing, samples in done.values():
+            if not standing.contestant.is_pipe:
+                out.append(_baseline(case, standing.contestant.key, samples))
+        for standing, samples in done.values():
+            if standing.contestant.is_pipe:
+                key = standing.contestant.key
+                limit = limit_of(key, {k: s for k, (_, s) in done.items()})
+                out.append(_transfer(stage, case, (key, samples), limit, pattern))
+    return out
+
+
+def limit_of(key: MethodKey, done: dict[MethodKey, list[Sample]]) -> tuple[str, float]:
+    """Return the baseline that bounds a pipe, and its median GB/s."""
+    name = LIMITS[key.name]
+    for candidate in (MethodKey(name, key.streams), MethodKey(name), MethodKey("memcpy")):
+        if candidate in done:
+            return candidate.label, Spread.of(rates(done[candidate])).p50
+    return "", 0.0
+
+
+def verdict_records(stage: Stage, standings: Sequence[Standing], wanted: float | None) -> list[VerdictRecord]:
+    """Return, per pipe and prompt length, which prefill speed the link carries: kappa * v_p <= B."""
+    if stage.name != "kv":
+        return []
+    kappa = stage.source.bytes_per_token
+    out: list[VerdictRecord] = []
+    for case in stage.cases:
+        for standing in standings:
+            if standing.contestant.is_pipe and standing.samples.get(case):
+                rate = Spread.of(rates(standing.samples[case])).p50
+                out.append(verdict(standing.contestant.key, case.tokens, kappa, rate, wanted))
+    return out
+
+
+def verdict(key: MethodKey, tokens: int, kappa: int, gb_per_s: float, wanted: float | None) -> VerdictRecord:
+    """Compare a link's rate (GB/s) with what a prefill speed (tokens/s) makes at ``kappa`` bytes per token."""
+    most = gb_per_s * 1e9 / kappa
+    return VerdictRecord(
+        pipe=key.name,
+        streams=key.streams,
+        tokens=tokens,
+        kv_bytes_per_token=kappa,
+        gb_per_s=round(gb_per_s, 3),
+        max_prefill_tokens_per_s=round(most, 1),
+        prefill_tokens_per_s=wanted,
+        carries=None if wanted is None else wanted <= most,
+    )
+
+
+def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> BaselineRecord:
+    spread = Spread.of([sample.seconds * 1e3 for sample in samples])
+    return BaselineRecord(
+        case=case.name,
+        method=key.name,
+        streams=key.streams,
+        bytes=samples[0].bytes,
+        runs=len(samples),
+        p50_ms=round(spread.p50, 4),
+        p95_ms=round(spread.p95, 4),
+        p99_ms=round(spread.p99, 4),
+        gb_per_s=round(Spread.of(rates(samples)).p50, 3),
+        cpu_s_per_gb=round(_cpu_per_gb(samples), 4),
+    )
+
+
+def _transfer(
+    stage: Stage, case: Case, done: tuple[MethodKey, Sequence[Sample]], limit: tuple[str, float], pattern: str
+) -> TransferRecord:
+    key, samples = done
+    spread, rate = Spread.of([sample.seconds * 1e3 for sample in samples]), Spread.of(rates(samples)).p50
+    wrong = [sample.wrong for sample in samples if sample.wrong is not None]
+    return TransferRecord(
+        case=case.name,
+        pipe=key.name,
+        streams=key.streams,
+        pattern=pattern,
+        tokens=case.tokens,
+        blocks=case.blocks,
+        block_bytes=case.flow_bytes // case.blocks,
+        bytes=samples[0].bytes,
+        runs=len(samples),
+        p50_ms=round(spread.p50, 4),
+        p95_ms=round(spread.p95, 4),
+        p99_ms=round(spread.p99, 4),
+        gb_per_s=round(rate, 3),
+        limit=limit[0],
+        limit_gb_per_s=round(limit[1], 3),
+        percent_of_limit=round(100 * rate / limit[1], 1) if limit[1] else 0.0,
+        cpu_s_per_gb=round(_cpu_per_gb(samples), 4),
+        verified=bool(wrong) and not any(wrong),
+        wrong_blocks=sum(wrong),
+    )
+
+
+def _cpu_per_gb(samples: Sequence[Sample]) -> float:
+    return sum(sample.cpu for sample in samples) / (sum(sample.bytes for sample in samples) / 1e9)
