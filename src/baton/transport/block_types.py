@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,7 +112,11 @@ class BlockReads:
 
     def segments_of(self, block_bytes: int) -> Segments:
         """Return the segments, int64 [m, 3]; ``block_bytes``: of whole blocks."""
-        return np.array([[0, 0, block_bytes]], dtype=np.int64) if self.segments is None else self.segments
+        return _whole(block_bytes) if self.segments is None else self.segments
+
+    def bytes_per_block(self, block_bytes: int) -> int:
+        """Return how many bytes of a block are copied; ``block_bytes``: of whole blocks."""
+        return block_bytes if self.segments is None else int(self.segments[:, 2].sum())
 
     def check_range(self, num_remote: int, num_local: int) -> None:
         """Refuse ids outside the two arenas.
@@ -124,6 +129,13 @@ class BlockReads:
                 raise InvalidRequestError(
                     f"{name} goes from {ids.min()} to {ids.max()}, the arena has {count} blocks", field=name
                 )
+
+
+@functools.lru_cache(maxsize=64)
+def _whole(block_bytes: int) -> Segments:
+    segments = np.array([[0, 0, block_bytes]], dtype=np.int64)
+    segments.flags.writeable = False
+    return segments
 
 
 def current(arena: KVArena, reads: BlockReads) -> Valid:

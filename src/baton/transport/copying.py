@@ -78,9 +78,10 @@ class BlockCopier:
         Raises:
             DeadlineError, CancelledError: Part of the blocks may have been written.
         """
-        segments = reads.segments_of(local.shape[1])
+        size = local.shape[1]
+        segments = reads.segments_of(size)
         valid = np.empty(len(reads), dtype=np.bool_)
-        batch = max(1, BATCH_BYTES // max(1, int(segments[:, 2].sum())))
+        batch = max(1, BATCH_BYTES // max(1, reads.bytes_per_block(size)))
         if len(reads) <= batch:
             wait.check("copying blocks")
             self._read(local, remote, generations, reads, segments, valid)

@@ -71,6 +71,7 @@ class BlockFetcher:
         self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
         check_shards(fingerprint, self._shards)
         self._fingerprint = fingerprint
+        self._plan: tuple[Fingerprint, ReshardPlan] | None = None  # of the latest source; most are alike
         self._links = LinkCache(Connector(wanted, options), idle_s=options.idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
         self._closing = threading.Event()
@@ -132,7 +133,7 @@ class BlockFetcher:
         start = time.perf_counter()
         wait = Wait(deadline, _AnyOf(self._closing, cancelled))
         _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
-        plan = self._fingerprint.plan_from(source.fingerprint)
+        plan = self._plan_from(source.fingerprint)
         if self._closing.is_set():
             raise PipeClosedError("the fetcher was closed")
         wait.check("starting a fetch")
@@ -200,6 +201,12 @@ class BlockFetcher:
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _plan_from(self, source: Fingerprint) -> ReshardPlan:
+        known = self._plan
+        if known is None or known[0] != source:
+            known = self._plan = source, self._fingerprint.plan_from(source)
+        return known[1]
+
     def _read(self, source: BlockSource, plan: ReshardPlan, blocks: SequenceBlocks, wait: Wait) -> tuple[Link, _Came]:
         facts = Facts(source.epoch, self._fingerprint, source.num_blocks, source.fingerprint)
         while True:
@@ -236,7 +243,7 @@ class BlockFetcher:
             target = self._shards.arenas[part.target].blocks
             valid = pipe.read(part.reads, target, wait)
             came.valid[part.blocks] &= valid
-            came.num_bytes += int(valid.sum()) * int(part.reads.segments_of(target.shape[1])[:, 2].sum())
+            came.num_bytes += int(valid.sum()) * part.reads.bytes_per_block(target.shape[1])
 
 
 @dataclass(eq=False, slots=True)

@@ -111,9 +111,12 @@ def parts_of(plan: ReshardPlan, wanted: SequenceBlocks, layers: range | None = N
         wanted: The blocks.
         layers: Only these layers of the whole model; ``None``: all.
     """
+    if plan.trivial and layers is None:
+        yield from _whole(plan, wanted)
+        return
     for copy in plan.copies:
-        segments = _segments(plan, copy, layers)
-        if segments is not None and not len(segments):
+        segments = _segments(copy, layers)
+        if not len(segments):
             continue
         turn, place = np.divmod(wanted.positions, plan.source_period)
         target = turn * plan.target_period + copy.piece.target_block
@@ -127,9 +130,21 @@ def parts_of(plan: ReshardPlan, wanted: SequenceBlocks, layers: range | None = N
         yield Part(reads, copy.target.index, mine)
 
 
-def _segments(plan: ReshardPlan, copy: ShardCopy, layers: range | None) -> Segments | None:
-    """The bytes of some layers; ``None``: whole blocks."""
+def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
+    """Blocks are the same thing on both sides: they are copied whole, rank by rank."""
+    mine = np.flatnonzero(wanted.positions < len(wanted.local_ids))
+    mine = mine[wanted.writable[wanted.positions[mine]]]
+    if len(mine):
+        mine = mine[np.argsort(wanted.remote_ids[mine], kind="stable")]
+        local = wanted.local_ids[wanted.positions[mine]]
+        for copy in plan.copies:
+            reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, source_shard=copy.source.index)
+            yield Part(reads, copy.target.index, mine)
+
+
+def _segments(copy: ShardCopy, layers: range | None) -> Segments:
+    """The bytes of some layers, or of all."""
     if layers is None:
-        return None if plan.trivial else merge_segments(copy.segments)
+        return merge_segments(copy.segments)
     chosen = (copy.layers >= layers.start) & (copy.layers < layers.stop)
     return np.ascontiguousarray(merge_segments(copy.segments[chosen]))

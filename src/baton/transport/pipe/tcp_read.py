@@ -129,7 +129,7 @@ def _send_blocks(stream: Stream, shards: KVShards, reads: BlockReads, limits: Se
     views = source_views(blocks, ids, segments)
     sent = pack_bits(before)
     tail = tail_bytes(len(reads), len(ids), checksums=checksums)
-    header = pack_header(FrameKind.BLOCKS, len(sent) + len(ids) * int(segments[:, 2].sum()) + tail)
+    header = pack_header(FrameKind.BLOCKS, len(sent) + len(ids) * reads.bytes_per_block(blocks.shape[1]) + tail)
     wait = Wait(time.monotonic() + limits.frame_s)
     stream.send_all([header, sent, *views], wait, "sending blocks", stall_s=limits.frame_s)
     sums = checksums_of(blocks, ids, segments[:, 0], segments[:, 2]) if checksums else None
@@ -191,7 +191,7 @@ class TcpReadPipe(ReadPipe):
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        size = len(reads) * int(reads.segments_of(local.shape[1])[:, 2].sum())
+        size = len(reads) * reads.bytes_per_block(local.shape[1])
         parts = max(1, min(self._options.streams, len(reads), size // self._options.share_bytes))
         edges = [len(reads) * i // parts for i in range(parts + 1)]
         shares = [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
@@ -313,7 +313,7 @@ def request_blocks(stream: Stream, reads: BlockReads, local: Bytes, wait: Wait, 
     payload = pack_request(reads, checksums=checksums)
     stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
     segments, count = reads.segments_of(local.shape[1]), len(reads)
-    bitmap, each = -(-count // 8), int(segments[:, 2].sum())
+    bitmap, each = -(-count // 8), reads.bytes_per_block(local.shape[1])
     most = bitmap + count * each + tail_bytes(count, count, checksums=checksums)
     _, length = recv_header(stream, {FrameKind.BLOCKS: most}, wait)
     sent_bits = stream.recv_exact(bitmap, wait, "receiving blocks")
