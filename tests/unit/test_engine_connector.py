@@ -151,13 +151,14 @@ class Engine:
 
     def __init__(self, num_blocks: int = 40, source: Engine | None = None) -> None:
         self.runner = ToyRunner(block_size=BLOCK)
-        self.arena = self.runner.make_arena(num_blocks)
+        self.shards = self.runner.make_arena(num_blocks)
+        self.arena = self.shards.primary
         self.prefill_side = PrefillSide()
         self.decode_side = DecodeSide(source, self) if source is not None else None
         self.core = EngineCore(
             EngineConfig(block_size=BLOCK, prefill_chunk=8, max_num_batched_tokens=24, max_num_seqs=8),
             self.runner,
-            self.arena,
+            self.shards,
             connector=self.decode_side or self.prefill_side,
         )
         self.outputs: list[SequenceOutput] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.kv.arena import KVArena
+from baton.errors import InternalError
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout
+from baton.kv.shards import KVGeometry, KVShards, ShardSpec
 
 IntArray = npt.NDArray[np.int32]
 
@@ -37,18 +39,49 @@ class ForwardBatch:
     logit_rows: npt.NDArray[np.int64]
 
 
+class RunnerLostError(InternalError):
+    """A process that runs part of the model is gone: no step can be run any more."""
+
+
 class Runner(Protocol):
-    """What the engine core needs of a model; ``ModelRunner`` is the real one."""
+    """What the engine core needs of a model; ``ModelRunner`` is the real one.
+
+    Attributes:
+        layout: Of the blocks in this process's arena.
+        geometry: KV of the whole model.
+        shards: The instance's ranks, this process's first; each has an arena.
+        on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have
+            written its KV; only layers of this process's pipeline stage are reported.
+    """
 
     layout: KVLayout
+    geometry: KVGeometry
+    shards: tuple[ShardSpec, ...]
     fingerprint: Fingerprint
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
     attention_backend: str
 
-    def bind(self, arena: KVArena) -> None:
-        """Use an arena of ``layout`` as the KV pool."""
+    @property
+    def on_layer(self) -> Callable[[int], None] | None:
+        """See the attributes."""
+
+    @on_layer.setter
+    def on_layer(self, function: Callable[[int], None] | None) -> None: ...
+
+    def bind(self, shards: KVShards) -> None:
+        """Use arenas, one per rank, as the KV pool."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step: write the new tokens' KV into the pool and return logits [R, vocab], float32 or model dtype."""
+        """Run one step: write the new tokens' KV into the pool and return logits [R, vocab], float32 or model dtype.
+
+        Raises:
+            RunnerLostError: A process that runs part of the model is gone; any other error concerns this step alone.
+        """
+
+    def watch(self, on_lost: Callable[[RunnerLostError], None]) -> None:
+        """Have a function called, in any thread, when a process that runs part of the model dies, or has died."""
+
+    def close(self) -> None:
+        """End the other processes that run the model; harmless if repeated."""

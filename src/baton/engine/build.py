@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.kv.arena import KVArena, arena_bytes
 from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
+from baton.kv.shards import KVShards, shard_layout
 
 _log = logging.getLogger(__name__)
 
@@ -29,30 +30,37 @@ def load_runner(config: EngineConfig) -> ModelRunner:
     return ModelRunner(config)
 
 
-def make_arena(config: EngineConfig, runner: ModelRunner) -> KVArena:
-    """Allocate the KV pool and bind the model to it.
+def make_arena(config: EngineConfig, runner: ModelRunner) -> KVShards:
+    """Allocate the KV pool, one arena per rank, and bind the model to it.
 
     Raises:
         ConfigError: No pool that is worth it fits into memory, or not the one that was asked for.
     """
     blocks = plan_kv_blocks(config, runner)
-    wanted, available = arena_bytes(blocks, runner.layout.block_bytes), available_bytes(runner.device)
+    layouts = [shard_layout(runner.geometry, spec, config.block_size) for spec in runner.shards]
+    wanted = sum(arena_bytes(blocks, layout.block_bytes) for layout in layouts)
+    available = available_bytes(runner.device)
     if wanted > available:
         # Touching it would end this process, or another one, without a word.
         raise ConfigError(
             f"{blocks} KV blocks take {wanted / 2**20:.0f} MiB, but only {available / 2**20:.0f} MiB are free",
             field="kv_blocks",
         )
-    arena = KVArena(blocks, runner.layout.block_bytes)
-    arena.touch()
-    runner.bind(arena)
-    _log.info("KV pool: %d blocks of %d tokens, %d bytes each", blocks, config.block_size, runner.layout.block_bytes)
-    return arena
+    shards = KVShards([KVArena(blocks, layout.block_bytes) for layout in layouts])
+    try:
+        shards.touch()
+        runner.bind(shards)
+    except BaseException:
+        shards.close()
+        raise
+    each = "+".join(str(layout.block_bytes) for layout in layouts)
+    _log.info("KV pool: %d blocks of %d tokens, %s bytes each", blocks, config.block_size, each)
+    return shards
 
 
 def build_engine(
     config: EngineConfig,
-    connector_factory: Callable[[ModelRunner, KVArena], KVConnector] | None = None,
+    connector_factory: Callable[[ModelRunner, KVShards], KVConnector] | None = None,
     on_events: Callable[[list[KVEvent]], None] | None = None,
 ) -> EngineCore:
     """Load a model, allocate its pool and put an engine over both.
@@ -66,6 +74,10 @@ def build_engine(
         ConfigError: The configuration can't work; names the field.
     """
     runner = load_runner(config)
-    arena = make_arena(config, runner)
-    connector = connector_factory(runner, arena) if connector_factory is not None else None
-    return EngineCore(config, runner, arena, connector=connector, on_events=on_events)
+    try:
+        shards = make_arena(config, runner)
+        connector = connector_factory(runner, shards) if connector_factory is not None else None
+        return EngineCore(config, runner, shards, connector=connector, on_events=on_events)
+    except BaseException:
+        runner.close()
+        raise

@@ -14,7 +14,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.admission import check_request
-from baton.engine.batch import Runner
+from baton.engine.batch import Runner, RunnerLostError
 from baton.engine.batch_builder import PromptRows, StepBatch, build_batch
 from baton.engine.exchange import KVExchange
 from baton.engine.logprobs import token_logprobs
@@ -31,6 +31,7 @@ from baton.kv.block_pool import BlockPool
 from baton.kv.connector import KVConnector, LoadUpdate
 from baton.kv.events import BlocksStored, KVEvent
 from baton.kv.prefix_cache import merge_events
+from baton.kv.shards import KVShards
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class EngineCore:
 
     Attributes:
         runner: The model.
-        arena: The KV pool's memory.
+        shards: The KV pool's memory, of all ranks.
+        arena: This process's part of it, whose generations fence all parts.
         max_model_len: Most tokens of prompt and output together: of the model, the configuration and the pool.
     """
 
@@ -49,7 +51,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         runner: Runner,
-        arena: KVArena,
+        shards: KVShards,
         connector: KVConnector | None = None,
         on_events: Callable[[list[KVEvent]], None] | None = None,
     ) -> None:
@@ -57,8 +59,8 @@ class EngineCore:
 
         Args:
             config: Scheduler limits, prefix caching, seed.
-            runner: The model, bound to ``arena``.
-            arena: The KV pool's memory.
+            runner: The model, bound to ``shards``.
+            shards: The KV pool's memory.
             connector: Where KV may come from and go to.
             on_events: Called with each step's KV events, in order, in the engine's thread.
 
@@ -77,12 +79,17 @@ class EngineCore:
             )
         self._config = config
         self.runner = runner
-        self.arena = arena
+        self.shards = shards
+        self.arena: KVArena = shards.primary
         self._on_events = on_events
         self._events: list[KVEvent] = []
         self._block_size = runner.layout.block_size
-        self._pool = BlockPool(arena.num_blocks, arena.generations, self._events.append if on_events else None)
+        self._pool = BlockPool(
+            self.arena.num_blocks, self.arena.generations, self._events.append if on_events else None
+        )
         self._exchange = KVExchange(connector, self._pool, self._block_size)
+        if connector is not None:
+            runner.on_layer = connector.layer_computed
         self._scheduler = Scheduler(config, self._pool, self._exchange)
         self._sampler = Sampler()
         self._groups: dict[RequestId, RequestGroup] = {}
@@ -93,7 +100,7 @@ class EngineCore:
         self._decode_tokens = 0
         self._content_key = runner.fingerprint.content_key()
         limit = config.max_model_len or runner.max_model_len
-        self.max_model_len = min(limit, arena.num_blocks * self._block_size)
+        self.max_model_len = min(limit, self.arena.num_blocks * self._block_size)
 
     # Requests
 
@@ -222,6 +229,9 @@ class EngineCore:
 
         A failure of the model or the sampler ends the sequences of that step with ``FinishReason.ERROR``; the engine
         goes on.
+
+        Raises:
+            RunnerLostError: A process that runs part of the model is gone; the engine cannot go on.
         """
         outputs, self._early = self._early, []
         loads = self._exchange.poll()
@@ -231,6 +241,8 @@ class EngineCore:
         if plan:
             try:
                 self._run(plan, outputs)
+            except RunnerLostError:
+                raise
             except Exception as error:
                 _log.exception("step of %d sequences failed", len(plan))
                 for sequence in plan:
@@ -242,6 +254,7 @@ class EngineCore:
     @torch.inference_mode()
     def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
         batch = build_batch(plan, self._block_size)
+        self._exchange.begin_step(plan)
         logits = self.runner.forward(batch.forward)
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)

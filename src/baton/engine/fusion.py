@@ -8,6 +8,7 @@ after it gave the same logits as transformers' own code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from baton.engine.linears import MakeLinear
-from baton.engine.loader import LoadedModel
+from baton.engine.loader import TORCH_DTYPES, LoadedModel
+from baton.engine.parallel.peers import Peers
+from baton.engine.parallel.share import Share
+from baton.engine.parallel.tensor_split import unreduced
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool
@@ -47,12 +51,16 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """A whole decoder; see the module's docstring."""
+    """A whole decoder, or one rank's share of it; see the module's docstring.
+
+    Attributes:
+        on_layer: Called with a layer's index once its KV is in the pools of all ranks that share it.
+    """
 
     def __init__(
         self,
         model: LoadedModel,
-        specs: list[AttentionSpec],
+        share: Share,
         max_len: int,
         library: CpuLibrary,
         attention: CpuPagedAttention,
@@ -63,9 +71,12 @@ class FusedDecoder:
         Raises:
             NotFusableError: The model has another shape.
         """
-        parts = _decoder_parts(model)
-        self._specs, self._attention = specs, attention
-        self._embedding = parts.embedding.weight.detach()
+        specs = list(share.specs.values())
+        parts = _decoder_parts(model, share)
+        self.on_layer: Callable[[int], None] | None = None
+        self._specs, self._attention, self._peers, self._first_layer = specs, attention, share.peers, share.first_layer
+        self._dtype = TORCH_DTYPES[model.dtype]
+        self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
         cos, sin = _rotary_table(parts.rotary, model, max_len, specs)
         norm = _norm_maker(library)
         self._layers = [
@@ -82,9 +93,9 @@ class FusedDecoder:
         ]
         for layer, spec in zip(self._layers, specs, strict=True):
             _check_sizes(layer, spec)
-        self._norm = norm(parts.norm)
-        self._head = make(*_weights(parts.head))
-        self._silu_mul = CpuSiluMul(library, self._embedding.dtype)
+        self._norm = None if parts.head is None else norm(parts.norm)
+        self._head = None if parts.head is None else make(*_weights(parts.head))
+        self._silu_mul = CpuSiluMul(library, self._dtype)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
@@ -93,42 +104,86 @@ class FusedDecoder:
 
         ``positions`` are those of ``plan``.
         """
+        if self._peers is not None:
+            return self._forward_share(self._peers, tokens, rows, plan, pools)
+        assert self._embedding is not None
         hidden = F.embedding(tokens, self._embedding)
-        attention, silu_mul = self._attention, self._silu_mul
-        for layer, spec, pool in zip(self._layers, self._specs, pools, strict=True):
+        attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
+        for index, (layer, spec, pool) in enumerate(zip(self._layers, self._specs, pools, strict=True)):
             qkv = layer.qkv(layer.input_norm(hidden))
             out = attention.run_rotated(plan, spec, pool, _split(qkv, spec), layer.rotation)
+            if on_layer is not None:
+                on_layer(index)
             hidden = layer.output(out.view(len(tokens), -1), hidden)
             hidden = layer.down(silu_mul(layer.gate_up(layer.mlp_norm(hidden))), hidden)
+        return self._logits(hidden, rows)
+
+    def _forward_share(
+        self, peers: Peers, tokens: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
+    ) -> torch.Tensor:
+        """Run this rank's share: its heads and columns, summed over the ranks of its stage, of its stage's layers."""
+        if self._embedding is not None:
+            hidden = F.embedding(tokens, self._embedding)
+        else:
+            hidden = peers.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
+        attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
+        total = peers.reduce if peers.splits_heads else _itself
+        adds_residual = peers.spec.tp_rank == 0
+        for index, (layer, spec, pool) in enumerate(zip(self._layers, self._specs, pools, strict=True)):
+            qkv = layer.qkv(layer.input_norm(hidden))
+            out = attention.run_rotated(plan, spec, pool, _split(qkv, spec), layer.rotation)
+            hidden = total(layer.output(out.view(len(tokens), -1), hidden if adds_residual else None))
+            if on_layer is not None:
+                on_layer(self._first_layer + index)
+            inner = silu_mul(layer.gate_up(layer.mlp_norm(hidden)))
+            hidden = total(layer.down(inner, hidden if adds_residual else None))
+        if not peers.last:
+            peers.send_hidden(hidden)
+        return self._logits(hidden, rows)
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, vocab], or [0, 0] on a rank that has no head."""
+        if self._head is None or self._norm is None:
+            return hidden.new_empty((0, 0))
         return self._head(self._norm(hidden[rows]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    embedding: nn.Embedding
+    embedding: nn.Embedding | None
     layers: list[Any]
     norm: Any
     rotary: Any
-    head: nn.Linear
+    head: nn.Linear | None
 
 
-def _decoder_parts(model: LoadedModel) -> _Parts:
-    """Find the modules of a stack of the known shape."""
+def _decoder_parts(model: LoadedModel, share: Share) -> _Parts:
+    """Find the modules of a stack of the known shape, as far as this rank has them."""
+    peers = share.peers
+    embeds, gives_logits = peers is None or peers.first, peers is None or peers.gives_logits
     _need(model.device.type == "cpu", "not on a CPU")
     stack = getattr(model.module, "model", None)
     head: Any = getattr(model.module, "lm_head", None)
     names = {name for name, _ in stack.named_children()} if stack is not None else set()
-    _need(names == {"embed_tokens", "layers", "norm", "rotary_emb"} and type(head) is nn.Linear, "another stack")
+    _need(names == {"embed_tokens", "layers", "norm", "rotary_emb"}, "another stack")
     assert stack is not None
-    _need(type(stack.embed_tokens) is nn.Embedding, "another embedding")
-    for layer in stack.layers:
+    _need(not gives_logits or type(head) is nn.Linear, "another head")
+    _need(not embeds or type(stack.embed_tokens) is nn.Embedding, "another embedding")
+    layers = list(stack.layers)[share.first_layer : share.first_layer + len(share.specs)]
+    for layer in layers:
         _need(_working_parts(layer) == LAYER_PARTS, "other parts in a layer")
         _need(_working_parts(layer.self_attn) <= ATTENTION_PARTS, "other parts in attention")
         _need(_working_parts(layer.mlp) - {"act_fn", "activation_fn"} <= MLP_PARTS, "other parts in the MLP")
         activation = getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)
         probe = torch.linspace(-4, 4, 9)
         _need(activation is not None and torch.allclose(activation(probe), F.silu(probe)), "another activation")
-    return _Parts(stack.embed_tokens, list(stack.layers), stack.norm, stack.rotary_emb, head)
+    return _Parts(
+        embedding=stack.embed_tokens if embeds else None,
+        layers=layers,
+        norm=stack.norm,
+        rotary=stack.rotary_emb,
+        head=head if gives_logits else None,
+    )
 
 
 def _working_parts(module: nn.Module) -> set[str]:
@@ -140,7 +195,12 @@ def _need(condition: bool, why: str) -> None:
         raise NotFusableError(why)
 
 
-def _weights(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    linear: Any = unreduced(module)
     _need(type(linear) is nn.Linear, "a projection is not a plain linear layer")
     return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
 

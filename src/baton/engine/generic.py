@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from baton.engine.attention import AttentionName, Probe
+from baton.engine.attention import AttentionName
 from baton.engine.loader import LoadedModel
+from baton.engine.parallel.share import Share
 from baton.errors import InternalError
 from baton_kernels.paged_attention import LayerPool, PagedAttention
 
 
 class GenericDecoder:
-    """A transformers model that attends over a paged pool."""
+    """A transformers model that attends over a paged pool.
 
-    def __init__(self, model: LoadedModel, probe: Probe, attention: PagedAttention) -> None:
+    Attributes:
+        on_layer: Called with a layer's index once its KV is in the pools of all ranks that share it.
+    """
+
+    def __init__(self, model: LoadedModel, share: Share, attention: PagedAttention) -> None:
         self.module = model.module
-        self._specs = list(probe.specs.values())
-        self._layer_of = {module: index for index, module in enumerate(probe.specs)}
+        self.on_layer: Callable[[int], None] | None = None
+        self._specs = list(share.specs.values())
+        self._layer_of = {module: index for index, module in enumerate(share.specs)}
+        self._first_layer = share.first_layer
         self._attention = attention
         self._device = model.device
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model.module).forward).parameters
         self._step: tuple[Any, list[LayerPool]] | None = None
         self._name = self._take_over()
+        # Other ranks have written a layer's heads once the sum after its attention is there, at the module's end.
+        self._reports_in_attention = share.peers is None or not share.peers.splits_heads
+        if not self._reports_in_attention:
+            self._report_after_attention()
 
     def _take_over(self) -> AttentionName:
         """Make the module call this object; through a weak reference, so that dropping it frees the model."""
@@ -42,6 +54,18 @@ class GenericDecoder:
         name = AttentionName(attention)
         self.module.set_attn_implementation(name.name)
         return name
+
+    def _report_after_attention(self) -> None:
+        this = weakref.ref(self)
+
+        def report(module: Any, *_: Any) -> None:
+            decoder = this()
+            if decoder is not None and decoder.on_layer is not None and decoder._step is not None:
+                decoder.on_layer(decoder._first_layer + decoder._layer_of[id(module)])
+
+        for module in self.module.modules():
+            if id(module) in self._layer_of:
+                module.register_forward_hook(report)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: Any, pools: list[LayerPool]
@@ -66,4 +90,7 @@ class GenericDecoder:
         plan, pools = self._step
         layer = self._layer_of[id(module)]
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._attention.run(plan, self._specs[layer], pools[layer], q, k, v)[None]
+        out = self._attention.run(plan, self._specs[layer], pools[layer], q, k, v)[None]
+        if self.on_layer is not None and self._reports_in_attention:
+            self.on_layer(self._first_layer + layer)
+        return out

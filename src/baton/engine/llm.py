@@ -102,8 +102,9 @@ class LLM:
         self._ids = itertools.count()
 
     def close(self) -> None:
-        """Give the KV pool's memory back."""
-        self.core.arena.close()
+        """Give the KV pool's memory back, and end the other ranks."""
+        self.core.runner.close()
+        self.core.shards.close()
 
     def __enter__(self) -> Self:
         return self

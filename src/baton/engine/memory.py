@@ -13,6 +13,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.model_runner import ModelRunner
 from baton.errors import ConfigError
+from baton.kv.shards import shard_layout
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ FIRST_TRIAL_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What the sizing found, in bytes; for the log and the metrics."""
+    """What the sizing found, in bytes over all ranks; for the log and the metrics."""
 
     available: int
     activations: int
@@ -67,9 +68,11 @@ def plan_kv_blocks(config: EngineConfig, runner: ModelRunner) -> int:
 
 def measure(config: EngineConfig, runner: ModelRunner) -> MemoryReport:
     """Measure a trial run and return how many blocks fit into the configured share of what it leaves."""
-    activations = _activation_bytes(config, runner)
+    # All ranks share this host's memory; a follower's activations are taken to be as large as the leader's.
+    activations = _activation_bytes(config, runner) * len(runner.shards)
     available = available_bytes(runner.device)
-    block_bytes = runner.layout.block_bytes
+    layouts = [shard_layout(runner.geometry, spec, config.block_size) for spec in runner.shards]
+    block_bytes = sum(layout.block_bytes for layout in layouts)
     usable = config.kv_memory_fraction * max(0, available - activations)
     useful = config.max_num_seqs * runner.layout.num_blocks_for(runner.max_model_len)
     return MemoryReport(available, activations, min(int(usable) // block_bytes, useful), block_bytes)

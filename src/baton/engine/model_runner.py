@@ -1,30 +1,25 @@
-"""Runs a transformers model over Baton's paged KV pool, one ragged batch per step."""
+"""Runs a transformers model over Baton's paged KV pool, one ragged batch per step, in one process or several."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.attention import Probe, probe
-from baton.engine.backends import choose_attention, cpu_library
-from baton.engine.batch import ForwardBatch
+from baton.engine.batch import ForwardBatch, RunnerLostError
 from baton.engine.checkpoint import model_digest, rope_digest
-from baton.engine.fusion import FusedDecoder, NotFusableError
-from baton.engine.generic import GenericDecoder
-from baton.engine.limits import max_sequence_length
-from baton.engine.linears import MakeLinear, choose_linear, pack_modules, restore_modules
-from baton.engine.loader import TORCH_DTYPES, LoadedModel, load_model
+from baton.engine.loader import TORCH_DTYPES, LoadedModel
+from baton.engine.parallel.team import Team
+from baton.engine.rank_model import FUSED, GENERIC, PACKED, RankModel, load_whole
 from baton.engine.selfcheck import SLACK, TOLERANCE, SelfCheck
 from baton.errors import ConfigError, InternalError
-from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
-from baton_kernels.cpu import CpuLibrary
-from baton_kernels.linear import PlainLinear
-from baton_kernels.paged_attention import CpuPagedAttention, LayerPool, PagedAttention, RaggedBatch
+from baton.kv.layout import KVLayout
+from baton.kv.shards import KVShards, shard_specs
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +27,12 @@ log = logging.getLogger(__name__)
 class ModelRunner:
     """A model bound to a KV pool; implements :class:`baton.engine.batch.Runner`.
 
+    With ``tp`` or ``pp`` above 1 this process is the leader: it starts the other ranks and ends them in :meth:`close`.
+
     Attributes:
-        layout: Geometry of the KV blocks, as the model's layers need it.
+        layout: Geometry of this process's KV blocks, as the model's layers need it.
+        geometry: KV of the whole model.
+        shards: The instance's ranks; this process is the first.
         fingerprint: Identity of this model's KV.
         vocab_size: Columns of the logits.
         max_model_len: Longest sequence in tokens.
@@ -42,126 +41,153 @@ class ModelRunner:
         description: Which path, attention and linears run the model, for people.
 
     Raises:
-        ConfigError: The model cannot be loaded or not be served; see :func:`baton.engine.loader.load_model`.
+        ConfigError: The model cannot be loaded, not be served or not be divided; see
+            :func:`baton.engine.loader.load_model`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        model = load_model(config)
+        self.shards = shard_specs(config.tp, config.pp)
+        self._team: Team | None = Team(config, self.shards) if len(self.shards) > 1 else None
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        config, team = self.config, self._team
+        whole = load_whole(config)
+        model, self.geometry, self.max_model_len = whole.model, whole.geometry, whole.max_len
         self.device, self.dtype = model.device, TORCH_DTYPES[model.dtype]
-        longest = max_sequence_length(model)
-        found = probe(model, longest)
-        self.max_model_len = _max_model_len(config, found.max_len or longest)
-        self._specs = list(found.specs.values())
-        shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, spec.v_dim) for spec in self._specs)
-        self.layout = KVLayout(shapes, config.block_size, model.dtype)
-        self.fingerprint = Fingerprint.of(
-            model=config.model_name,
-            model_digest=model_digest(model.folder, model.files),
-            rope=rope_digest(model.text_config.to_dict()),
-            layout=self.layout,
-        )
         self.vocab_size = int(model.text_config.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
-        library = cpu_library(config, model.device)
-        self._attention: PagedAttention = choose_attention(library)
-        self.attention_backend = self._attention.name
-        self._pools: list[LayerPool] = []
-        self._arena: KVArena | None = None
-        self._decoder: GenericDecoder | FusedDecoder
-        self._choose_decoder(model, found, library)
+        self.fingerprint = self._fingerprint(model)
+        check = SelfCheck(model, config.block_size)
+        self._rank = RankModel(config, whole, None if team is None else team.peers)
+        self.layout = self._rank.layout
+        self.attention_backend = self._rank.attention_backend
+        if team is not None:
+            team.wait_loaded(self.max_model_len)
+        self._choose_way(model, check)
 
-    def _choose_decoder(self, model: LoadedModel, found: Probe, library: CpuLibrary | None) -> None:
-        """Check transformers' own modules over the paged pool, then use the fastest path that is as exact."""
-        check = SelfCheck(model, self.layout.block_size)
-        self._pools = self._temporary_pools(check.num_blocks)
-        generic = self._decoder = GenericDecoder(model, found, self._attention)
-        error = check.error(self.forward)
+    def _fingerprint(self, model: LoadedModel) -> Fingerprint:
+        """Identity of the whole instance's KV: block_bytes are those of an undivided block."""
+        layout = KVLayout(self.geometry.layers, self.config.block_size, self.geometry.dtype)
+        found = Fingerprint.of(
+            model=self.config.model_name,
+            model_digest=model_digest(model.folder, model.files),
+            rope=rope_digest(model.text_config.to_dict()),
+            layout=layout,
+        )
+        return dataclasses.replace(found, tp_size=self.config.tp, pp_size=self.config.pp)
+
+    def _choose_way(self, model: LoadedModel, check: SelfCheck) -> None:
+        """Check transformers' own modules over the paged pool, then use the fastest way that is as exact.
+
+        All ranks together are compared with the model as it was before it was divided.
+        """
+        error = self._first_error(check)
         if not error < TOLERANCE[model.dtype]:
             raise ConfigError(
                 f"{model.architecture} cannot be served: over a paged KV cache its logits differ from its own "
                 f"(relative error {error:.2g})",
-                field="model",
+                field=self._field,
             )
         allowed = 2 * error + SLACK[model.dtype]
-        linears, make = choose_linear(self.config, model, library)
-        path = "transformers' modules"
-        if self.config.packed_linears and self._fuse(model, library, make, check, allowed):
+        linears, path = self._rank.linears, "transformers' modules"
+        if self.config.packed_linears and self._try(FUSED, check, allowed):
             path = "fused decoder"
-        elif make is not PlainLinear and not self._pack(generic, make, check, allowed):
+        elif self._rank.packs and not self._try(PACKED, check, allowed):
             linears = "torch"
-        self._pools = []
-        log.info("%s: %s, attention %s, linears %s", model.architecture, path, self.attention_backend, linears)
         self.description = f"{path}, attention {self.attention_backend}, linears {linears}"
+        if self._team is not None:
+            self.description += f", tp {self.config.tp}, pp {self.config.pp}"
+        log.info("%s: %s", model.architecture, self.description)
 
-    def _fuse(
-        self, model: LoadedModel, library: CpuLibrary | None, make: MakeLinear, check: SelfCheck, allowed: float
-    ) -> bool:
-        """Switch to the fused decoder if the model has its shape and the results agree."""
-        if library is None or not isinstance(self._attention, CpuPagedAttention):
-            return False
-        generic = self._decoder
-        try:
-            self._decoder = FusedDecoder(model, self._specs, self.max_model_len, library, self._attention, make)
-        except NotFusableError as why:
-            log.debug("%s: not fused: %s", model.architecture, why)
-            return False
-        error = check.error(self.forward)
-        if error <= allowed:
-            return True
-        log.warning("%s: fused decoder is off, its logits differ (relative error %.2g)", model.architecture, error)
-        self._decoder = generic
-        return False
+    @property
+    def _field(self) -> str:
+        """What to name in a refusal."""
+        return "model" if self._team is None else "tp" if self.config.tp > 1 else "pp"
 
-    def _pack(self, generic: GenericDecoder, make: MakeLinear, check: SelfCheck, allowed: float) -> bool:
-        """Replace the modules' linear layers by packed ones if the results agree."""
-        replaced = pack_modules(generic.module, make)
+    def _first_error(self, check: SelfCheck) -> float:
         try:
-            error = check.error(self.forward)
-        except (AttributeError, TypeError, RuntimeError) as failure:
-            log.warning("packed linears are off: a module needs its weight as it is (%s)", failure)
+            return check.error(lambda batch: self._forward(batch, check.num_blocks))
+        except RunnerLostError:
+            raise
+        except InternalError as failure:
+            if self._team is None:
+                raise
+            # Its code counts on the sizes of the whole.
+            raise ConfigError(
+                f"{self.architecture} cannot be divided: {failure.message}", field=self._field
+            ) from failure
+
+    def _try(self, way: str, check: SelfCheck, allowed: float) -> bool:
+        """Run the model in another way, on all ranks, if that is possible and the results agree."""
+        why = self._use(way)
+        if why:
+            log.debug("%s: not %s: %s", self.architecture, way, why)
+            self._use(GENERIC)
+            return False
+        try:
+            error = check.error(lambda batch: self._forward(batch, check.num_blocks))
+        except RunnerLostError:
+            raise
+        except (AttributeError, TypeError, RuntimeError, InternalError) as failure:
+            log.warning("%s: %s is off: a module needs its weights as they are (%s)", self.architecture, way, failure)
         else:
             if error <= allowed:
                 return True
-            log.warning("packed linears are off: the logits differ (relative error %.2g)", error)
-        restore_modules(generic.module, replaced)
+            log.warning("%s: %s is off, its logits differ (relative error %.2g)", self.architecture, way, error)
+        self._use(GENERIC)
         return False
+
+    def _use(self, way: str) -> str:
+        """Change the way on all ranks; returns why it is not possible on one of them."""
+        answers = [] if self._team is None else self._team.ask({"do": "use", "way": way})
+        return next((why for why in (self._rank.use(way), *(answer["why"] for answer in answers)) if why), "")
 
     def trial_run(self, num_tokens: int) -> None:
         """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
         blocks = self.layout.num_blocks_for(num_tokens)
-        pools, self._pools = self._pools, self._temporary_pools(blocks)
-        try:
-            self.forward(
-                ForwardBatch(
-                    token_ids=np.arange(num_tokens) % self.vocab_size,
-                    positions=np.arange(num_tokens),
-                    query_starts=np.array([0, num_tokens], dtype=np.int32),
-                    context_lens=np.array([num_tokens], dtype=np.int32),
-                    block_tables=np.arange(blocks, dtype=np.int32)[None],
-                    logit_rows=np.array([num_tokens - 1]),
-                )
-            )
-        finally:
-            self._pools = pools
+        batch = ForwardBatch(
+            token_ids=np.arange(num_tokens) % self.vocab_size,
+            positions=np.arange(num_tokens),
+            query_starts=np.array([0, num_tokens], dtype=np.int32),
+            context_lens=np.array([num_tokens], dtype=np.int32),
+            block_tables=np.arange(blocks, dtype=np.int32)[None],
+            logit_rows=np.array([num_tokens - 1]),
+        )
+        self._forward(batch, blocks)
 
-    def _temporary_pools(self, blocks: int) -> list[LayerPool]:
-        return pool_views(self.layout, torch.zeros(blocks * self.layout.block_bytes, dtype=torch.uint8))
-
-    def bind(self, arena: KVArena) -> None:
-        """Use an arena of ``layout`` as the KV pool.
+    def bind(self, shards: KVShards) -> None:
+        """Use arenas of the ranks' layouts as the KV pool.
 
         Raises:
-            ConfigError: The arena's blocks have another size.
+            ConfigError: The arenas are not one per rank, or their blocks have another size.
         """
-        if arena.block_bytes != self.layout.block_bytes:
-            raise ConfigError(
-                f"arena has blocks of {arena.block_bytes} bytes, the model needs {self.layout.block_bytes}",
-                field="kv_blocks",
-            )
-        self._arena = arena
-        self._pools = pool_views(self.layout, torch.from_numpy(arena.blocks.reshape(-1)))
+        if len(shards.arenas) != len(self.shards):
+            raise ConfigError(f"{len(shards.arenas)} arenas for {len(self.shards)} ranks", field="kv_blocks")
+        self._rank.bind(shards.primary)
+        if self._team is not None:
+            self._team.bind(shards)
+
+    @property
+    def on_layer(self) -> Callable[[int], None] | None:
+        """Called with a layer's index as soon as all ranks of this process's stage have written its KV of a step.
+
+        In the engine's thread, in the middle of a step; layers of later pipeline stages are not reported.
+        """
+        return self._on_layer
+
+    @on_layer.setter
+    def on_layer(self, function: Callable[[int], None] | None) -> None:
+        self._on_layer = function
+        self._rank.watch_layers(function)
+
+    _on_layer: Callable[[int], None] | None = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step: write the new tokens' KV into the pool and return logits [R, vocab], float32 or model dtype.
@@ -170,57 +196,22 @@ class ModelRunner:
             batch: Its arrays must not change until this returns.
 
         Raises:
-            InternalError: No arena is bound.
+            InternalError: No arena is bound, or a rank failed.
+            RunnerLostError: A rank is gone.
         """
-        if not self._pools:
-            raise InternalError("forward before bind")
-        plan = self._attention.prepare(
-            RaggedBatch(
-                positions=batch.positions,
-                query_starts=batch.query_starts,
-                context_lens=batch.context_lens,
-                block_tables=batch.block_tables,
-                block_size=self.layout.block_size,
-            )
-        )
-        tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        with torch.inference_mode():
-            return self._decoder.forward(tokens, positions, torch.from_numpy(batch.logit_rows), plan, self._pools)
+        return self._forward(batch)
 
+    def _forward(self, batch: ForwardBatch, scratch_blocks: int = 0) -> torch.Tensor:
+        if self._team is None:
+            return self._rank.run(batch, scratch_blocks)
+        return self._team.step(batch, scratch_blocks, self._rank.run)
 
-def pool_views(layout: KVLayout, memory: torch.Tensor) -> list[LayerPool]:
-    """Return each layer's K and V as strided views over a pool.
+    def watch(self, on_lost: Callable[[RunnerLostError], None]) -> None:
+        """Have a function called, in a thread of its own, when a rank dies; at once if one has."""
+        if self._team is not None:
+            self._team.watch(on_lost)
 
-    Args:
-        layout: The order of the bytes.
-        memory: uint8 [num_blocks * block_bytes].
-
-    Returns:
-        Per layer k [num_blocks, kv_heads, block_size, k_dim] and v likewise.
-    """
-    flat = memory.view(TORCH_DTYPES[layout.dtype])
-    blocks = len(flat) // layout.block_elements
-
-    def view(heads: int, dim: int, offset: int) -> torch.Tensor:
-        shape = (blocks, heads, layout.block_size, dim)
-        strides = (layout.block_elements, layout.block_size * dim, dim, 1)
-        return torch.as_strided(flat, shape, strides, offset)
-
-    return [
-        LayerPool(
-            view(shape.kv_heads, shape.k_dim, layout.layer_offsets[index]),
-            view(shape.kv_heads, shape.v_dim, layout.v_offset(index)),
-        )
-        for index, shape in enumerate(layout.layers)
-    ]
-
-
-def _max_model_len(config: EngineConfig, longest: int) -> int:
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",
-            field="max_model_len",
-        )
-    return config.max_model_len
+    def close(self) -> None:
+        """End the other ranks and wait for their end; harmless if repeated."""
+        if self._team is not None:
+            self._team.close()

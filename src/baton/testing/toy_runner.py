@@ -7,13 +7,16 @@ float64 over a float32 pool: the result does not depend on how a prompt is cut i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from baton.engine.batch import ForwardBatch
+from baton.engine.batch import ForwardBatch, RunnerLostError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
+from baton.kv.shards import KVGeometry, KVShards, ShardSpec
 
 LAYERS = 2
 HEADS = 2
@@ -37,6 +40,9 @@ class ToyRunner:
         self, *, block_size: int = 4, vocab_size: int = 64, max_model_len: int = 256, eos: int = 1, seed: int = 0
     ) -> None:
         self.layout = KVLayout((LayerShape(HEADS, DIM, DIM),) * LAYERS, block_size, "float32")
+        self.geometry = KVGeometry(self.layout.layers, self.layout.dtype)
+        self.shards = (ShardSpec(),)
+        self.on_layer: Callable[[int], None] | None = None
         self.fingerprint = Fingerprint.of(model="toy", model_digest=f"toy-{seed}", rope="", layout=self.layout)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -58,15 +64,21 @@ class ToyRunner:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    def make_arena(self, num_blocks: int) -> KVArena:
+    def make_arena(self, num_blocks: int) -> KVShards:
         """Make an arena of this model's layout and bind it."""
-        arena = KVArena(num_blocks, self.layout.block_bytes)
-        self.bind(arena)
-        return arena
+        shards = KVShards([KVArena(num_blocks, self.layout.block_bytes)])
+        self.bind(shards)
+        return shards
 
-    def bind(self, arena: KVArena) -> None:
+    def watch(self, on_lost: Callable[[RunnerLostError], None]) -> None:
+        """There is no other process that could be lost."""
+
+    def close(self) -> None:
+        """There is no other process to end."""
+
+    def bind(self, shards: KVShards) -> None:
         """Use an arena of ``layout`` as the KV pool."""
-        pool = torch.from_numpy(arena.blocks.view(np.float32))
+        pool = torch.from_numpy(shards.primary.blocks.view(np.float32))
         size = self.layout.block_size
         self._keys, self._values = [], []
         for layer in range(LAYERS):
@@ -94,6 +106,8 @@ class ToyRunner:
             self._keys[layer][blocks, :, slots] = key.float().reshape(-1, HEADS, DIM)
             self._values[layer][blocks, :, slots] = value.float().reshape(-1, HEADS, DIM)
             mixed = self._attend(layer, query, batch)
+            if self.on_layer is not None:
+                self.on_layer(layer)
             hidden = hidden + mixed @ self._out[layer]
         logits = (torch.tanh(hidden) @ self._head).float()
         for token in self.poisoned:

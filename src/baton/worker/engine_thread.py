@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from baton.engine.batch import RunnerLostError
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import InternalError, InvalidRequestError, UnavailableError
@@ -64,6 +65,14 @@ class EngineThread:
     def wake(self) -> None:
         """Make the engine look at its connector; any thread may call this."""
         self._wakeup.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the engine with an error, as if a step had raised it; any thread may call this."""
+
+        def end() -> None:
+            raise error
+
+        self._post(end)
 
     async def submit(self, request: EngineRequest) -> RequestStream:
         """Hand a request in.
@@ -154,7 +163,10 @@ class EngineThread:
                     self._wakeup.wait(IDLE_WAIT_S)
         except BaseException as error:
             self.failure = error
-            log.critical("the engine failed and stops", exc_info=error)
+            if isinstance(error, RunnerLostError):  # nothing of ours to trace
+                log.critical("the engine stops: %s", error.message)
+            else:
+                log.critical("the engine failed and stops", exc_info=error)
             self._loop.call_soon_threadsafe(self._fail_all, error)
 
     def _step(self) -> None:

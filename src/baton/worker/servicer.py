@@ -16,6 +16,7 @@ from baton.engine.request import EngineStats
 from baton.errors import InvalidRequestError
 from baton.kv.arena import KVArena
 from baton.kv.events import KVEvent
+from baton.kv.shards import KVShards
 from baton.rpc.convert import fingerprint_to_pb, role_to_pb
 from baton.transport.blocks import BlockServer
 from baton.types import InstanceId, RequestId, Role
@@ -38,6 +39,7 @@ class WorkerContext:
     engine_config: EngineConfig
     runner: Runner
     engine: EngineThread
+    shards: KVShards
     arena: KVArena
     block_server: BlockServer
     events: KvEventLog

@@ -1,0 +1,344 @@
+"""The leader's side of an instance with several ranks: starts the followers, leads them, and knows when one is gone.
+
+Every request to the followers has a number, which each of them answers once. A rank that fails in the middle of a step
+has left its peers (:meth:`Peers.drop`); before the next step all of them meet anew. A rank that dies ends the instance:
+its part of the KV is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.batch import ForwardBatch, RunnerLostError
+from baton.engine.parallel.messages import (
+    LineClosedError,
+    Message,
+    error_from_message,
+    open_line,
+    recv_message,
+    send_message,
+)
+from baton.engine.parallel.peers import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Peers, Rendezvous
+from baton.engine.parallel.step_buffer import StepBuffer
+from baton.errors import BatonError, InternalError
+from baton.kv.shards import KVShards, ShardSpec
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 1800.0
+"""How long a follower may take to load its share, after the leader has loaded its own."""
+END_TIMEOUT_S = 10.0
+"""How long a follower may take to end once its line is closed; then it is killed."""
+
+RunShare = Callable[[ForwardBatch, int], torch.Tensor]
+
+
+class _Follower:
+    """One follower's process and line."""
+
+    def __init__(self, spec: ShardSpec, config: EngineConfig) -> None:
+        self.spec = spec
+        self.line, theirs = open_line()
+        try:
+            command = [sys.executable, "-m", "baton.engine.parallel.follower", str(theirs.fileno())]
+            # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        except BaseException:
+            self.line.close()
+            raise
+        finally:
+            theirs.close()
+        with contextlib.suppress(LineClosedError):  # then it died at once, which its first answer will tell
+            values = {"config": dataclasses.asdict(config), "shard": dataclasses.asdict(spec)}
+            self.send({"request": 0, **values}, CONNECT_TIMEOUT_S)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        spec = self.spec
+        return f"rank {spec.index} (stage {spec.pp_rank}, tensor {spec.tp_rank}, process {self.process.pid})"
+
+    def send(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
+        send_message(self.line, message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
+
+    def obituary(self) -> RunnerLostError:
+        """Say how it ended; waits a moment for its end, which a closed line announces."""
+        try:
+            code = self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return RunnerLostError(f"{self.name} does not answer")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return RunnerLostError(f"{self.name} was {how}" if code < 0 else f"{self.name} {how}")
+
+
+class Team:
+    """The followers of one leader, which is rank 0.
+
+    Args:
+        config: Of the engine; every rank gets it.
+        shards: All ranks, the leader first.
+
+    Attributes:
+        peers: The leader's view of the other ranks.
+    """
+
+    def __init__(self, config: EngineConfig, shards: Sequence[ShardSpec]) -> None:
+        self._config = config
+        self.peers = Peers(shards[0])
+        self._generation = 0
+        self._request = 0
+        self._open_requests = True  # to load
+        self._buffer: StepBuffer | None = None
+        self._lost: RunnerLostError | None = None
+        self._on_lost: Callable[[RunnerLostError], None] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._followers: list[_Follower] = []
+        try:
+            for spec in shards[1:]:
+                self._followers.append(_Follower(spec, config))
+        except BaseException:
+            _end(self._followers)
+            raise
+        # Also when nobody called close: at the interpreter's end at the latest.
+        stop, stop_watching = os.pipe()
+        self._end = weakref.finalize(self, _end, self._followers, stop_watching)
+        self._watcher = threading.Thread(
+            target=_watch, args=(weakref.ref(self), list(self._followers), stop), name="ranks", daemon=True
+        )
+        self._watcher.start()
+
+    def wait_loaded(self, max_model_len: int) -> None:
+        """Wait until every follower has loaded its share, and bring all ranks together.
+
+        Raises:
+            ConfigError: A follower cannot work like that.
+            RunnerLostError: A follower died.
+        """
+        self._answers(LOAD_TIMEOUT_S)
+        self._buffer = StepBuffer.create(self._config, max_model_len)
+        self.ask({"do": "map_steps"}, descriptors=[(self._buffer.fd,)] * len(self._followers))
+        self._meet()
+
+    def bind(self, shards: KVShards) -> None:
+        """Give every follower its arena."""
+        self.ask({"do": "bind"}, descriptors=[(arena.fd,) for arena in shards.arenas[1:]])
+
+    def ask(self, message: Message, *, descriptors: Sequence[Sequence[int]] = ()) -> list[Message]:
+        """Have all followers do something, and return their answers.
+
+        Args:
+            message: What to do.
+            descriptors: File descriptors for each follower.
+
+        Raises:
+            ConfigError, InternalError: A follower could not.
+            RunnerLostError: A follower died.
+        """
+        self._tell(message, descriptors)
+        try:
+            return self._answers(STEP_TIMEOUT_S)
+        except BaseException:
+            self.peers.drop()  # as the one that failed did
+            raise
+
+    def step(self, batch: ForwardBatch, scratch_blocks: int, run: RunShare) -> torch.Tensor:
+        """Run one step on all ranks.
+
+        Args:
+            batch: The step.
+            scratch_blocks: See :meth:`baton.engine.rank_model.RankModel.run`.
+            run: Runs the leader's share, and gets the logits.
+
+        Returns:
+            The logits.
+
+        Raises:
+            InternalError: A rank failed; the next step may work.
+            RunnerLostError: A rank is gone.
+        """
+        if self._buffer is None:
+            raise InternalError("a step before the ranks have met")
+        if not self.peers.connected:
+            self._meet()
+        self._buffer.write(batch)
+        try:
+            self._tell({"do": "step", "scratch_blocks": scratch_blocks})
+            logits = run(batch, scratch_blocks)
+            self._answers(STEP_TIMEOUT_S)
+        except Exception as error:
+            self.peers.drop()  # whoever waits for this rank fails now, and answers
+            raise self._blame(error) from error
+        except BaseException:
+            # Interrupted: answers that are still to come will be passed over by their number.
+            self.peers.drop()
+            raise
+        return logits
+
+    def _blame(self, error: Exception) -> BatonError:
+        """Return what to tell of a step that failed: a death, else a cause, else what was noticed here."""
+        mine = error if isinstance(error, BatonError) else InternalError(f"rank 0: {type(error).__name__}: {error}")
+        if self._open_requests and not isinstance(error, RunnerLostError):
+            try:
+                self._answers(STEP_TIMEOUT_S)
+            except BatonError as theirs:
+                return min(theirs, mine, key=_weight)
+        return mine
+
+    def watch(self, on_lost: Callable[[RunnerLostError], None]) -> None:
+        """Have a function called when a follower dies, in a thread of its own; at once if one has."""
+        with self._lock:
+            self._on_lost = on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(lost)
+
+    def close(self) -> None:
+        """End the followers and wait for their end; harmless if repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.peers.drop()
+        self._end()
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _meet(self) -> None:
+        """Connect all ranks with each other, anew if they were before."""
+        self._generation += 1
+        rendezvous = Rendezvous()
+        self._tell({"do": "connect", "port": rendezvous.port, "generation": self._generation})
+        try:
+            self.peers.connect(rendezvous, self._generation)
+        except RuntimeError as error:
+            self.peers.drop()
+            self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
+            raise InternalError(f"the ranks did not find each other: {error}") from error
+        self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
+
+    def _tell(self, message: Message, descriptors: Sequence[Sequence[int]] = ()) -> None:
+        if self._lost is not None:
+            raise self._lost
+        if self._closed:
+            raise InternalError("the engine was closed")
+        self._request += 1
+        self._open_requests = True
+        for index, follower in enumerate(self._followers):
+            try:
+                follower.send(
+                    {**message, "request": self._request}, STEP_TIMEOUT_S, descriptors[index] if descriptors else ()
+                )
+            except LineClosedError:
+                raise self._bury(follower.obituary()) from None
+
+    def _answers(self, timeout_s: float) -> list[Message]:
+        """Take one answer of every follower, and raise the first error among them once all are there."""
+        deadline = time.monotonic() + timeout_s
+        answers: list[Message] = []
+        errors: list[BatonError] = []
+        for follower in self._followers:
+            try:
+                answer = self._answer_of(follower, deadline)
+            except LineClosedError:
+                errors.append(self._bury(follower.obituary()))
+            except InternalError as error:
+                errors.append(self._bury(RunnerLostError(f"{follower.name}: {error.message}")))
+            else:
+                if "error" in answer:
+                    errors.append(error_from_message(answer, follower.spec.index))
+                answers.append(answer)
+        self._open_requests = False
+        if errors:
+            raise min(errors, key=_weight)
+        return answers
+
+    def _answer_of(self, follower: _Follower, deadline: float) -> Message:
+        """Take the answer to the last request; those to earlier ones, which were interrupted, are passed over."""
+        while True:
+            answer, _ = recv_message(follower.line, deadline=deadline)
+            if answer.get("request") == self._request:
+                return answer
+
+    def _bury(self, lost: RunnerLostError) -> RunnerLostError:
+        """Note that the team is incomplete; returns the first loss there was."""
+        with self._lock:
+            self._lost = self._lost or lost
+            return self._lost
+
+    def found_dead(self, follower: _Follower) -> None:
+        """Called by the watching thread."""
+        lost = self._bury(follower.obituary())
+        with self._lock:
+            on_lost, closed = self._on_lost, self._closed
+        if not closed and on_lost is not None:
+            on_lost(lost)
+
+
+def _weight(error: BatonError) -> int:
+    """Order of what to tell first: a death, a cause, then those who only noticed."""
+    return 0 if isinstance(error, RunnerLostError) else 2 if _is_echo(error) else 1
+
+
+def _is_echo(error: BatonError) -> bool:
+    """Whether an error only tells that another rank has left."""
+    return "Connection closed by peer" in error.message or "Connection reset by peer" in error.message
+
+
+def _watch(team: weakref.ref[Team], followers: list[_Follower], stop: int) -> None:
+    """Wait until a follower dies, or the other end of ``stop`` is closed."""
+    waits: dict[int, _Follower] = {}
+    try:
+        poll = select.poll()
+        poll.register(stop, select.POLLIN)
+        for follower in followers:
+            with contextlib.suppress(ProcessLookupError):  # dead already: its line tells
+                descriptor = os.pidfd_open(follower.process.pid)
+                waits[descriptor] = follower
+                poll.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if stop in ready:
+            return
+        this = team()
+        if this is not None:
+            this.found_dead(waits[ready[0]])
+    finally:
+        for descriptor in (*waits, stop):
+            os.close(descriptor)
+
+
+def _end(followers: Sequence[_Follower], stop_watching: int | None = None) -> None:
+    """Close the lines, on which followers end by themselves, and wait."""
+    if stop_watching is not None:
+        os.close(stop_watching)
+    for follower in followers:
+        with contextlib.suppress(OSError):
+            follower.line.shutdown(socket.SHUT_RDWR)
+        follower.line.close()
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for follower in followers:
+        try:
+            follower.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("%s did not end and is killed", follower.name)
+            follower.process.kill()
+            follower.process.wait()
