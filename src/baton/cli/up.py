@@ -37,6 +37,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--router-args", default="", help="more flags for the router, quoted")
     parser.add_argument("--prefill-args", default="", help="more flags for prefill instances, quoted")
     parser.add_argument("--decode-args", default="", help="more flags for decode instances, quoted")
+    for role in ("prefill", "decode"):
+        for size, what in (("tp", "tensor parallelism"), ("pp", "pipeline stages")):
+            text = f"{what} of {role} instances (default: --{size})"
+            parser.add_argument(f"--{role}-{size}", type=int, default=None, metavar="N", help=text)
     add_flags(parser, EngineConfig)
     parser.set_defaults(run=run)
 
@@ -108,8 +112,8 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
         load_from_store=args.use_kvstore,
         extra=ExtraArgs(
             worker=("--model", model, *engine_flags(args)),
-            prefill=tuple(shlex.split(args.prefill_args)),
-            decode=tuple(shlex.split(args.decode_args)),
+            prefill=(*rank_flags(args, engine, "prefill"), *shlex.split(args.prefill_args)),
+            decode=(*rank_flags(args, engine, "decode"), *shlex.split(args.decode_args)),
             router=tuple(shlex.split(args.router_args)),
         ),
     )
@@ -125,6 +129,21 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
     if args.token_file is not None:
         known.token_file = args.token_file
     return from_flags(WorkerConfig, known)
+
+
+def rank_flags(args: argparse.Namespace, engine: EngineConfig, role: str) -> list[str]:
+    """Return the flags for the ranks of a role's instances, where they differ from the other's.
+
+    Raises:
+        ConfigError: They cannot work.
+    """
+    given = {size: getattr(args, f"{role}_{size}") for size in ("tp", "pp")}
+    sizes = {size: count for size, count in given.items() if count is not None}
+    try:
+        dataclasses.replace(engine, **sizes)
+    except ConfigError as error:
+        raise ConfigError(f"{role} instances: {error.message}", field=f"{role}_{error.field}") from None
+    return [word for size, count in sizes.items() for word in (f"--{size}", str(count))]
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:
