@@ -143,7 +143,6 @@ class GlooPipe(StreamPipe):
         address: str,
         *,
         deadline: float,
-        host: str = "127.0.0.1",
         token: str | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> GlooPipe:
@@ -152,7 +151,6 @@ class GlooPipe(StreamPipe):
         Args:
             address: As the listener says it.
             deadline: ``time.monotonic()`` seconds.
-            host: Address of this machine that the listener's machine reaches; gloo listens on it.
             token: Shared token.
             max_message_bytes: Bound on messages.
 
@@ -166,13 +164,13 @@ class GlooPipe(StreamPipe):
         wait = Wait(deadline)
         lines = call_lines(cls.kind, address, token, wait)
         try:
-            return cls.over(lines, host, wait, max_message_bytes=max_message_bytes)
+            return cls.over(lines, wait, max_message_bytes=max_message_bytes)
         except BaseException:
             lines.close()
             raise
 
     @classmethod
-    def over(cls, lines: Lines, host: str, wait: Wait, *, max_message_bytes: int) -> GlooPipe:
+    def over(cls, lines: Lines, wait: Wait, *, max_message_bytes: int) -> GlooPipe:
         """Make an end of a pipe over a call's lines; the caller closes them if this fails.
 
         Raises:
@@ -180,7 +178,7 @@ class GlooPipe(StreamPipe):
         """
         from baton.transport.pipe.gloo_group import Group
 
-        group = Group(lines, host, wait)
+        group = Group(lines, wait)
         sender, receiver = GlooSender(group, lines.outgoing), GlooReceiver(group, lines.incoming)
         return cls(sender, receiver, max_message_bytes=max_message_bytes)
 
@@ -203,7 +201,7 @@ class GlooPipeListener(LinesListener):
 
     def make_pipe(self, lines: Lines, wait: Wait) -> GlooPipe:
         """Make this end; see :meth:`LinesListener.make_pipe`."""
-        return GlooPipe.over(lines, self.host, wait, max_message_bytes=self._max)
+        return GlooPipe.over(lines, wait, max_message_bytes=self._max)
 
 
 def gloo_obstacle() -> str:

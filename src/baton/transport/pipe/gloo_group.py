@@ -84,32 +84,34 @@ class LineStore(Store):
 class Group:
     """The two ends' process group; operations are posted and waited for, each within a deadline.
 
+    gloo listens on the address that the lines came in by, or went out by, and on no other.
+
     Args:
         lines: A call's lines; the addresses go over the client's first.
-        host: Address of this machine that gloo binds to; its interface alone is used.
         wait: For the peer to do the same.
 
     Attributes:
         rank: This end's, as ``KV_RANKS`` says.
 
     Raises:
-        ConfigError: gloo cannot bind to the host.
+        ConfigError: gloo cannot bind to that address.
         PipeClosedError: The peer went away.
         DeadlineError: It took too long.
     """
 
-    def __init__(self, lines: Lines, host: str, wait: Wait) -> None:
+    def __init__(self, lines: Lines, wait: Wait) -> None:
         self.rank = KV_RANKS["decode" if lines.is_client else "prefill"]
         self._peer = 1 - self.rank
         self._users = 2  # a sender and a receiver
         self._lock = threading.Lock()
         store = LineStore(lines.outgoing if lines.is_client else lines.incoming, wait)
+        host = str(lines.outgoing.sock.getsockname()[0])
         gloo: Any = ProcessGroupGloo  # its type description lacks the options
         options = gloo._Options()
         try:
-            options._devices = [gloo.create_device(hostname=host.strip("[]"))]
+            options._devices = [gloo.create_device(hostname=host)]
         except RuntimeError as error:
-            raise ConfigError(f"gloo cannot bind to {host}: {error}", field="host") from error
+            raise ConfigError(f"gloo cannot bind to {host}: {error}", field="pipes") from error
         options._timeout, options._threads = _left(wait), 1
         try:
             self._group: Any = gloo(store, self.rank, 2, options)

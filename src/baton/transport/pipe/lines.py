@@ -121,7 +121,6 @@ class LinesListener(PipeListener):
         self._token, self._max = token, max_message_bytes
         self._half: dict[str, Stream] = {}
         self._socket = bind_tcp(host, port, token)
-        self.host = host
         self.address = join_address(host, self._socket.getsockname()[1])
         self._socket.listen()
 

@@ -86,7 +86,7 @@ class StreamPipe(Pipe):
     def send(self, tensors: Sequence[WireTensor] | None, *, deadline: float, cancelled: Flag | None = None) -> None:
         """Send one message; see :meth:`Pipe.send`."""
         size = check_message(tensors, self._max)
-        head = _describe(tensors)
+        head = describe(tensors)
         data = [tensor.data for tensor in tensors or () if tensor.data.nbytes]
         wait = Wait(deadline, cancelled)
         with self._turn(self._sending, wait, "waiting for another send"):
@@ -176,7 +176,8 @@ class StreamPipe(Pipe):
             raise PipeClosedError("the pipe was closed")
 
 
-def _describe(tensors: Sequence[WireTensor] | None) -> bytes:
+def describe(tensors: Sequence[WireTensor] | None) -> bytes:
+    """Write what stands between a message's header and its tensors' bytes."""
     parts = [struct.pack(f"<BB{len(t.shape)}Q", _DTYPE_CODES[t.dtype], len(t.shape), *t.shape) for t in tensors or ()]
     body = b"".join(parts)
     return _HEAD.pack(len(parts), tensors is None, len(body)) + body
