@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from baton.kv.connector import KVConnector
 from baton.transport.blocks import BlockFetcher
-from baton.transport.connector.p2p_load import P2PLoader
+from baton.transport.connector.p2p_load import OwnPool, P2PLoader
 from baton.types import Role
 from baton.worker.dialer import GrpcPrefillDialer
 from baton.worker.instance import Parts
@@ -28,11 +28,10 @@ class DecodeParts:
         )
         self._dialer = GrpcPrefillDialer(fingerprint, parts.token)
         self._loader = P2PLoader(
-            fetcher=self._fetcher,
+            pool=OwnPool(self._fetcher, parts.arena, parts.engine_config.block_size, parts.source),
             dialer=self._dialer,
             loop=parts.loop,
             wake=parts.wake,
-            block_size=parts.engine_config.block_size,
             threshold=config.remote_prefill_threshold,
             stall_s=config.prefill_stall_s,
         )

@@ -10,6 +10,7 @@ from baton.kv.connector import KVConnector
 from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.p2p_load import Offer
 from baton.transport.connector.p2p_offer import P2POfferer
+from baton.transport.connector.p2p_reuse import P2PReuser
 from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import Role
 from baton.worker.instance import Parts
@@ -38,12 +39,20 @@ class PrefillParts:
         )
         self._fetcher = BlockFetcher(parts.shards, parts.runner.fingerprint, kinds=config.pipes, links=parts.links)
         self._store = StoreSide(parts, self._fetcher)
-        self.connector: KVConnector = self._store.first(self._offerer)
+        self._reuser = P2PReuser(
+            fetcher=self._fetcher,
+            loop=parts.loop,
+            wake=parts.wake,
+            block_size=parts.engine_config.block_size,
+            threshold=config.remote_prefill_threshold,
+            timeout_s=config.prefill_stall_s,
+        )
+        self.connector: KVConnector = self._store.first(self._reuser, self._offerer)
 
     def servicer(self, context: WorkerContext) -> PrefillServicer:
         """Build the prefill calls."""
         context.metrics.watch_store(self._store.use)
-        return PrefillServicer(context, self._offerer)
+        return PrefillServicer(context, self._offerer, self._reuser)
 
     async def close(self) -> None:
         """End all leases, then close connections."""

@@ -14,7 +14,8 @@ from baton.hashing import as_token_array
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb
 from baton.transport.connector.p2p_load import Offer
 from baton.transport.connector.p2p_offer import Lease, P2POfferer
-from baton.transport.connector.source_pb import source_to_pb
+from baton.transport.connector.p2p_reuse import HeldBlocks, P2PReuser
+from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import FinishReason
 from baton.worker.engine_thread import RequestStream
 from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request
@@ -23,9 +24,9 @@ from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_req
 class PrefillServicer(WorkerServicerBase):
     """Computes prompts and offers their KV."""
 
-    def __init__(self, context: WorkerContext, offerer: P2POfferer) -> None:
+    def __init__(self, context: WorkerContext, offerer: P2POfferer, reuser: P2PReuser) -> None:
         super().__init__(context)
-        self._offerer = offerer
+        self._offerer, self._reuser = offerer, reuser
 
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
@@ -37,9 +38,12 @@ class PrefillServicer(WorkerServicerBase):
             with worker.admission.admit():
                 engine_request = self._engine_request(request)
                 tokens = as_token_array(request.prompt_token_ids)
+                held = _held(request)
                 lease = self._offerer.open_lease(engine_request.request_id, tokens, request.num_held_tokens)
                 worker.metrics.leases.set(self._offerer.num_leases())
                 try:
+                    if held is not None:
+                        self._reuser.expect(engine_request.request_id, held)
                     stream = await worker.engine.submit(engine_request)
                     try:
                         async for response in self._responses(lease, stream):
@@ -49,6 +53,7 @@ class PrefillServicer(WorkerServicerBase):
                     finally:
                         stream.close()
                 finally:
+                    self._reuser.forget(engine_request.request_id)
                     self._offerer.close_lease(lease)
                     worker.metrics.leases.set(self._offerer.num_leases())
         except BatonError as error:
@@ -117,6 +122,19 @@ class PrefillServicer(WorkerServicerBase):
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
+
+
+def _held(request: worker_pb2.PrefillRequest) -> HeldBlocks | None:
+    if not request.HasField("held") or not request.held.block_ids:
+        return None
+    held = HeldBlocks(
+        source_from_pb(request.held.source, field="held.source"),
+        tuple(request.held.block_ids),
+        tuple(request.held.generations),
+    )
+    if len(held.generations) != len(held.block_ids) or held.num_tokens > request.num_held_tokens:
+        raise InvalidRequestError("held must name the blocks of num_held_tokens tokens", field="held")
+    return held
 
 
 async def _next(offers: AsyncIterator[Offer]) -> Offer | None:

@@ -32,6 +32,11 @@ class EngineConfig:
     max_queue: int = option(1024, "requests that may wait; more are refused with 429")
     policy: str = option("fcfs", "order of the queue", choices=("fcfs", "priority"))
     prefix_caching: bool = option(True, "reuse KV of earlier requests with the same prefix")
+    kv_load_failure: str = option(
+        "recompute",
+        "when KV from outside does not come: compute what is missing here, or fail the request",
+        choices=("recompute", "fail"),
+    )
     attention_backend: str = option("auto", "attention operator", choices=("auto", "cpp", "torch"))
     packed_linears: bool = option(True, "repack weights for oneDNN on a CPU (bfloat16)")
     seed: int = option(0, "seed for requests that bring none")

@@ -295,6 +295,10 @@ class EngineCore:
         group.transfer = update.stats
         if update.error is not None:
             _log.warning("load of request %s fell short: %s", update.request_id, update.error)
+            if self._config.kv_load_failure == "fail":
+                self._scheduler.run(sequence)  # nobody writes into its blocks any more: it can be ended like any other
+                self._fail(sequence, f"its KV could not be loaded: {update.error}", outputs)
+                return
         first = update.first_token
         if first is not None and not 0 <= first.token_id < self.runner.vocab_size:
             _log.error("request %s: first token %d is not in the vocabulary", update.request_id, first.token_id)

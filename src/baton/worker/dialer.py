@@ -16,7 +16,8 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, logprob_from_pb, sampling_to_pb
 from baton.rpc.errors import from_rpc_error
 from baton.transport.connector.p2p_load import Accepted, Finished, Offer, PrefillEvent
-from baton.transport.connector.source_pb import source_from_pb
+from baton.transport.connector.p2p_reuse import HeldBlocks
+from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import TokenLogprob
 
 MAX_CHANNELS = 256
@@ -37,7 +38,7 @@ class GrpcPrefillDialer:
 
     @asynccontextmanager
     async def open(
-        self, address: str, request: LoadRequest, num_held_tokens: int
+        self, address: str, request: LoadRequest, held: HeldBlocks
     ) -> AsyncIterator[AsyncIterator[PrefillEvent]]:
         """Open a stream; leaving the context cancels it, which is how a lease is given back."""
         stub = worker_pb2_grpc.WorkerServiceStub(await self._channel(address))
@@ -48,7 +49,10 @@ class GrpcPrefillDialer:
                 prompt_token_ids=request.token_ids,
                 num_output_tokens=request.num_output_tokens,
                 sampling=sampling_to_pb(request.sampling),
-                num_held_tokens=num_held_tokens,
+                num_held_tokens=held.num_tokens,
+                held=worker_pb2.HeldBlocks(
+                    source=source_to_pb(held.source), block_ids=held.block_ids, generations=held.generations
+                ),
                 fingerprint=self._fingerprint,
                 cache_salt=request.cache_salt,
                 priority=request.priority,

@@ -35,9 +35,10 @@ class StoreSide:
         """What the store was used for; all zero without one."""
         return StoreUse() if self.connector is None else self.connector.use
 
-    def first(self, other: KVConnector) -> KVConnector:
-        """Ask the store before ``other``; all save."""
-        return other if self.connector is None else MultiConnector([self.connector, other])
+    def first(self, *others: KVConnector) -> KVConnector:
+        """Ask the store before ``others``; all save."""
+        connectors = [*([] if self.connector is None else [self.connector]), *others]
+        return connectors[0] if len(connectors) == 1 else MultiConnector(connectors)
 
     async def close(self) -> None:
         """End loads and saves, and wait for them."""

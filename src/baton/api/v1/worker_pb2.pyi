@@ -208,6 +208,7 @@ class PrefillRequest(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -228,6 +229,10 @@ class PrefillRequest(_message.Message):
         """decides the first token"""
 
     @_builtins.property
+    def held(self) -> Global___HeldBlocks:
+        """where they lie: fetched instead of computed again, if the instance wants that"""
+
+    @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint:
         """of the caller's pool: refused with FAILED_PRECONDITION and the field that differs"""
 
@@ -241,18 +246,53 @@ class PrefillRequest(_message.Message):
         num_output_tokens: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         num_held_tokens: _builtins.int = ...,
+        held: Global___HeldBlocks | None = ...,
         fingerprint: _common_pb2.Fingerprint | None = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "held", b"held", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class HeldBlocks(_message.Message):
+    """Full blocks that the caller of Prefill keeps while the stream is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def source(self) -> _common_pb2.KvSource: ...
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in the caller's pool, from the prompt's first token on"""
+
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """per block"""
+
+    def __init__(
+        self,
+        *,
+        source: _common_pb2.KvSource | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldBlocks: _TypeAlias = HeldBlocks  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):

@@ -24,9 +24,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from baton.errors import BatonError, DeadlineError, StaleBlockError
+from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.transport.block_types import Valid
 from baton.transport.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
+from baton.transport.connector.p2p_reuse import HeldBlocks
 from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -80,9 +82,15 @@ class PrefillDialer(Protocol):
     """Opens Prefill streams; the transport does not know the wire."""
 
     def open(
-        self, address: str, request: LoadRequest, num_held_tokens: int
+        self, address: str, request: LoadRequest, held: HeldBlocks
     ) -> AbstractAsyncContextManager[AsyncIterator[PrefillEvent]]:
-        """Ask the instance at ``address``; leaving the context closes the stream and with it the lease."""
+        """Ask the instance at ``address``; leaving the context closes the stream and with it the lease.
+
+        Args:
+            address: host:port.
+            request: What is wanted.
+            held: The leading blocks that are here, and are kept until then.
+        """
 
 
 @dataclass
@@ -154,15 +162,31 @@ class _Events:
     ready_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class OwnPool:
+    """An instance's pool, as its loader uses it.
+
+    Attributes:
+        fetcher: Copies blocks into it.
+        arena: For the generations of the blocks that are there.
+        block_size: Tokens per block.
+        source: Returns where its blocks can be read.
+    """
+
+    fetcher: BlockFetcher
+    arena: KVArena
+    block_size: int
+    source: Callable[[], BlockSource]
+
+
 class P2PLoader(KVConnector):
     """Connector of a decode instance.
 
     Args:
-        fetcher: Copies blocks into this instance's pool.
+        pool: This instance's own.
         dialer: Opens Prefill streams.
         loop: Where loads run.
         wake: Makes the engine poll.
-        block_size: Tokens per block.
         threshold: Missing prompt tokens from which a remote prefill is used.
         stall_s: Seconds without progress after which a candidate is given up.
     """
@@ -170,16 +194,16 @@ class P2PLoader(KVConnector):
     def __init__(
         self,
         *,
-        fetcher: BlockFetcher,
+        pool: OwnPool,
         dialer: PrefillDialer,
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None],
-        block_size: int,
         threshold: int,
         stall_s: float,
     ) -> None:
-        self._fetcher, self._dialer, self._loop, self._wake = fetcher, dialer, loop, wake
-        self._block_size, self._threshold, self._stall_s = block_size, threshold, stall_s
+        self._pool, self._dialer, self._loop, self._wake = pool, dialer, loop, wake
+        self._fetcher, self._block_size = pool.fetcher, pool.block_size
+        self._threshold, self._stall_s = threshold, stall_s
         self._loads: dict[RequestId, _Load] = {}
         self._done: deque[LoadUpdate] = deque()
         self._local_reasons: dict[RequestId, str] = {}
@@ -270,7 +294,7 @@ class P2PLoader(KVConnector):
         held = self._leading_tokens(load)
         state = _Events(num_ready_tokens=held)
         try:
-            async with self._dialer.open(address, load.request, held) as events:
+            async with self._dialer.open(address, load.request, self._held(load, held)) as events:
                 attempt: _Attempt | None = None
                 while True:
                     event = await self._next(events, state.fetches)
@@ -347,6 +371,10 @@ class P2PLoader(KVConnector):
         return await self._fetcher.fetch_async(
             source, blocks, deadline=time.monotonic() + self._stall_s, cancelled=load.cancelled
         )
+
+    def _held(self, load: _Load, num_tokens: int) -> HeldBlocks:
+        ids = load.block_ids[: num_tokens // self._block_size]
+        return HeldBlocks(self._pool.source(), ids, tuple(int(g) for g in self._pool.arena.generations[list(ids)]))
 
     def _leading_tokens(self, load: _Load) -> int:
         """Leading tokens in full valid blocks."""
