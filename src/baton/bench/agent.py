@@ -21,7 +21,7 @@ import psutil
 
 from baton.bench.control import Fields, Handler, Line, from_fields, serve_orders, to_fields
 from baton.bench.source import Source
-from baton.bench.specs import RunSpec, SourceSpec, TargetSpec
+from baton.bench.specs import OverlapSpec, RunSpec, SourceSpec, TargetSpec
 from baton.bench.target import Target
 from baton.errors import BatonError, InvalidRequestError
 from baton.rpc.auth import read_token
@@ -64,6 +64,7 @@ class Agent:
             "open_source": self._open_source,
             "open_target": self._open_target,
             "run": lambda order: self._the_target().run(from_fields(RunSpec, order.get("run"))),
+            "overlap": lambda order: self._the_target().overlap(from_fields(OverlapSpec, order.get("overlap"))),
             "reads": self._reads,
             "round_trips": self._round_trips,
             "cpu": lambda _: {"cpu": time.process_time()},

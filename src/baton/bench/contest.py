@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.bench.agents import OPEN_S, Agent, ask_all
 from baton.bench.control import from_fields, seconds, to_fields
 from baton.bench.methods import RUN_S
 from baton.bench.plan import Case, MethodKey, Stage
 from baton.bench.rivals import RIVALS
-from baton.bench.specs import RunSpec, SourceFacts, SourceSpec, TargetSpec
+from baton.bench.specs import OverlapSpec, RunSpec, SourceFacts, SourceSpec, TargetSpec
 from baton.errors import BatonError, ConfigError, PipeClosedError
 
 _VERIFY_S = 300.0
@@ -25,6 +26,15 @@ class Sample:
     bytes: int
     cpu: float
     wrong: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """How a transfer overlaps: the mode, source blocks per chunk, and seconds of compute."""
+
+    mode: str
+    chunk_blocks: int
+    compute_s: float
 
 
 class Contestant(ABC):
@@ -91,6 +101,18 @@ class FlowContestant(Contestant):
         num_bytes = sum(int(seconds(answer, "bytes")) for answer in answers)
         wrong = sum(int(seconds(answer, "wrong")) for answer in answers) if verify else None
         return Sample(end - start, num_bytes, cpu, wrong)
+
+    def overlap(self, case: Case, study: Study, *, verify: bool) -> Mapping[str, Any]:
+        """Run one transfer under simulated compute; returns the target's answer.
+
+        Args:
+            case: The size.
+            study: How.
+            verify: Wipe the target's blocks before and compare them afterwards.
+        """
+        run = RunSpec(self.key.name, self.key.streams, case.blocks, case.shuffled, verify, verify)
+        spec = OverlapSpec(run, study.mode, study.chunk_blocks, study.compute_s)
+        return self._opened.targets[0].ask("overlap", RUN_S + _VERIFY_S, overlap=to_fields(spec))
 
     def _source_cpu(self) -> float:
         sources = self._opened.sources

@@ -22,7 +22,7 @@ from baton.bench.plan import (
 )
 from baton.bench.ratios import compute_ratios
 from baton.bench.records import SCHEMA_VERSION, MessagesRecord, Record, ResultRecord, RunRecord, UnavailableRecord
-from baton.bench.report import stage_records, verdict_records
+from baton.bench.report import OverlapStudies, sample_seconds, stage_records, verdict_records
 from baton.bench.rivals import RIVALS
 from baton.bench.source import require_memory
 from baton.bench.stats import Spread
@@ -32,6 +32,7 @@ from baton.version import __version__
 
 EXIT_OK, EXIT_FAILED, EXIT_UNABLE, EXIT_TOO_SLOW = 0, 1, 2, 3
 RIVAL_MODULE = "baton.bench.rivals"
+OVERLAP_ROUNDS = 5
 SAMPLES = 2000
 SAMPLE_S = 0.8
 """Longest time (seconds) for the small exchanges of one kind and size."""
@@ -57,7 +58,7 @@ class Driver:
         self._slow: list[str] = []
         self._left = 0
         self._standings: list[Standing] = []
-        self._messages: list[MessagesRecord] = []
+        self._others: list[Record] = []
 
     def run(self) -> int:
         """Measure everything; returns the exit status.
@@ -72,8 +73,8 @@ class Driver:
         self._require_memory(stage)
         stages = [stage, *([reference_stage()] if self._with_reference() else [])]
         rounds = options.warmup + options.repeat
-        methods = len(pipe_methods(options)) + len(baseline_methods(options))
-        self._left = sum(len(each.cases) for each in stages) * rounds * methods + len(options.asked)
+        methods = {each.name: len(pipe_methods(options)) + len(baseline_methods(options, each.name)) for each in stages}
+        self._left = sum(len(each.cases) * methods[each.name] for each in stages) * rounds + len(options.asked)
         with contextlib.ExitStack() as stack:
             sources = [stack.enter_context(self._source(i)) for i in range(options.num_sources)]
             targets = [stack.enter_context(_closing(LocalAgent(f"target {i}", token_file=options.token_file)))
@@ -82,7 +83,7 @@ class Driver:
             for each in stages:
                 self._run_stage(each, sources, targets)
             self._small(sources, targets)
-        for ratio in compute_ratios(self._standings, self._messages):
+        for ratio in compute_ratios(self._standings, self._others):
             self._report(ratio)
         code = self._exit_code()
         failures = (*self._failures, *self._slow, *(f"{n}: {w}" for n, w in self._asked_in_vain()))
@@ -138,6 +139,8 @@ class Driver:
             rivals = self._rivals(stage, stack) if stage.name == "reference" else []
             standings = [Standing(contestant) for contestant in [*self._contestants(opened), *rivals]]
             self._take_turns(stage, standings)
+            if self._options.overlap and stage.name == "kv":
+                self._overlap(stage, standings)
         opened.close()
         for standing in standings:
             key = standing.contestant.key
@@ -157,7 +160,7 @@ class Driver:
     def _contestants(self, opened: OpenStage) -> list[Contestant]:
         pipes = [key for key in pipe_methods(self._options) if key.name not in self._unavailable]
         return [
-            *(FlowContestant(key, opened, is_pipe=False) for key in baseline_methods(self._options)),
+            *(FlowContestant(key, opened, is_pipe=False) for key in baseline_methods(self._options, opened.stage.name)),
             *(FlowContestant(key, opened, is_pipe=True) for key in pipes),
         ]
 
@@ -194,6 +197,30 @@ class Driver:
                             wipe=check and is_pipe,
                             verify=check and is_pipe,
                         )
+
+    def _overlap(self, stage: Stage, standings: list[Standing]) -> None:
+        """Study every pipe at the largest size; the modes take turns too."""
+        case, options = max(stage.cases, key=lambda case: case.flow_bytes), self._options
+        studies = OverlapStudies(stage, case, options)
+        contestants = [
+            (standing.contestant, sample_seconds(standing.samples[case]))
+            for standing in standings
+            if isinstance(standing.contestant, FlowContestant) and standing.contestant.is_pipe and not standing.out
+        ]
+        rounds = min(OVERLAP_ROUNDS, options.repeat)
+        for turn in range(rounds):
+            for contestant, serial_s in contestants:
+                self._advance(f"overlap {contestant.key.label}")
+                try:
+                    studies.run(contestant, serial_s, verify=options.verify and turn == rounds - 1)
+                except BatonError as error:
+                    self._failures.append(f"{contestant.key.label}, overlap: {one_line(error)}")
+                    return
+        for record in studies.records():
+            self._others.append(record)
+            self._report(record)
+            if options.verify and not record.verified:
+                self._failures.append(f"{record.pipe}, overlap {record.mode}: wrong blocks")
 
     def _judge(self, stage: Stage, standings: list[Standing]) -> None:
         """Hold the pipes against ``--require-gbps``, at the largest size."""
@@ -239,7 +266,7 @@ class Driver:
             p99_us=round(spread.p99, 2),
             per_s=round(len(samples) / sum(samples), 1),
         )
-        self._messages.append(record)
+        self._others.append(record)
         self._report(record)
 
     def _note_unavailable(self, reasons: dict[str, str]) -> None:

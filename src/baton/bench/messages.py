@@ -1,8 +1,9 @@
 """Small messages over the message pipes: a service that answers, and clients that count round trips.
 
-A message of one tensor comes back as it is. A message of two, (uint8 word, int64 [n] nanoseconds), asks for a schedule:
-step i is answered, as an int64 tensor, so many nanoseconds after the message came. That is how a source that computes
-tells of its progress; the wait is one on a deadline, since what computes in a real instance is not this processor.
+A message of one tensor comes back as it is. A message of two, (uint8 word, int64 [n, 3]), asks for a schedule: so many
+nanoseconds after the message came, the source's progress is raised to a value and, if the third number is 1, the
+step's number is sent. That is how a source that computes tells how far it is; the wait is one on a deadline, since what
+computes in a real instance is not this processor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from baton.transport.wire import BadFrameError
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_STEPS = 1 << 16
+MAX_STEPS = 1 << 15
+MAX_SCHEDULE_S = 600
+Schedule = npt.NDArray[np.int64]
+"""int64 [n, 3]: nanoseconds from the start, progress, whether to tell."""
 _TURN_S = 0.5
 """Seconds between two looks at whether the service is closing."""
 _ANSWER_S = 10.0
@@ -100,10 +104,11 @@ class MessageService:
 
     Args:
         listener: Closed with the service.
+        advance: Raises the source's progress.
     """
 
-    def __init__(self, listener: PipeListener) -> None:
-        self._listener = listener
+    def __init__(self, listener: PipeListener, advance: Callable[[int], None]) -> None:
+        self._listener, self._advance = listener, advance
         self._closing = threading.Event()
         self._pipes: set[Pipe] = set()
         self._lock = threading.Lock()
@@ -160,13 +165,15 @@ class MessageService:
             with self._lock:
                 self._pipes.discard(pipe)
 
-    def _follow(self, pipe: Pipe, after_ns: npt.NDArray[np.int64]) -> None:
+    def _follow(self, pipe: Pipe, schedule: Schedule) -> None:
         start = time.monotonic()
-        for step, after in enumerate(after_ns.tolist()):
+        for step, (after, progress, tell) in enumerate(schedule.tolist()):
             if self._closing.wait(max(0.0, start + after / 1e9 - time.monotonic())):
                 return
-            data = step.to_bytes(8, "little")
-            pipe.send([WireTensor("int64", (), memoryview(data))], deadline=time.monotonic() + _ANSWER_S)
+            self._advance(progress)
+            if tell:
+                data = step.to_bytes(8, "little")
+                pipe.send([WireTensor("int64", (), memoryview(data))], deadline=time.monotonic() + _ANSWER_S)
 
 
 def round_trips(pipe: Pipe, size: int, count: int, limit_s: float) -> list[float]:
@@ -204,11 +211,11 @@ def timed(call: Callable[[], object], count: int, limit_s: float) -> list[float]
     return out
 
 
-def ask_schedule(pipe: Pipe, after_ns: npt.NDArray[np.int64]) -> None:
-    """Ask for a schedule, int64 [n] nanoseconds from now; see :func:`next_step`."""
+def ask_schedule(pipe: Pipe, schedule: Schedule) -> None:
+    """Ask for a schedule to be followed from now on; see :func:`next_step`."""
     parts = [
         WireTensor("uint8", (1,), memoryview(b"S")),
-        WireTensor("int64", (len(after_ns),), memoryview(after_ns.tobytes())),
+        WireTensor("int64", schedule.shape, memoryview(schedule.tobytes())),
     ]
     pipe.send(parts, deadline=time.monotonic() + _ANSWER_S)
 
@@ -226,7 +233,15 @@ def next_step(pipe: Pipe, *, deadline: float) -> int:
     return int.from_bytes(message[0].data, "little")
 
 
-def _schedule(tensor: WireTensor) -> npt.NDArray[np.int64]:
-    if tensor.dtype != "int64" or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= MAX_STEPS:
+def _schedule(tensor: WireTensor) -> Schedule:
+    if (
+        tensor.dtype != "int64"
+        or len(tensor.shape) != 2
+        or not 0 < tensor.shape[0] <= MAX_STEPS
+        or tensor.shape[1] != 3
+    ):
         raise BadFrameError(f"a schedule of shape {tensor.shape}")
-    return np.frombuffer(tensor.data, dtype=np.int64)
+    schedule = np.frombuffer(tensor.data, dtype=np.int64).reshape(tensor.shape)
+    if schedule.min() < 0 or schedule[:, 0].max() > MAX_SCHEDULE_S * 1e9:
+        raise BadFrameError("a schedule goes forward, and not for longer than ten minutes")
+    return schedule

@@ -93,14 +93,31 @@ class PipeMethod(Method):
         self._pool.shutdown()
         self._fetcher.close()
 
-    def _fetch(self, flow: Flow) -> int:
-        offered = flow.remote, self._generations[flow.source][flow.remote], np.arange(len(flow.remote))
-        blocks = SequenceBlocks.of(offered, flow.local, np.ones(len(flow.local), dtype=np.bool_))
+    def fetch_part(self, flow: Flow, part: range, ready: int | None) -> int:
+        """Fetch some blocks of a flow's sequence.
+
+        Args:
+            flow: The whole sequence.
+            part: Its source blocks to fetch, by their place in the sequence.
+            ready: The source's progress before their first layer, if it is still computing them.
+
+        Returns:
+            Bytes that came.
+
+        Raises:
+            BatonError: It failed, or a block was not valid.
+        """
+        remote = flow.remote[part.start : part.stop]
+        offered = remote, self._generations[flow.source][remote], np.arange(part.start, part.stop)
+        blocks = SequenceBlocks.of(offered, flow.local, np.ones(len(flow.local), dtype=np.bool_), ready)
         source, deadline = self._sources[flow.source], time.monotonic() + RUN_S
         result = self._fetcher.fetch_sequence(source, blocks, deadline=deadline)
         if not result.valid.all():
             raise TransferError(f"{int((~result.valid).sum())} of {len(result.valid)} blocks were not valid")
         return result.num_bytes
+
+    def _fetch(self, flow: Flow) -> int:
+        return self.fetch_part(flow, range(len(flow.remote)), None)
 
 
 class MemcpyMethod(Method):

@@ -72,8 +72,8 @@ class Options:
             raise ConfigError(f"--pattern is one of {', '.join(PATTERNS)}, got {shown(self.pattern)}", field="pattern")
         if self.kv_dtype not in DTYPE_BYTES:
             raise ConfigError(f"--kv-dtype is one of {', '.join(DTYPE_BYTES)}", field="kv_dtype")
-        if self.overlap and self.bytes:
-            raise ConfigError("--overlap needs a model or a geometry: bytes have no layers", field="overlap")
+        if self.overlap and (self.bytes or self.pattern != "1-1"):
+            raise ConfigError("--overlap needs a model or a geometry, and pattern 1-1", field="overlap")
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -247,10 +247,17 @@ def pipe_methods(options: Options) -> tuple[MethodKey, ...]:
     return tuple(keys)
 
 
-def baseline_methods(options: Options) -> tuple[MethodKey, ...]:
-    """Return what the machine can do without Baton: memory copies, and sockets for pipes that use them."""
-    sockets = [MethodKey("socket", count) for count in options.streams] if set(options.asked) - {"shm"} else []
-    return (MethodKey("memcpy"), MethodKey("memcpy-blocks"), *sockets)
+def baseline_methods(options: Options, stage: str) -> tuple[MethodKey, ...]:
+    """Return what the machine can do without Baton: memory copies, and sockets for pipes that use them.
+
+    The reference stage also has TCP without its checksums, so that their cost is seen.
+    """
+    keys = [MethodKey("memcpy"), MethodKey("memcpy-blocks")]
+    if set(options.asked) - {"shm"}:
+        keys += [MethodKey("socket", count) for count in options.streams]
+    if stage == "reference" and "tcp" in options.asked:
+        keys.append(MethodKey("tcp-unchecked", max(options.streams)))
+    return tuple(keys)
 
 
 def _kv_case(source: Shape, target: Shape, tokens: int) -> Case:

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 from baton.bench.contest import Sample, Standing
 from baton.bench.plan import SMALL_BYTES, MethodKey
-from baton.bench.records import MessagesRecord, RatioRecord
+from baton.bench.records import MessagesRecord, OverlapRecord, RatioRecord, Record
 from baton.bench.stats import paired_ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A method on a case, divided by another one on another case, should be at least ``least``."""
+    """A method on a case, divided by another one on another case, should be at least ``least`` (``None``: no aim)."""
 
     name: str
     top: tuple[str, MethodKey]
     bottom: tuple[str, MethodKey]
-    least: float
+    least: float | None
 
 
 ROUND_TRIP_US = 15.0
+EXPOSED_SHARE = 0.15
 
 
 def aims(streams: Sequence[int]) -> list[Aim]:
@@ -36,6 +37,7 @@ def aims(streams: Sequence[int]) -> list[Aim]:
         name = f"{most.label} / {first.label}, contiguous"
         out.append(Aim(name, ("contiguous", most), ("contiguous", first), 1.3))
     nixl, nixl_tcp = MethodKey("nixl-bare"), MethodKey("nixl-tcp-bare")
+    unchecked = MethodKey("tcp-unchecked", max(streams))
     return [
         *out,
         Aim("shm / bare NIXL, contiguous", ("contiguous", shm), ("contiguous", nixl), 1.0),
@@ -47,11 +49,24 @@ def aims(streams: Sequence[int]) -> list[Aim]:
             for tcp in (MethodKey("tcp", count) for count in streams)
         ),
         Aim(f"{most.label} / bare NIXL tcp, paged", ("paged", most), ("paged", nixl_tcp), 1.2),
+        Aim(f"{most.label} / without checksums", ("contiguous", most), ("contiguous", unchecked), None),
+        Aim("nixl / bare NIXL, contiguous", ("contiguous", MethodKey("nixl")), ("contiguous", nixl), None),
+        Aim(
+            "gloo / bare gloo, contiguous",
+            ("contiguous", MethodKey("gloo")),
+            ("contiguous", MethodKey("gloo-bare")),
+            None,
+        ),
     ]
 
 
-def compute_ratios(standings: Sequence[Standing], messages: Sequence[MessagesRecord]) -> list[RatioRecord]:
-    """Return every ratio whose two sides were measured: medians over runs that took turns."""
+def compute_ratios(standings: Sequence[Standing], others: Sequence[Record]) -> list[RatioRecord]:
+    """Return every ratio whose two sides were measured: medians over runs that took turns.
+
+    Args:
+        standings: Of all stages.
+        others: Records of small exchanges and of overlap, which have aims of their own.
+    """
     found: dict[tuple[str, MethodKey], list[Sample]] = {}
     for standing in standings:
         for case, samples in standing.samples.items():
@@ -62,9 +77,15 @@ def compute_ratios(standings: Sequence[Standing], messages: Sequence[MessagesRec
         top, bottom = found.get(aim.top), found.get(aim.bottom)
         if top and bottom and len(top) == len(bottom):
             value = paired_ratio([s.bytes / s.seconds for s in top], [s.bytes / s.seconds for s in bottom])
-            out.append(RatioRecord(aim.name, round(value, 3), "ratio", aim.least, value >= aim.least))
-    for record in messages:
-        if (record.pipe, record.what, record.bytes) == ("shm", "round trip", SMALL_BYTES):
-            name = "shm 4 KiB round trip, p50"
-            out.append(RatioRecord(name, record.p50_us, "us", ROUND_TRIP_US, record.p50_us <= ROUND_TRIP_US))
+            met = None if aim.least is None else value >= aim.least
+            out.append(RatioRecord(aim.name, round(value, 3), "ratio", ">=", aim.least, met))
+    for record in others:
+        if isinstance(record, MessagesRecord) and (record.pipe, record.what) == ("shm", "round trip"):
+            if record.bytes == SMALL_BYTES:
+                name, value = "shm 4 KiB round trip, p50", record.p50_us
+                out.append(RatioRecord(name, value, "us", "<=", ROUND_TRIP_US, value <= ROUND_TRIP_US))
+        elif isinstance(record, OverlapRecord) and record.mode == "layer-wise":
+            name = f"{MethodKey(record.pipe, record.streams).label} exposed, layer-wise / serial"
+            value = record.percent_of_serial / 100
+            out.append(RatioRecord(name, round(value, 3), "ratio", "<=", EXPOSED_SHARE, value <= EXPOSED_SHARE))
     return out

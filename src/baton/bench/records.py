@@ -148,14 +148,15 @@ class VerdictRecord(Record):
 
 @dataclass(frozen=True)
 class RatioRecord(Record):
-    """Two methods of one run against each other, and what Baton aims at."""
+    """Two methods of one run against each other, and what Baton aims at: ``sense`` is ``>=`` or ``<=``."""
 
     record: ClassVar[str] = "ratio"
     name: str
     value: float
     unit: str
-    aim: float
-    met: bool
+    sense: str
+    aim: float | None
+    met: bool | None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.bench.contest import Sample, Standing
-from baton.bench.plan import Case, MethodKey, Stage
-from baton.bench.records import BaselineRecord, Record, TransferRecord, VerdictRecord
+from baton.bench.contest import FlowContestant, Sample, Standing, Study
+from baton.bench.control import seconds
+from baton.bench.plan import Case, MethodKey, Options, Stage
+from baton.bench.records import BaselineRecord, OverlapRecord, Record, TransferRecord, VerdictRecord
+from baton.bench.specs import MAX_COMPUTE_S, MODES
 from baton.bench.stats import Spread
+from baton.errors import ConfigError
 
 LIMITS = {"shm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
 """The baseline that bounds a pipe of a kind."""
@@ -70,6 +73,77 @@ def verdict(key: MethodKey, tokens: int, kappa: int, gb_per_s: float, wanted: fl
         prefill_tokens_per_s=wanted,
         carries=None if wanted is None else wanted <= most,
     )
+
+
+def sample_seconds(samples: Sequence[Sample]) -> float:
+    """Return the median seconds of a run."""
+    return Spread.of([sample.seconds for sample in samples]).p50
+
+
+class OverlapStudies:
+    """Runs and sums up transfers under simulated compute.
+
+    Args:
+        stage: The open stage.
+        case: Its largest size.
+        options: Chunk and prefill speed; without a speed, the compute takes as long as the transfer alone.
+    """
+
+    def __init__(self, stage: Stage, case: Case, options: Options) -> None:
+        self._case, self._options = case, options
+        self._chunk_blocks = max(1, min(options.chunk // options.block_size, case.blocks))
+        self._tokens = case.blocks * stage.source.block_size
+        self._exposed: dict[tuple[MethodKey, str], list[float]] = {}
+        self._wrong: dict[tuple[MethodKey, str], int] = {}
+        self._steps = 0
+        self._compute: dict[MethodKey, float] = {}
+
+    def run(self, contestant: FlowContestant, serial_s: float, *, verify: bool) -> None:
+        """Run every mode once.
+
+        Args:
+            contestant: The pipe.
+            serial_s: Seconds that its transfer alone takes.
+            verify: Compare every byte.
+
+        Raises:
+            BatonError: It failed.
+        """
+        speed = self._options.prefill_tokens_per_s
+        compute_s = serial_s if speed is None else self._tokens / speed
+        if not 0 < compute_s < MAX_COMPUTE_S:
+            raise ConfigError(f"computing {self._tokens} tokens would take {compute_s:.0f} s", field="isl")
+        self._compute[contestant.key] = compute_s
+        for mode in MODES:
+            study = Study(mode, self._chunk_blocks, compute_s)
+            answer = contestant.overlap(self._case, study, verify=verify)
+            self._steps = int(seconds(answer, "steps"))
+            self._exposed.setdefault((contestant.key, mode), []).append(seconds(answer, "exposed"))
+            if verify:
+                self._wrong[contestant.key, mode] = int(seconds(answer, "wrong"))
+
+    def records(self) -> list[OverlapRecord]:
+        """Return a record per pipe and mode."""
+        out: list[OverlapRecord] = []
+        for (key, mode), samples in self._exposed.items():
+            exposed, serial = Spread.of(samples).p50, Spread.of(self._exposed[key, "serial"]).p50
+            compute = self._compute[key]
+            out.append(
+                OverlapRecord(
+                    pipe=key.name,
+                    streams=key.streams,
+                    mode=mode,
+                    tokens=self._case.tokens,
+                    chunk=self._chunk_blocks * self._options.block_size,
+                    steps=self._steps,
+                    prefill_tokens_per_s=round(self._tokens / compute, 1),
+                    compute_ms=round(compute * 1e3, 3),
+                    exposed_ms=round(exposed * 1e3, 3),
+                    percent_of_serial=round(100 * exposed / serial, 1),
+                    verified=self._wrong.get((key, mode)) == 0,
+                )
+            )
+        return out
 
 
 def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> BaselineRecord:

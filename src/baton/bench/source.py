@@ -85,7 +85,7 @@ class Source:
             )
 
         def serve_messages() -> None:
-            self._services[kind] = MessageService(self._messenger.listen(kind))
+            self._services[kind] = MessageService(self._messenger.listen(kind), self._shards.primary.progress.advance)
 
         if reason := _attempt(serve_blocks):
             self._refused[kind] = reason

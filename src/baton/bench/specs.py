@@ -19,6 +19,8 @@ from baton.transport.wire import BadFrameError
 Ids = npt.NDArray[np.int64]
 MAX_SOURCES = 64
 MAX_BLOCKS = 1 << 22
+MODES = ("serial", "chunked", "layer-wise")
+MAX_COMPUTE_S = 300.0
 _DTYPES = frozenset(DTYPE_BYTES)
 
 
@@ -184,6 +186,27 @@ class RunSpec:
     shuffled: bool
     wipe: bool = False
     verify: bool = False
+
+
+@dataclass(frozen=True)
+class OverlapSpec:
+    """One transfer under simulated compute.
+
+    Attributes:
+        run: The pipe and the blocks.
+        mode: One of ``MODES``.
+        chunk_blocks: Source blocks that are computed at once.
+        compute_s: Seconds that the whole prompt takes to compute.
+    """
+
+    run: RunSpec
+    mode: str
+    chunk_blocks: int
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES or self.chunk_blocks < 1 or not 0 < self.compute_s < MAX_COMPUTE_S:
+            raise BadFrameError("an overlap study that cannot be run")
 
 
 def chosen(spec: RunSpec, num_blocks: int, seed: int, owner: int) -> Ids:

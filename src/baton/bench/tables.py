@@ -109,8 +109,9 @@ def _ratios(records: Sequence[RatioRecord]) -> Table:
     for name in ("ratio", "value", "aim", "met"):
         table.add_column(name, justify="right" if name in ("value", "aim") else "left")
     for r in records:
-        sign, unit = ("≤", " µs") if r.unit == "us" else ("≥", "")
-        table.add_row(r.name, f"{r.value:.2f}{unit}", f"{sign} {r.aim:g}{unit}", "yes" if r.met else "[red]no[/red]")
+        sign, unit = {"<=": "≤", ">=": "≥"}[r.sense], " µs" if r.unit == "us" else ""
+        aim = "" if r.aim is None else f"{sign} {r.aim:g}{unit}"
+        table.add_row(r.name, f"{r.value:.2f}{unit}", aim, {True: "yes", False: "[red]no[/red]", None: ""}[r.met])
     return table
 
 

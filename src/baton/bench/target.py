@@ -10,9 +10,11 @@ import numpy as np
 
 from baton.bench.messages import Messenger, round_trips, timed
 from baton.bench.methods import Flow, MemcpyMethod, Method, PipeMethod, SocketMethod
+from baton.bench.overlap import Study
 from baton.bench.pattern import WIPED, shard_patterns, source_tokens
 from baton.bench.source import require_memory
-from baton.bench.specs import RunSpec, TargetSpec, chosen
+from baton.bench.specs import OverlapSpec, RunSpec, TargetSpec, chosen
+from baton.errors import ConfigError, InvalidRequestError
 
 CONNECT_S = 20.0
 _OWNER = 1 << 20
@@ -40,6 +42,7 @@ class Target:
         self._shards.touch()
         self._patterns = shard_patterns(spec.seed, spec.shape)
         self._methods: dict[tuple[str, int], Method] = {}
+        self._progress = 0
 
     def run(self, spec: RunSpec) -> Mapping[str, object]:
         """Run a method once.
@@ -79,10 +82,36 @@ class Target:
 
     def round_trips(self, kind: str, size: int, count: int, limit_s: float) -> list[float]:
         """Send messages of ``size`` bytes to the first source and back; returns the seconds of each round trip."""
-        address = dict(self._spec.sources[0].messages)[kind]
+        address = self._address(kind)
         with self._messenger.connect(kind, address, deadline=time.monotonic() + CONNECT_S) as pipe:
             round_trips(pipe, size, max(1, count // 10), limit_s / 4)
             return round_trips(pipe, size, count, limit_s)
+
+    def overlap(self, spec: OverlapSpec) -> Mapping[str, object]:
+        """Move a sequence from the first source while that simulates computing it.
+
+        Returns:
+            ``exposed``: seconds from the end of the computation to the end of the transfer; ``compute`` (seconds),
+            ``steps``, and ``wrong`` if it was to be verified.
+
+        Raises:
+            BatonError: The pipe does not work here, or failed.
+        """
+        method, kind = self._method(spec.run), spec.run.method
+        if not isinstance(method, PipeMethod):
+            raise InvalidRequestError(f"{kind} is no pipe", field="method")
+        flow = self._flows(spec.run)[0]
+        if spec.run.wipe:
+            self._wipe()
+        address = self._address(kind)
+        with self._messenger.connect(kind, address, deadline=time.monotonic() + CONNECT_S) as pipe:
+            study = Study(spec, len(self._spec.shape.layers), len(flow.remote), self._progress)
+            self._progress = study.last_progress
+            exposed = study.run(pipe, lambda part, ready: method.fetch_part(flow, part, ready))
+        answer: dict[str, object] = {"exposed": exposed, "compute": spec.compute_s, "steps": study.steps}
+        if spec.run.verify:
+            answer["wrong"] = self._wrong([flow])
+        return answer
 
     def close(self) -> None:
         """Close everything."""
@@ -90,6 +119,12 @@ class Target:
             method.close()
         self._messenger.close()
         self._shards.close()
+
+    def _address(self, kind: str) -> str:
+        address = dict(self._spec.sources[0].messages).get(kind)
+        if address is None:
+            raise ConfigError(f"the source takes no messages over {kind}", field="pipe")
+        return address
 
     def _wipe(self) -> None:
         for arena in self._shards.arenas:
