@@ -287,6 +287,32 @@ def test_a_port_in_use_is_one_clear_line():
     assert "Traceback" not in text
 
 
+def test_another_deployment_on_the_same_ports_is_left_alone(up):
+    """Its router would answer for ours, and our instances would register with it under its instances' names."""
+    second = start("--port", up.url.rsplit(":", 1)[1], "--grpc-port", up.grpc.rsplit(":", 1)[1])
+    text = second.end()
+    assert second.process.returncode == 2
+    assert text.splitlines() == [f"baton up: error: router cannot listen on {up.url[7:]}: Address already in use"]
+    with baton.Client(up.grpc) as client:
+        assert len([x for x in client.list_instances() if x.healthy]) == 2
+
+
+def test_a_second_ctrl_c_kills(model):
+    running = start("--ratio", "0P1D", "--no-kvstore", "--model", model, "--router-args=--drain-timeout-s 60")
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    body = {"prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as stream:
+        next(stream.iter_lines())
+        for child in children:  # whatever happens now, it does not drain
+            child.suspend()
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(1.0)
+        running.process.send_signal(signal.SIGINT)
+        running.process.wait(10)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
 @pytest.mark.parametrize("args", [["--ratio", "2D"], ["--ratio", "1P0D"], ["--pipe", "pigeon"]])
 def test_flags_that_cannot_work(args):
     running = start(*args)

@@ -91,15 +91,16 @@ class ManagedProcess:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while not await check_health(self.spec.health_address, timeout_s=1.0):
-                    if self.returncode is not None:
-                        await self.wait()
-                        raise UnavailableError(
-                            f"{self.spec.name} ended with status {self.returncode} before it was ready"
-                        )
+                while True:
+                    ready = await check_health(self.spec.health_address, timeout_s=1.0)
+                    if ready or self.returncode is not None:
+                        break
                     await asyncio.sleep(HEALTH_INTERVAL_S)
         except TimeoutError:
             raise UnavailableError(f"{self.spec.name} was not ready within {timeout_s:g} s") from None
+        if self.returncode is not None:  # whoever answers at its address is not it
+            await self.wait()
+            raise UnavailableError(f"{self.spec.name} ended with status {self.returncode} before it was ready")
 
     async def wait(self) -> int:
         """Wait for its end and for its last line; returns the exit status."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Self
@@ -14,7 +15,7 @@ import grpc.aio
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.cli.plan import DeploymentPlan
 from baton.cli.process import ManagedProcess, ProcessSpec
-from baton.errors import UnavailableError
+from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import open_channel
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 15.0
@@ -68,8 +69,10 @@ class Supervisor:
         """Start every group after the one before it is ready, then wait until the router sees all instances.
 
         Raises:
+            ConfigError: A port is in use.
             UnavailableError: A process ended or was not ready in time, or the model's tokenizer cannot be loaded.
         """
+        _require_free_ports(self.plan)
         for group in self.plan.groups:
             await asyncio.gather(*(self._launch(spec) for spec in group))
             waits = [asyncio.ensure_future(self._wait_ready(self.processes[spec.name])) for spec in group]
@@ -165,3 +168,22 @@ class Supervisor:
             except UnavailableError as error:
                 self._emit(spec.name, error.message)
                 await self.processes[spec.name].end(1.0)
+
+
+def _require_free_ports(plan: DeploymentPlan) -> None:
+    """Refuse ports that somebody has: another deployment on them would answer our health checks as if it were ours.
+
+    Raises:
+        ConfigError: Names the process and the address.
+    """
+    for spec in (spec for group in plan.groups for spec in group):
+        for _, address in spec.listens:
+            host, _, port = address.partition("/")[0].rpartition(":")
+            with socket.socket() as item:
+                item.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    item.bind((host, int(port)))
+                except OSError as error:
+                    raise ConfigError(
+                        f"{spec.name} cannot listen on {host}:{port}: {error.strerror}", field="port"
+                    ) from error

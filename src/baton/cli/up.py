@@ -62,14 +62,20 @@ async def _up(args: argparse.Namespace) -> int:
     plan = plan_from(args)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     supervisor = Supervisor(
         plan,
         lambda name, line: _emit(console, name, line),
         restart=not args.no_restart,
         token=read_token(worker_config(args).token_file),
     )
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.hurry()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
     starting = asyncio.ensure_future(supervisor.start())
     interrupted = asyncio.ensure_future(stop.wait())
     try:
