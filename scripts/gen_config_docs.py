@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cli import demo, health, up
+from baton.cli import bench, demo, health, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton_kvstore.config import KVStoreConfig
@@ -21,7 +21,7 @@ from baton_router.config import RouterConfig
 DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
 CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "engine": EngineConfig, "kvstore": KVStoreConfig}
-COMMANDS = {"up": up, "demo": demo, "health": health}
+COMMANDS = {"up": up.add_parser, "demo": demo.add_parser, "health": health.add_parser, "bench": bench.add_kv_parser}
 
 
 def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:
@@ -40,7 +40,7 @@ def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:
 def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield flag, default and meaning of each argument of a command; flags of ``EngineConfig`` are left out."""
     commands = argparse.ArgumentParser().add_subparsers()
-    COMMANDS[name].add_parser(commands)
+    COMMANDS[name](commands)
     (parser,) = commands.choices.values()
     engine = {item.name for item in dataclasses.fields(EngineConfig)} if name == "up" else set()
     for action in parser._actions:

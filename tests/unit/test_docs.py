@@ -36,7 +36,7 @@ DOCUMENTS = sorted(
     )
 )
 SERVICES = {f"baton-{name}": f"baton_{name}.main" for name in ("router", "prefill", "decode", "kvstore")}
-COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health"]
+COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton bench kv"]
 SECTIONS = {
     "baton-router": ["router"],
     "baton-prefill": ["worker", "engine"],
@@ -45,6 +45,7 @@ SECTIONS = {
     "baton up": ["up", "engine"],
     "baton demo": ["demo"],
     "baton health": ["health"],
+    "baton bench kv": ["bench"],
 }
 FENCE = re.compile(r"^ *(```+|~~~+)([^\n]*)\n(.*?)^ *\1 *$", re.DOTALL | re.MULTILINE)
 
@@ -130,7 +131,7 @@ def test_commands_in_documents_exist(flags_of):
     seen = 0
     for path in DOCUMENTS:
         for words in shell_commands(path.read_text(encoding="utf-8")):
-            command = words[0] if words[0] in SERVICES else " ".join(words[:2])
+            command = words[0] if words[0] in SERVICES else " ".join(words[: 3 if words[1:2] == ["bench"] else 2])
             if command == "baton --version":
                 continue
             assert command in known, f"{name_of(path)}: {words}"

@@ -121,6 +121,7 @@ class Driver:
             geometry=options.label,
             kv_bytes_per_token=stage.source.bytes_per_token if stage.name == "kv" else 0,
             block_size=options.block_size,
+            dst_block_size=options.dst_block_size or options.block_size,
             kv_dtype=options.kv_dtype,
             src_tp=options.src_tp,
             src_pp=options.src_pp,

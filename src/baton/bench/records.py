@@ -34,6 +34,7 @@ class RunRecord(Record):
     geometry: str
     kv_bytes_per_token: int
     block_size: int
+    dst_block_size: int
     kv_dtype: str
     src_tp: int
     src_pp: int
