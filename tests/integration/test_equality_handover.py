@@ -130,3 +130,31 @@ async def test_equality_between_block_sizes(checkpoint, sizes):
             assert {trace.pipe for trace in moved} == {kind}
             assert not any(trace.failed_prefills for trace in moved)
         await cluster.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "prefill", "decode"),
+    [
+        ("llama", {"tp": 2}, {"tp": 1}),
+        ("llama", {"tp": 1}, {"tp": 2}),
+        ("llama", {"tp": 2}, {"tp": 2}),
+        ("llama", {"pp": 2}, {"pp": 1}),
+        ("gemma3", {"tp": 2, "block_size": 32}, {"tp": 1, "pp": 2}),
+        ("gpt_oss", {"tp": 1, "pp": 2}, {"tp": 2, "pp": 1, "block_size": 32}),
+    ],
+    indirect=["checkpoint"],
+)
+async def test_equality_between_parallel_shapes(checkpoint, prefill, decode):
+    path, prompts, expected = checkpoint
+    prompts, expected = prompts[:12], expected[:12]
+    shapes = {name: decode.get(name, value) for name, value in {"tp": 1, "pp": 1, "block_size": 16}.items()}
+    pipes = [("shm",), ("tcp",)] if decode.get("tp", 1) * decode.get("pp", 1) == 1 else [("shm", "tcp")]
+    async with LocalCluster(engine_config(path, **prefill), decode_pipes=pipes, decode_changes=shapes) as cluster:
+        for kinds, instance in zip(pipes, cluster.decode, strict=True):
+            results = await generate_all(cluster, instance, prompts)
+            assert [result.token_ids for result in results] == expected
+            moved = [result.trace for result in results if result.trace.path == common_pb2.PREFILL_PATH_REMOTE]
+            assert len(moved) > len(prompts) // 2
+            assert {trace.pipe for trace in moved} == {kinds[0]}
+            assert not any(trace.failed_prefills for trace in moved)
+        await cluster.check_integrity()
