@@ -37,7 +37,7 @@ async def test_recompute_gives_the_right_tokens(model: Path) -> None:
 
 async def test_fail_says_why_and_gives_everything_back(model: Path) -> None:
     async with LocalCluster(config(model, "fail")) as cluster:
-        with pytest.raises(grpc.aio.AioRpcError, match="its KV could not be loaded: 127.0.0.1:1") as failed:
+        with pytest.raises(grpc.aio.AioRpcError, match="its KV could not be loaded") as failed:
             await cluster.generate(cluster.decode[0], PROMPT, GREEDY, candidates=NOBODY)
         assert failed.value.code() is grpc.StatusCode.INTERNAL
         await cluster.check_integrity()

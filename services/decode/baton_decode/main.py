@@ -13,6 +13,7 @@ from baton.types import Role
 from baton.worker.dialer import GrpcPrefillDialer
 from baton.worker.instance import Parts
 from baton.worker.main import main as run_worker
+from baton.worker.plugins import plugin_connectors
 from baton.worker.servicer import WorkerContext
 from baton.worker.store import StoreSide
 from baton_decode.servicer import DecodeServicer
@@ -36,7 +37,7 @@ class DecodeParts:
             stall_s=config.prefill_stall_s,
         )
         self._store = StoreSide(parts, self._fetcher)
-        self.connector: KVConnector = self._store.first(self._loader)
+        self.connector: KVConnector = self._store.first(*plugin_connectors(parts), self._loader)
 
     def servicer(self, context: WorkerContext) -> DecodeServicer:
         """Build the decode calls."""

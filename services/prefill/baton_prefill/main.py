@@ -15,6 +15,7 @@ from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import Role
 from baton.worker.instance import Parts
 from baton.worker.main import main as run_worker
+from baton.worker.plugins import plugin_connectors
 from baton.worker.servicer import WorkerContext
 from baton.worker.store import StoreSide
 from baton_prefill.servicer import PrefillServicer
@@ -47,7 +48,7 @@ class PrefillParts:
             threshold=config.remote_prefill_threshold,
             timeout_s=config.prefill_stall_s,
         )
-        self.connector: KVConnector = self._store.first(self._reuser, self._offerer)
+        self.connector: KVConnector = self._store.first(*plugin_connectors(parts), self._reuser, self._offerer)
 
     def servicer(self, context: WorkerContext) -> PrefillServicer:
         """Build the prefill calls."""

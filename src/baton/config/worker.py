@@ -26,6 +26,8 @@ class WorkerConfig:
     fetch_threads: int = option(16, "fetches of KV at once")
     token_file: str = option("", "file with the token that services show each other")
     kvstore: str = option("", "gRPC address of a KV store to load from and save to; default: none")
+    kv_connectors: tuple[str, ...] = option((), "KV connectors of installed packages, asked before the built-in ones")
+    kv_connector_options: tuple[str, ...] = option((), "their options, as connector.key=value")
     remote_prefill_threshold: int = option(64, "missing prompt tokens from which decode asks a prefill instance")
     prefill_stall_s: float = option(30.0, "seconds without progress after which a prefill instance is given up")
     lease_s: float = option(120.0, "seconds that finished blocks are kept for a reader that does not come")

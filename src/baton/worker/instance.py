@@ -43,6 +43,7 @@ class Parts:
     """What exists before the role's own parts are built.
 
     Attributes:
+        role: Prefill or decode.
         shards: The KV pool's memory, of all ranks.
         arena: This process's part of it, whose generations fence all parts.
         wake: Makes the engine poll its connector; any thread may call it.
@@ -50,6 +51,7 @@ class Parts:
         links: How other instances' blocks are reached.
     """
 
+    role: Role
     config: WorkerConfig
     engine_config: EngineConfig
     runner: Runner
@@ -148,6 +150,7 @@ class WorkerInstance:
         loop = asyncio.get_running_loop()
         parts = self._build(
             Parts(
+                role=self._role,
                 config=config,
                 engine_config=self._engine_config,
                 runner=runner,
