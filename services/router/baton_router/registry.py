@@ -14,7 +14,6 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
-from baton_router.content import require_same_content
 from baton_router.core import ModelInfo
 from baton_router.feed import EventFeed
 from baton_router.index import PrefixIndex
@@ -33,9 +32,10 @@ _SWEEP_BUDGET = 20_000
 class Registry:
     """The instances, their links and their leases.
 
-    The first instance that answers decides what is served; one whose KV has another content (see
-    ``baton_router.content``) is refused until every instance of the other kind has gone. Block size and ranks are an
-    instance's own affair.
+    The first instance that answers decides what is served; one whose KV is not the same thing is refused until every
+    instance of the other kind has gone: a stream that moved there would go on with another model. How the same KV is
+    cut up (block size, ranks) is an instance's own affair. Instances of equal block size share their block hashes and
+    form a group; its name is the content key, the root of its hash chains.
 
     Args:
         config: Addresses, intervals, limits.
@@ -248,7 +248,7 @@ class Registry:
         others = any(x.admitted for x in self._instances.values() if x is not instance)
         if self._reference is None or not others:
             self._reference = info.fingerprint
-        require_same_content(self._reference, info.fingerprint)
+        self._reference.require_compatible(info.fingerprint, who="instance")
         size = info.fingerprint.block_size
         if size != self._reference.block_size:
             log.info("%s has blocks of %d tokens, others of %d", info.instance_id, size, self._reference.block_size)
