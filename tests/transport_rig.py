@@ -118,7 +118,7 @@ LAYOUT = KVLayout((LayerShape(2, 16, 16), LayerShape(2, 16, 8)), 16, "float32")
 PRINT = Fingerprint.of(model="tiny", model_digest="d" * 64, rope="r", layout=LAYOUT)
 
 
-KINDS: list[Any] = [("memory", 1), ("shm", 1), ("tcp", 1), ("tcp", 3)]
+KINDS: list[Any] = [("memory", 1), ("shm", 1), ("tcp", 1), ("tcp", 3), ("nixl", 1), ("gloo", 1)]
 
 
 class Rig:

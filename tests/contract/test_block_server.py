@@ -206,7 +206,7 @@ def test_block_servers_survive_garbage(kind: str) -> None:
 def test_a_server_checks_what_readers_ask_for(tcp_rig: Rig) -> None:
     tcp_rig.fetch([0], [0])
     pipe = next(iter(tcp_rig.fetcher._links._links.values())).pipe
-    stream = next(iter(pipe._open))  # type: ignore[attr-defined]
+    stream = next(iter(pipe._open)).stream  # type: ignore[attr-defined]
     one, size = (np.array([0]), np.zeros(1, np.uint64), np.array([0])), LAYOUT.block_bytes
     wrong = {
         "remote_ids": BlockReads(np.array([200]), *one[1:]),

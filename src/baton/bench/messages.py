@@ -80,7 +80,7 @@ class Messenger:
             agent = self.agent()
             return NixlPipe.connect(address, agent=agent, deadline=deadline, token=token, max_message_bytes=most)
         if kind == "gloo":
-            return GlooPipe.connect(address, deadline=deadline, host=self._host, token=token, max_message_bytes=most)
+            return GlooPipe.connect(address, deadline=deadline, token=token, max_message_bytes=most)
         raise ConfigError(f"there is no {kind} pipe for messages", field="pipe")
 
     def agent(self) -> NixlAgent:

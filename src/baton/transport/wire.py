@@ -36,6 +36,7 @@ class FrameKind(enum.IntEnum):
     TENSORS = 7
     WAIT = 8
     PROGRESS = 9
+    READ_DONE = 10
 
 
 class BadFrameError(TransferError):

@@ -26,6 +26,7 @@ from baton.kv.fingerprint import Fingerprint
 from baton.kv.reshard import ReshardPlan
 from baton.kv.shards import KVShards
 from baton.transport.block_types import BlockSource, FetchResult, Valid
+from baton.transport.blocks.kinds import resolve_kinds
 from baton.transport.blocks.links import Connector, Link, LinkCache, LinkOptions
 from baton.transport.blocks.parts import Part, SequenceBlocks, parts_of
 from baton.transport.blocks.server import check_shards
@@ -34,7 +35,6 @@ from baton.transport.pipe.base import ReadPipe
 from baton.transport.waiting import Flag, Wait
 
 log = logging.getLogger(__name__)
-AUTO_KINDS = ("memory", "shm", "tcp")
 _PENDING_PER_THREAD = 64
 
 
@@ -46,7 +46,7 @@ class BlockFetcher:
     Args:
         pool: Target of all copies: the arenas of all ranks, or the only one.
         fingerprint: What its blocks are; a source's KV must be the same, however it is cut up.
-        kinds: Kinds of pipe in order of preference; ``"auto"``: shared memory where it reaches, else TCP.
+        kinds: Kinds of pipe in order of preference; ``"auto"``: as :func:`resolve_kinds` says.
         max_threads: Threads of :meth:`fetch_async`.
         links: How sources are reached.
     """
@@ -61,10 +61,7 @@ class BlockFetcher:
         links: LinkOptions | None = None,
     ) -> None:
         options = links or LinkOptions()
-        wanted = AUTO_KINDS if kinds == "auto" else (kinds,) if isinstance(kinds, str) else tuple(kinds)
-        unknown = set(wanted) - set(AUTO_KINDS)
-        if unknown or not wanted:
-            raise ConfigError(f"pipes must be auto or some of {AUTO_KINDS}, got {kinds!r}", field="pipes")
+        wanted = resolve_kinds(kinds)
         for name, value in (("max_threads", max_threads), ("streams", options.tcp.streams)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)

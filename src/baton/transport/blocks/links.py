@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import FingerprintMismatchError, PipeClosedError, QueueFullError
+from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
 from baton.transport.block_types import BlockSource
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import Facts
 from baton.transport.pipe.base import ReadPipe
+from baton.transport.pipe.gloo_read import GlooReadPipe
 from baton.transport.pipe.memory import MemoryNetwork, MemoryReadPipe
+from baton.transport.pipe.nixl_read import NixlReadPipe, NixlTargets
 from baton.transport.pipe.shm_read import ShmReadPipe
 from baton.transport.pipe.tcp_read import TcpOptions, TcpReadPipe
 from baton.transport.waiting import Wait
@@ -29,7 +31,7 @@ class LinkOptions:
 
     Attributes:
         token: Shared token.
-        tcp: How TCP connections are used.
+        tcp: How TCP connections are used; gloo heeds ``checksums``.
         idle_s: Seconds after which an unused connection is closed.
         memory: Network of the ``memory`` kind.
     """
@@ -47,6 +49,11 @@ class Connector:
         self._kinds = tuple(kind for kind in kinds if kind != "memory" or options.memory is not None)
         self._options = options
         self._copier = BlockCopier()
+        self._targets = NixlTargets()
+
+    def close(self) -> None:
+        """End what the pipes share; they are closed before."""
+        self._targets.close()
 
     def connect(self, source: BlockSource, facts: Facts, wait: Wait) -> tuple[ReadPipe, str]:
         """Return a pipe, and why it is not of a kind preferred over it (empty: it is the first choice).
@@ -64,7 +71,7 @@ class Connector:
                 continue
             try:
                 pipe = self._open(kind, addresses[kind], facts, wait)
-            except PipeClosedError as error:
+            except (PipeClosedError, ConfigError) as error:  # not there, or a pipe that cannot work on this machine
                 reasons.append(f"{kind}: {error}")
                 continue
             if reasons:
@@ -78,6 +85,10 @@ class Connector:
             return ShmReadPipe.connect(address, facts, options.token, self._copier, wait)
         if kind == "memory" and options.memory is not None:
             return MemoryReadPipe(options.memory, address, facts, self._copier)
+        if kind == "nixl":
+            return NixlReadPipe.connect(address, facts, options.token, self._targets, wait)
+        if kind == "gloo":
+            return GlooReadPipe.connect(address, facts, options.token, wait, checksums=options.tcp.checksums)
         return TcpReadPipe.connect(address, facts, options.token, wait, options.tcp)
 
 
@@ -153,6 +164,7 @@ class LinkCache:
             reaper = self._reaper
         if reaper is not None:
             reaper.join()
+        self._connector.close()
 
     def __len__(self) -> int:
         return len(self._links)

@@ -17,8 +17,11 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.shards import KVShards, shard_layout, shard_specs
 from baton.transport.block_types import BlockSource, Endpoint
+from baton.transport.blocks.kinds import AUTO, resolve_kinds
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
+from baton.transport.pipe.gloo_read import serve_gloo
 from baton.transport.pipe.memory import MemoryNetwork
+from baton.transport.pipe.nixl_read import NixlSource
 from baton.transport.pipe.shm_read import require_same_user, send_descriptors, shm_address
 from baton.transport.pipe.tcp_read import ServeLimits, serve_reads
 from baton.transport.sockets import Stream, bind_tcp, join_address
@@ -36,7 +39,7 @@ class ServerOptions:
     """What rarely differs from its default.
 
     Attributes:
-        port: TCP port; 0: any free one.
+        port: Port of the ``tcp`` kind; 0: any free one. Other kinds always take free ones.
         advertise_host: Host that readers are told; default: the one bound.
         max_connections: Connections at once; more are told to come later.
         handshake_s: Seconds a new connection has for its handshake.
@@ -59,7 +62,7 @@ class BlockServer:
         pool: What is served: the arenas of all ranks, or the only one.
         fingerprint: What the blocks are.
         instance_id: Whose it is.
-        kinds: ``shm``, ``tcp``, ``memory``; readers see the endpoints in this order.
+        kinds: Kinds of pipe, or ``auto``, as :func:`resolve_kinds` says; readers see the endpoints in this order.
         host: Address that TCP binds to.
         token: Shared token; readers must know it.
         options: The rest.
@@ -77,7 +80,7 @@ class BlockServer:
         fingerprint: Fingerprint,
         instance_id: InstanceId,
         *,
-        kinds: Sequence[str] = ("shm", "tcp"),
+        kinds: Sequence[str] | str = ("shm", "tcp"),
         host: str = "127.0.0.1",
         token: str | None = None,
         options: ServerOptions | None = None,
@@ -92,10 +95,13 @@ class BlockServer:
         self._listeners: list[socket.socket] = []
         self._closed = threading.Event()
         self._fds: list[int] = []
+        self._nixl: NixlSource | None = None
         self.endpoints: list[Endpoint] = []
-        _check(kinds, fingerprint, self._shards)
+        check_shards(fingerprint, self._shards)
         try:
-            for kind in kinds:
+            for kind in resolve_kinds(kinds):
+                if kind == "memory" and AUTO in kinds and self._options.memory is None:
+                    continue
                 self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
         except BaseException:
             self.close()
@@ -139,6 +145,8 @@ class BlockServer:
             listener.close()
         for fd in fds:
             os.close(fd)
+        if self._nixl is not None:
+            self._nixl.close()
         if any(thread.is_alive() for thread in threads):
             raise DeadlineError("a thread of the block server did not end in time")
 
@@ -151,13 +159,16 @@ class BlockServer:
             self._fds = [arena.open_read_only() for arena in self._shards.arenas]
             name = f"baton-kv-{secrets.token_hex(12)}"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listeners.append(listener)
             listener.bind("\0" + name)
             address = shm_address(name)
         else:
-            listener = bind_tcp(host, self._options.port, self._token)
+            listener = bind_tcp(host, self._options.port if kind == "tcp" else 0, self._token)
+            self._listeners.append(listener)
+            if kind == "nixl":
+                self._nixl = NixlSource(self._shards, host)
             address = join_address(self._options.advertise_host or host, listener.getsockname()[1])
         listener.listen(_BACKLOG)
-        self._listeners.append(listener)
         self._start(f"baton-kv-{kind}-accept", self._accept, kind, listener)
         return address
 
@@ -215,6 +226,10 @@ class BlockServer:
             if kind == "shm":
                 self._pass_arenas(stream)
                 stream.wait_readable(Wait(), "holding a reader's line")  # its end, or a word out of turn: over
+            elif self._nixl is not None and kind == "nixl":
+                self._nixl.serve(stream, self._options.limits, wait)
+            elif kind == "gloo":
+                serve_gloo(stream, self._shards, self._options.limits, wait)
             else:
                 serve_reads(stream, self._shards, self._options.limits)
         except PipeClosedError:
@@ -233,13 +248,6 @@ class BlockServer:
             if self._closed.is_set():
                 raise PipeClosedError("the block server was closed")
             send_descriptors(stream, self._fds)
-
-
-def _check(kinds: Sequence[str], fingerprint: Fingerprint, shards: KVShards) -> None:
-    unknown = set(kinds) - {"shm", "tcp", "memory"}
-    if unknown or not kinds or len(set(kinds)) != len(kinds):
-        raise ConfigError(f"pipes must be some of shm, tcp, memory, each once, got {tuple(kinds)}", field="pipes")
-    check_shards(fingerprint, shards)
 
 
 def check_shards(fingerprint: Fingerprint, shards: KVShards) -> None:

@@ -207,12 +207,10 @@ class GlooPipeListener(LinesListener):
 def gloo_obstacle() -> str:
     """Say why gloo cannot be used in this process; empty: it can."""
     try:
-        import torch.distributed as dist
+        from baton.transport.pipe import gloo_group
     except ImportError as error:
-        return f"the gloo pipe needs torch ({error}): pip install torch"
-    if not dist.is_available() or not dist.is_gloo_available():
-        return "the gloo pipe needs a torch that was built with gloo, which this one was not"
-    return ""
+        return f"the gloo pipe needs torch, built with gloo ({error}): pip install torch"
+    return gloo_group.obstacle()
 
 
 def require_gloo() -> None:

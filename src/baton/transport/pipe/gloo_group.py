@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from baton.errors import BatonError, ConfigError, PipeClosedError
@@ -89,6 +90,7 @@ class Group:
     Args:
         lines: A call's lines; the addresses go over the client's first.
         wait: For the peer to do the same.
+        users: How many will :meth:`leave`; a pipe has a sender and a receiver.
 
     Attributes:
         rank: This end's, as ``KV_RANKS`` says.
@@ -99,10 +101,10 @@ class Group:
         DeadlineError: It took too long.
     """
 
-    def __init__(self, lines: Lines, wait: Wait) -> None:
+    def __init__(self, lines: Lines, wait: Wait, *, users: int = 2) -> None:
         self.rank = KV_RANKS["decode" if lines.is_client else "prefill"]
         self._peer = 1 - self.rank
-        self._users = 2  # a sender and a receiver
+        self._users = users
         self._lock = threading.Lock()
         store = LineStore(lines.outgoing if lines.is_client else lines.incoming, wait)
         host = str(lines.outgoing.sock.getsockname()[0])
@@ -144,7 +146,7 @@ class Group:
             raise PipeClosedError(f"gloo lost its peer: {_first_line(error)}") from error
 
     def leave(self) -> None:
-        """End one of the two uses; the last one ends the group."""
+        """End one of the uses; the last one ends the group."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -199,6 +201,13 @@ class Waiter:
             else:
                 done.put("")
             del work, item  # gloo's buffers and sockets end with the last reference
+
+
+def obstacle() -> str:
+    """Say why torch's gloo cannot be used; empty: it can."""
+    if dist.is_available() and dist.is_gloo_available():
+        return ""
+    return "the gloo pipe needs a torch that was built with gloo, which this one was not: pip install torch"
 
 
 def _parse_entry(fields: Mapping[str, Any]) -> tuple[str, bytes]:

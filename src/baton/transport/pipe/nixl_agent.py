@@ -8,12 +8,14 @@ connection of theirs. Calls are taken one at a time.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import mmap
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -48,19 +50,24 @@ class Region:
     """Memory that an agent has registered.
 
     Attributes:
-        memory: uint8 [bytes].
+        memories: uint8 [bytes] each.
         metadata: What a peer's agent needs to read it, and nothing about other regions.
         stuck: Reads into it that could not be brought to an end; it must not be used again.
     """
 
-    memory: Bytes
+    memories: tuple[Bytes, ...]
     metadata: bytes
     descriptors: Any
     stuck: list[Any] = field(default_factory=list)
 
     @property
+    def memory(self) -> Bytes:
+        """The only memory, or the first."""
+        return self.memories[0]
+
+    @property
     def address(self) -> int:
-        """Address of the first byte in this process."""
+        """Address of its first byte in this process."""
         return int(self.memory.ctypes.data)
 
 
@@ -101,11 +108,11 @@ class NixlAgent:
         """Whether the agent was closed, or given up because a read into somebody's blocks was stuck."""
         return self._agent is None
 
-    def register(self, memory: Bytes) -> Region:
+    def register(self, *memories: Bytes) -> Region:
         """Register memory, to be read from or into.
 
         Args:
-            memory: uint8 [bytes], C-contiguous; kept alive by the region.
+            memories: uint8 [bytes], C-contiguous; kept alive by the region.
 
         Raises:
             PipeClosedError: The agent was closed.
@@ -114,12 +121,13 @@ class NixlAgent:
         with self._lock:
             agent = self._get()
             try:
-                rows = [(memory.ctypes.data, memory.nbytes, 0, "")]
+                rows = [(memory.ctypes.data, memory.nbytes, 0, "") for memory in memories]
                 descriptors = agent.register_memory(rows, "DRAM", backends=[_BACKEND])
                 metadata = bytes(agent.get_partial_agent_metadata(descriptors, True, [_BACKEND]))
             except self._errors as error:
-                raise ConfigError(f"NIXL cannot register {memory.nbytes} bytes: {error}", field="pipes") from error
-        return Region(memory, metadata, descriptors)
+                size = sum(memory.nbytes for memory in memories)
+                raise ConfigError(f"NIXL cannot register {size} bytes: {error}", field="pipes") from error
+        return Region(memories, metadata, descriptors)
 
     def lend(self, size: int) -> Region:
         """Return registered scratch memory of ``size`` bytes; :meth:`give_back` it."""
@@ -305,21 +313,33 @@ def attend(agent: NixlAgent, line: Stream, wait: Wait, what: str) -> None:
 
 
 def _import_nixl() -> ModuleType:
-    raising = logging.raiseExceptions
     reasons = []
-    try:
-        for name in _MODULES:
-            try:
+    for name in _MODULES:
+        try:
+            with _own_logging():
                 return importlib.import_module(f"{name}._api")
-            except ImportError as error:
-                if not isinstance(error, ModuleNotFoundError):
-                    reasons.append(f"{name}: {error}")
-    finally:
-        logging.raiseExceptions = raising  # NIXL sets it for the whole process
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            reasons.append(f"{name}: {error}")
     why = "; ".join(reasons) or "it is not installed"
     raise ConfigError(
         f"the nixl pipe needs NIXL ({why}): pip install nixl-cu12, which works without CUDA too", field="pipes"
     )
+
+
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """Keep NIXL from changing the process's logging, and from writing to standard output."""
+    raising = logging.raiseExceptions
+    try:
+        yield
+    finally:
+        logging.raiseExceptions = raising
+        theirs = logging.getLogger("nixl")
+        theirs.handlers.clear()
+        theirs.propagate = True
+        theirs.setLevel(logging.WARNING)
 
 
 def _error_types(api: ModuleType) -> tuple[type[Exception], ...]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +23,10 @@ import numpy as np
 
 from baton.errors import CancelledError, DeadlineError, InvalidRequestError, PipeClosedError
 from baton.kv.shards import KVShards
-from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
+from baton.transport.block_types import BlockReads, Bytes, Valid, current
 from baton.transport.copying import fence
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.transport.pipe.base import ReadPipe
+from baton.transport.pipe.pool import WORD, PooledReadPipe
 from baton.transport.read_wire import (
     MAX_READ_BYTES,
     check_request,
@@ -43,12 +41,11 @@ from baton.transport.read_wire import (
     target_views,
     unpack_bits,
 )
-from baton.transport.sockets import Stream, connect_tcp
+from baton.transport.sockets import Buffer, Stream, connect_tcp
 from baton.transport.waiting import TICK_S, EitherFlag, Wait
 from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header, send_error
 
 log = logging.getLogger(__name__)
-_WORD = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +77,22 @@ class TcpOptions:
     checksums: bool = True
 
 
-def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits) -> None:
+Answer = Callable[[BlockReads, bool], None]
+"""Answers a request that was checked; the second argument: whether checksums are wanted."""
+SendData = Callable[[Sequence[Buffer], Sequence[Buffer], Wait], None]
+"""Sends an answer's head and its blocks."""
+RecvData = Callable[[Sequence[memoryview], Wait], None]
+"""Receives an answer's blocks."""
+
+
+def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: Answer | None = None) -> None:
     """Answer READ and WAIT frames until the peer hangs up, is idle for too long or breaks the protocol.
+
+    Args:
+        stream: After the handshake.
+        shards: What is served.
+        limits: Patience.
+        answer: How READ is answered; default: over the stream.
 
     Raises:
         BatonError: Why the connection should end; the peer may be told.
@@ -94,7 +105,7 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits) -> None:
         if stream.peer_gone():
             return
         wait = Wait(time.monotonic() + limits.frame_s)
-        kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: _WORD.size}, wait)
+        kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: WORD.size}, wait)
         payload = stream.recv_exact(length, wait, "reading a request")
         if kind is FrameKind.WAIT:
             _send_progress(stream, shards, payload, limits)
@@ -105,23 +116,35 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits) -> None:
         except InvalidRequestError as error:
             send_error(stream, error, wait)  # the frame was whole: the connection goes on
             continue
-        _send_blocks(stream, shards, reads, limits, checksums=checksums)
+        if answer is None:
+            send_blocks(stream, shards, reads, limits, checksums=checksums)
+        else:
+            answer(reads, checksums)
 
 
 def _send_progress(stream: Stream, shards: KVShards, payload: bytearray, limits: ServeLimits) -> None:
-    if len(payload) != _WORD.size:
+    if len(payload) != WORD.size:
         raise BadFrameError(f"a WAIT frame has {len(payload)} bytes")
-    (value,) = _WORD.unpack(payload)
+    (value,) = WORD.unpack(payload)
     progress, wait = shards.primary.progress, Wait(time.monotonic() + limits.frame_s)
     while (now := progress.wait(value, TICK_S)) < value:
         if stream.peer_gone():
             raise PipeClosedError("the reader left while it waited")
         wait.check("waiting for the computation")
     send = Wait(time.monotonic() + limits.frame_s)
-    stream.send_all([pack_header(FrameKind.PROGRESS, _WORD.size), _WORD.pack(now)], send, "sending progress")
+    stream.send_all([pack_header(FrameKind.PROGRESS, WORD.size), WORD.pack(now)], send, "sending progress")
 
 
-def _send_blocks(stream: Stream, shards: KVShards, reads: BlockReads, limits: ServeLimits, *, checksums: bool) -> None:
+def send_blocks(
+    stream: Stream,
+    shards: KVShards,
+    reads: BlockReads,
+    limits: ServeLimits,
+    *,
+    checksums: bool,
+    send: SendData | None = None,
+) -> None:
+    """Answer a READ that was checked; ``send``: another way for the blocks than the stream."""
     blocks = shards.arenas[reads.source_shard].blocks
     segments = reads.segments_of(blocks.shape[1])
     before = current(shards.primary, reads)
@@ -131,7 +154,10 @@ def _send_blocks(stream: Stream, shards: KVShards, reads: BlockReads, limits: Se
     tail = tail_bytes(len(reads), len(ids), checksums=checksums)
     header = pack_header(FrameKind.BLOCKS, len(sent) + len(ids) * reads.bytes_per_block(blocks.shape[1]) + tail)
     wait = Wait(time.monotonic() + limits.frame_s)
-    stream.send_all([header, sent, *views], wait, "sending blocks", stall_s=limits.frame_s)
+    if send is None:
+        stream.send_all([header, sent, *views], wait, "sending blocks", stall_s=limits.frame_s)
+    else:
+        send([header, sent], views, wait)
     sums = checksums_of(blocks, ids, segments[:, 0], segments[:, 2]) if checksums else None
     # The kernel has its own copy of every byte now, so a generation that still holds held for all of them.
     fence()
@@ -139,7 +165,18 @@ def _send_blocks(stream: Stream, shards: KVShards, reads: BlockReads, limits: Se
     stream.send_all([pack_tail(sent, unchanged, sums)], Wait(time.monotonic() + limits.frame_s), "sending")
 
 
-class TcpReadPipe(ReadPipe):
+@dataclass(frozen=True, slots=True, eq=False)
+class TcpConnection:
+    """One TCP connection to a block server."""
+
+    stream: Stream
+
+    def close(self) -> None:
+        """Hang up."""
+        self.stream.close()
+
+
+class TcpReadPipe(PooledReadPipe[TcpConnection]):
     """Reads a peer's blocks over a small pool of connections.
 
     Args:
@@ -150,16 +187,11 @@ class TcpReadPipe(ReadPipe):
 
     kind: ClassVar[str] = "tcp"
 
-    def __init__(self, dial: Callable[[Wait], Stream], options: TcpOptions, *, max_streams: int = 16) -> None:
+    def __init__(self, dial: Callable[[Wait], TcpConnection], options: TcpOptions, *, max_streams: int = 16) -> None:
         streams = options.streams
-        self._dial, self._options = dial, options
-        self._max_streams = max(streams, max_streams)
-        self._changed = threading.Condition()
-        self._idle: list[Stream] = []
-        self._open: set[Stream] = set()
-        self._dialling = 0
-        self._closed = False
-        self._pool = ThreadPoolExecutor(self._max_streams, "baton-tcp-read") if streams > 1 else None
+        super().__init__(dial, max_connections=max(streams, max_streams))
+        self._options = options
+        self._pool = ThreadPoolExecutor(self._max_connections, "baton-tcp-read") if streams > 1 else None
 
     @classmethod
     def connect(
@@ -172,21 +204,11 @@ class TcpReadPipe(ReadPipe):
             UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
         """
 
-        def dial(wait: Wait) -> Stream:
-            stream = connect_tcp(address, wait)
-            try:
-                greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
-            except BaseException:
-                stream.close()
-                raise
-            return stream
+        def dial(wait: Wait) -> TcpConnection:
+            return TcpConnection(dial_reader(address, facts, token, wait))
 
         pipe = cls(dial, options or TcpOptions())
-        try:
-            pipe._give(pipe._take(wait))
-        except BaseException:
-            pipe.close()
-            raise
+        pipe.open_first(wait)
         return pipe
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
@@ -196,120 +218,47 @@ class TcpReadPipe(ReadPipe):
         edges = [len(reads) * i // parts for i in range(parts + 1)]
         shares = [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
         if self._pool is None or len(shares) == 1:
-            return self._read_share(reads, local, wait)
+            return super().read(reads, local, wait)
         siblings = EitherFlag(wait.cancelled)
         each = Wait(wait.deadline, siblings)
-        others = [self._pool.submit(self._read_share, share, local, each) for share in shares[1:]]
-        return np.concatenate(_gather(lambda: self._read_share(shares[0], local, each), others, siblings))
+        read_share = super().read
+        others = [self._pool.submit(read_share, share, local, each) for share in shares[1:]]
+        return np.concatenate(_gather(lambda: read_share(shares[0], local, each), others, siblings))
 
-    def wait_ready(self, value: int, wait: Wait) -> int:
-        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
-        stream = self._take(wait)
-        try:
-            stream.send_all([pack_header(FrameKind.WAIT, _WORD.size), _WORD.pack(value)], wait, "asking for progress")
-            _, length = recv_header(stream, {FrameKind.PROGRESS: _WORD.size}, wait)
-            (now,) = _WORD.unpack(stream.recv_exact(length, wait, "waiting for progress"))
-        except struct.error as error:
-            self._drop(stream)
-            raise BadFrameError("a PROGRESS frame has another length") from error
-        except BaseException:
-            self._drop(stream)
-            raise
-        self._give(stream)
-        return int(now)
-
-    def alive(self) -> bool:
-        """Whether any connection is known to live; never blocks."""
-        with self._changed:
-            return not self._closed and any(not stream.peer_gone() for stream in self._open)
+    def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Read over one connection; see :meth:`PooledReadPipe.request`."""
+        return request_blocks(connection.stream, reads, local, wait, checksums=self._options.checksums)
 
     def close(self) -> None:
         """Close every connection."""
-        with self._changed:
-            self._closed = True
-            streams = list(self._open)
-            self._open.clear()
-            self._idle.clear()
-            self._changed.notify_all()
-        for stream in streams:
-            stream.close()
+        super().close()
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 
-    def _read_share(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        stream = self._take(wait)
-        try:
-            valid = np.concatenate(
-                [np.zeros(0, dtype=np.bool_)]
-                + [
-                    request_blocks(
-                        stream,
-                        reads.take(slice(at, at + MAX_BLOCKS_PER_READ)),
-                        local,
-                        wait,
-                        checksums=self._options.checksums,
-                    )
-                    for at in range(0, len(reads), MAX_BLOCKS_PER_READ)
-                ]
-            )
-        except InvalidRequestError:
-            self._give(stream)  # refused as a whole: the connection is in step
-            raise
-        except BaseException:
-            self._drop(stream)
-            raise
-        self._give(stream)
-        return valid
 
-    def _take(self, wait: Wait) -> Stream:
-        with self._changed:
-            while True:
-                if self._closed:
-                    raise PipeClosedError("the pipe was closed")
-                while self._idle:
-                    stream = self._idle.pop()
-                    if not stream.peer_gone():
-                        return stream
-                    self._open.discard(stream)
-                    stream.close()
-                if len(self._open) + self._dialling < self._max_streams:
-                    self._dialling += 1
-                    break
-                wait.check("waiting for a connection")
-                self._changed.wait(wait.nap())
-        return self._dial_one(wait)
+def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait) -> Stream:
+    """Connect to a block server's endpoint that listens on TCP, and shake hands.
 
-    def _dial_one(self, wait: Wait) -> Stream:
-        try:
-            stream = self._dial(wait)
-        except BaseException:
-            with self._changed:
-                self._dialling -= 1
-                self._changed.notify()
-            raise
-        with self._changed:
-            self._dialling -= 1
-            if not self._closed:
-                self._open.add(stream)
-                return stream
+    Raises:
+        PipeClosedError: Nobody there.
+        UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
+    """
+    stream = connect_tcp(address, wait)
+    try:
+        greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
+    except BaseException:
         stream.close()
-        raise PipeClosedError("the pipe was closed")
-
-    def _give(self, stream: Stream) -> None:
-        with self._changed:
-            if stream in self._open:
-                self._idle.append(stream)
-            self._changed.notify()
-
-    def _drop(self, stream: Stream) -> None:
-        stream.close()
-        with self._changed:
-            self._open.discard(stream)
-            self._changed.notify()
+        raise
+    return stream
 
 
-def request_blocks(stream: Stream, reads: BlockReads, local: Bytes, wait: Wait, *, checksums: bool) -> Valid:
-    """Ask for blocks on one connection and receive them; at most ``MAX_BLOCKS_PER_READ``."""
+def request_blocks(
+    stream: Stream, reads: BlockReads, local: Bytes, wait: Wait, *, checksums: bool, recv: RecvData | None = None
+) -> Valid:
+    """Ask for blocks on one connection and receive them; at most ``MAX_BLOCKS_PER_READ``.
+
+    ``recv``: another way for the blocks than the stream.
+    """
     payload = pack_request(reads, checksums=checksums)
     stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
     segments, count = reads.segments_of(local.shape[1]), len(reads)
@@ -322,7 +271,11 @@ def request_blocks(stream: Stream, reads: BlockReads, local: Bytes, wait: Wait, 
     tail = tail_bytes(count, len(targets), checksums=checksums)
     if length != bitmap + len(targets) * each + tail:
         raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
-    stream.recv_into(target_views(local, targets, segments), wait, "receiving blocks")
+    views = target_views(local, targets, segments)
+    if recv is None:
+        stream.recv_into(views, wait, "receiving blocks")
+    else:
+        recv(views, wait)
     unchanged, sums = parse_tail(
         sent_bits, stream.recv_exact(tail, wait, "receiving blocks"), count, checksums=checksums
     )

@@ -1,0 +1,57 @@
+"""Kinds of pipe for KV: which there are, what ``auto`` means on this machine, and why one cannot work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.config.ucx import INFINIBAND, infiniband_ports
+from baton.errors import ConfigError
+from baton.transport.pipe.gloo import gloo_obstacle
+from baton.transport.pipe.nixl_agent import nixl_obstacle
+
+KINDS = ("memory", "shm", "nixl", "tcp", "gloo")
+AUTO = "auto"
+
+
+def resolve_kinds(kinds: Sequence[str] | str, *, infiniband: Path = INFINIBAND) -> tuple[str, ...]:
+    """Return kinds in order of preference, ``auto`` replaced by what suits this machine.
+
+    ``auto`` is ``memory`` within one process (where there is such a network), then ``shm``, which reaches the same
+    host; then ``nixl``, if this machine has InfiniBand or RoCE and NIXL is installed; then ``tcp``. Each source is
+    reached over the first that gets there.
+
+    Args:
+        kinds: Names, or one name.
+        infiniband: Where the kernel lists InfiniBand devices.
+
+    Raises:
+        ConfigError: None, an unknown one, one twice, or one that was named and cannot work here; says why.
+    """
+    named = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    unknown = sorted(set(named) - {AUTO, *KINDS})
+    if unknown or not named or len(set(named)) != len(named):
+        raise ConfigError(
+            f"pipes must be {AUTO}, or some of {', '.join(KINDS)}, each once; got {','.join(named) or 'none'}",
+            field="pipes",
+        )
+    for kind in named:
+        reason = kind_obstacle(kind)
+        if reason:
+            raise ConfigError(reason, field="pipes")
+    found: dict[str, None] = {}
+    for kind in named:
+        found.update(dict.fromkeys(_auto(infiniband) if kind == AUTO else (kind,)))
+    return tuple(found)
+
+
+def kind_obstacle(kind: str) -> str:
+    """Say why a kind of pipe cannot work in this process, and what to install; empty: it can."""
+    if kind == "nixl":
+        return nixl_obstacle()
+    return gloo_obstacle() if kind == "gloo" else ""
+
+
+def _auto(infiniband: Path) -> tuple[str, ...]:
+    rdma = bool(infiniband_ports(infiniband)) and not nixl_obstacle()
+    return ("memory", "shm", "nixl", "tcp") if rdma else ("memory", "shm", "tcp")

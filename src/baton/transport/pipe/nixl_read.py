@@ -1,0 +1,300 @@
+"""One-sided reads through NIXL: the reader takes the blocks out of the owner's registered arenas by itself.
+
+A connection beside it carries the handshake, what NIXL must know of the arenas, and per read::
+
+    READ       as over TCP, without checksums
+    BLOCKS     sent: bitmap (which blocks had the generation asked for; these may be read now)
+    READ_DONE  (empty) the reader has them
+    BLOCKS     unchanged: bitmap
+
+Between the first answer and READ_DONE the owner's serving thread drives its agent, which UCX needs where the medium has
+no one-sided reads of its own (sockets), and to get two agents acquainted. Otherwise nobody polls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from baton.errors import InvalidRequestError
+from baton.kv.shards import KVShards
+from baton.transport.block_types import BlockReads, Bytes, Valid, current
+from baton.transport.copying import BATCH_BYTES, fence, merge_runs
+from baton.transport.handshake import Facts
+from baton.transport.pipe.nixl import parse_metadata
+from baton.transport.pipe.nixl_agent import NixlAgent, Region, Rows, attend
+from baton.transport.pipe.pool import PooledReadPipe
+from baton.transport.pipe.tcp_read import ServeLimits, dial_reader, serve_reads
+from baton.transport.read_wire import pack_bits, pack_request, unpack_bits
+from baton.transport.sockets import Stream
+from baton.transport.waiting import Wait
+from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_control, recv_header, send_control
+
+BATCH_ROWS = 16_384
+"""Rows of one NIXL request at most."""
+_MAX_RANKS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NixlConnection:
+    """A connection to a block server.
+
+    Attributes:
+        peer: Name of the server's agent.
+        bases: Address of the first block and bytes per block, per rank of the source.
+    """
+
+    stream: Stream
+    agent: NixlAgent
+    peer: str
+    bases: tuple[tuple[int, int], ...]
+
+    def close(self) -> None:
+        """Hang up; the pipe lets go of the peer's agent."""
+        self.stream.close()
+
+
+class NixlTargets:
+    """The registered arenas that a process reads into, and its agent; made for the first connection, thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._agent: NixlAgent | None = None
+        self._regions: dict[tuple[int, int], Region] = {}
+
+    def agent(self, host: str) -> NixlAgent:
+        """Return the agent; a new one, for this address of this machine, if the last had to be given up.
+
+        Raises:
+            ConfigError: NIXL cannot work here; says why.
+        """
+        with self._lock:
+            if self._agent is None or self._agent.closed:
+                self._regions = {}
+                self._agent = NixlAgent(host)
+            return self._agent
+
+    def region(self, agent: NixlAgent, blocks: Bytes) -> Region:
+        """Return the registration of an arena's blocks."""
+        key = (int(blocks.ctypes.data), blocks.nbytes)
+        with self._lock:
+            region = self._regions.get(key) if agent is self._agent else None
+            if region is None:
+                region = agent.register(blocks.reshape(-1))
+                if agent is self._agent:
+                    self._regions[key] = region
+            return region
+
+    def close(self) -> None:
+        """End the agent."""
+        with self._lock:
+            agent, self._agent, self._regions = self._agent, None, {}
+        if agent is not None:
+            agent.close()
+
+
+class NixlReadPipe(PooledReadPipe[NixlConnection]):
+    """Reads a peer's blocks one-sided.
+
+    Args:
+        address: Where the block server listens.
+        facts: What this side expects of the server.
+        token: Shared token.
+        targets: This process's agent and arenas; outlive the pipe.
+        max_connections: Connections at once; further reads wait for one.
+    """
+
+    kind: ClassVar[str] = "nixl"
+
+    def __init__(
+        self, address: str, facts: Facts, token: str | None, targets: NixlTargets, *, max_connections: int = 16
+    ) -> None:
+        self._targets = targets
+        self._met: dict[tuple[NixlAgent, str], None] = {}
+
+        def dial(wait: Wait) -> NixlConnection:
+            stream = dial_reader(address, facts, token, wait)
+            try:
+                agent = targets.agent(str(stream.sock.getsockname()[0]))
+                return self._meet(agent, stream, recv_control(stream, FrameKind.WELCOME, wait))
+            except BaseException:
+                stream.close()
+                raise
+
+        super().__init__(dial, max_connections=max_connections)
+
+    @classmethod
+    def connect(cls, address: str, facts: Facts, token: str | None, targets: NixlTargets, wait: Wait) -> NixlReadPipe:
+        """Connect to a block server's NIXL endpoint; the first connection is made at once.
+
+        Raises:
+            ConfigError: NIXL cannot work here; says why.
+            PipeClosedError: Nobody there.
+            UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
+        """
+        pipe = cls(address, facts, token, targets)
+        pipe.open_first(wait)
+        return pipe
+
+    def request(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Read over one connection; see :meth:`PooledReadPipe.request`."""
+        stream, agent, count = connection.stream, connection.agent, len(reads)
+        payload = pack_request(reads, checksums=False)
+        stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
+        sent = _recv_bits(stream, count, wait)
+        if reads.source_shard >= len(connection.bases):
+            raise BadFrameError("the peer lets a rank be read that it did not describe")
+        region = self._targets.region(agent, local)
+        try:
+            good = reads if sent.all() else reads.take(sent)
+            for rows in _batches(good, local, connection.bases[reads.source_shard]):
+                agent.read(connection.peer, rows, region, stream, wait)
+        finally:
+            if region.stuck:  # only the agent's end keeps it from writing into the blocks one day
+                agent.close()
+        stream.send_all([pack_header(FrameKind.READ_DONE, 0)], wait, "reading blocks")
+        return sent & _recv_bits(stream, count, wait)
+
+    def close(self) -> None:
+        """Close every connection and let go of the peer's agent."""
+        super().close()
+        while self._met:
+            (agent, peer), _ = self._met.popitem()
+            agent.disconnect(peer)
+
+    def _meet(self, agent: NixlAgent, stream: Stream, fields: Mapping[str, Any]) -> NixlConnection:
+        name, bases = _parse_description(fields)
+        if (agent, name) not in self._met:
+            agent.connect(name, parse_metadata(fields.get("metadata")))
+            self._met[agent, name] = None
+        return NixlConnection(stream, agent, name, bases)
+
+
+class NixlSource:
+    """An instance's registered arenas, to be read from; registered at the first reader, thread safe.
+
+    Args:
+        shards: The arenas.
+        host: Address that UCX listens on.
+
+    Raises:
+        ConfigError: NIXL cannot work here; says why.
+    """
+
+    def __init__(self, shards: KVShards, host: str) -> None:
+        self._shards = shards
+        self._agent = NixlAgent(host)
+        self._lock = threading.Lock()
+        self._region: Region | None = None
+
+    def serve(self, stream: Stream, limits: ServeLimits, wait: Wait) -> None:
+        """Serve one reader after its handshake; errors are those of :func:`serve_reads`.
+
+        Args:
+            stream: After the handshake.
+            limits: Patience.
+            wait: For the reader to be told about the arenas.
+        """
+        send_control(stream, FrameKind.WELCOME, self._describe(), wait)
+
+        def answer(reads: BlockReads, checksums: bool) -> None:
+            self._let_read(stream, reads, limits)
+
+        serve_reads(stream, self._shards, limits, answer)
+
+    def close(self) -> None:
+        """End the agent."""
+        self._agent.close()
+
+    def _describe(self) -> dict[str, Any]:
+        arenas = self._shards.arenas
+        with self._lock:
+            if self._region is None:
+                self._region = self._agent.register(*(arena.blocks.reshape(-1) for arena in arenas))
+            region = self._region
+        bases = [[int(arena.blocks.ctypes.data), arena.block_bytes] for arena in arenas]
+        return {"agent": self._agent.name, "metadata": region.metadata.hex(), "arenas": bases}
+
+    def _let_read(self, stream: Stream, reads: BlockReads, limits: ServeLimits) -> None:
+        before = current(self._shards.primary, reads)
+        _send_bits(stream, before, limits)
+        # As long as it takes: the reader has a deadline, and its connection ends with it.
+        attend(self._agent, stream, Wait(), "letting blocks be read")
+        recv_header(stream, {FrameKind.READ_DONE: 0}, Wait(time.monotonic() + limits.frame_s))
+        fence()
+        _send_bits(stream, before & current(self._shards.primary, reads), limits)
+
+
+def _batches(reads: BlockReads, local: Bytes, base: tuple[int, int]) -> Iterator[tuple[Rows, Rows]]:
+    """Cut reads into NIXL requests: rows of where to and where from, neighbours joined."""
+    block_bytes = local.shape[1]
+    address, remote_bytes = base
+    if reads.segments is None:
+        if remote_bytes != block_bytes:
+            raise InvalidRequestError(f"blocks of {remote_bytes} bytes into blocks of {block_bytes}", field="segments")
+        runs = merge_runs(reads.remote_ids, reads.local_ids)
+        to, source, sizes = runs[:, 0] * block_bytes, runs[:, 1] * block_bytes, runs[:, 2] * block_bytes
+    else:
+        segments = reads.segments
+        to = (reads.local_ids[:, None] * block_bytes + segments[:, 1]).reshape(-1)
+        source = (reads.remote_ids[:, None] * remote_bytes + segments[:, 0]).reshape(-1)
+        sizes = np.broadcast_to(segments[:, 2], (len(reads), len(segments))).reshape(-1)
+    to, source, sizes = _cut(to, source, sizes)
+    if len(sizes) == 0:
+        return
+    batch = np.cumsum(sizes) // BATCH_BYTES
+    edges = np.union1d(np.flatnonzero(np.diff(batch)) + 1, np.arange(0, len(sizes), BATCH_ROWS)).astype(np.int64)
+    for first, end in zip(edges.tolist(), [*edges[1:].tolist(), len(sizes)], strict=True):
+        part = slice(first, end)
+        yield _rows(to[part] + local.ctypes.data, sizes[part]), _rows(source[part] + address, sizes[part])
+
+
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _cut(to: _Numbers, source: _Numbers, sizes: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Cut rows longer than a batch."""
+    if len(sizes) == 0 or int(sizes.max()) <= BATCH_BYTES:
+        return to, source, sizes
+    pieces = -(-sizes // BATCH_BYTES)
+    of = np.repeat(np.arange(len(sizes)), pieces)
+    offsets = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * BATCH_BYTES
+    return to[of] + offsets, source[of] + offsets, np.minimum(BATCH_BYTES, sizes[of] - offsets)
+
+
+def _rows(addresses: _Numbers, sizes: _Numbers) -> Rows:
+    rows = np.zeros((len(sizes), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1] = addresses, sizes
+    return rows
+
+
+def _send_bits(stream: Stream, bits: Valid, limits: ServeLimits) -> None:
+    payload = pack_bits(bits)
+    wait = Wait(time.monotonic() + limits.frame_s)
+    stream.send_all([pack_header(FrameKind.BLOCKS, len(payload)), payload], wait, "answering a reader")
+
+
+def _recv_bits(stream: Stream, count: int, wait: Wait) -> Valid:
+    size = -(-count // 8)
+    _, length = recv_header(stream, {FrameKind.BLOCKS: size}, wait)
+    if length != size:
+        raise BadFrameError(f"{length} bytes came for the bits of {count} blocks")
+    return unpack_bits(stream.recv_exact(size, wait, "asking for blocks"), count)
+
+
+def _parse_description(fields: Mapping[str, Any]) -> tuple[str, tuple[tuple[int, int], ...]]:
+    name, arenas = fields.get("agent"), fields.get("arenas")
+    if not isinstance(name, str) or not 0 < len(name) <= 64:
+        raise BadFrameError("the peer's agent name is malformed", field="agent")
+    if not isinstance(arenas, list) or not 0 < len(arenas) <= _MAX_RANKS:
+        raise BadFrameError("the peer's arenas are malformed", field="arenas")
+    for arena in arenas:
+        right = isinstance(arena, list) and len(arena) == 2 and all(type(v) is int and 0 < v < 1 << 63 for v in arena)
+        if not right:
+            raise BadFrameError("the peer's arenas are malformed", field="arenas")
+    return name, tuple((int(address), int(size)) for address, size in arenas)
