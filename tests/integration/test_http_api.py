@@ -105,6 +105,7 @@ def test_models(api: Served) -> None:
     (model,) = api.client.models.list().data
     assert (model.id, model.owned_by, model.max_model_len) == ("baton-tiny", "baton", 256)  # type: ignore[attr-defined]
     assert api.client.models.retrieve("baton-tiny").id == "baton-tiny"
+    assert api.http.get("/v1/models/").json() == api.http.get("/v1/models").json()
     with pytest.raises(openai.NotFoundError) as caught:
         api.client.models.retrieve("org/other")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

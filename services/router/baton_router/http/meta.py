@@ -43,8 +43,9 @@ class Models:
         return _json({"object": "list", "data": [self._model(self._pipeline.model_info())]})
 
     async def get(self, request: Request) -> Response:
-        """Serve ``GET /v1/models/{id}``."""
-        return _json(self._model(self._pipeline.model_info(request.path_params["model"])))
+        """Serve ``GET /v1/models/{id}``; without an id it is the list."""
+        model = request.path_params["model"]
+        return _json(self._model(self._pipeline.model_info(model))) if model else await self.list(request)
 
     def _model(self, info: ModelInfo) -> dict[str, Any]:
         return {
