@@ -163,8 +163,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_END_S)
 
 
-def connect_agent(name: str, address: str, token: str | None) -> Agent:
-    """Have a listener on another host start an agent.
+def connect_agent(name: str, address: str, token: str | None) -> tuple[Agent, str]:
+    """Have a listener on another host start an agent; returns it, and this machine's address as that host sees it.
 
     Raises:
         PipeClosedError: Nobody listens there.
@@ -175,7 +175,7 @@ def connect_agent(name: str, address: str, token: str | None) -> Agent:
     try:
         greet_as_client(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
         # The agent's process says hello once it is up; until then nobody reads the line.
-        return Agent(name, Line(stream))
+        return Agent(name, Line(stream)), str(stream.sock.getsockname()[0])
     except BaseException:
         stream.close()
         raise

@@ -53,6 +53,8 @@ class Driver:
     def __init__(self, options: Options, report: Report, step: Step) -> None:
         self._options, self._report, self._step = options, report, step
         self._token = read_token(options.token_file)
+        # Address of this machine that sources reach it by; another host's are asked over a connection that knows it.
+        self._host = "127.0.0.1"
         self._unavailable: dict[str, str] = {}
         self._failures: list[str] = []
         self._slow: list[str] = []
@@ -77,8 +79,7 @@ class Driver:
         self._left = sum(len(each.cases) * methods[each.name] for each in stages) * rounds + len(options.asked)
         with contextlib.ExitStack() as stack:
             sources = [stack.enter_context(self._source(i)) for i in range(options.num_sources)]
-            targets = [stack.enter_context(_closing(LocalAgent(f"target {i}", token_file=options.token_file)))
-                       for i in range(options.num_targets)]  # fmt: skip
+            targets = [stack.enter_context(self._target(i)) for i in range(options.num_targets)]
             self._report(self._run_record(stage, sources[0], targets[0]))
             for each in stages:
                 self._run_stage(each, sources, targets)
@@ -103,11 +104,14 @@ class Driver:
     def _source(self, index: int) -> Iterator[Agent]:
         options, name = self._options, f"source {index}"
         if options.connect:
-            agent = connect_agent(name, options.connect, self._token)
+            agent, self._host = connect_agent(name, options.connect, self._token)
         else:
             agent = LocalAgent(name, token_file=options.token_file)
         with _closing(agent):
             yield agent
+
+    def _target(self, index: int) -> contextlib.AbstractContextManager[Agent]:
+        return _closing(LocalAgent(f"target {index}", host=self._host, token_file=self._options.token_file))
 
     def _run_record(self, stage: Stage, source: Agent, target: Agent) -> RunRecord:
         options = self._options
@@ -248,6 +252,9 @@ class Driver:
                     self._note_small(kind, "read", SMALL_BYTES, answer["seconds"])
             except BatonError as error:
                 self._failures.append(f"{kind}, small: {one_line(error)}")
+        if "tcp" in self._options.asked:
+            answer = targets[0].ask("reads", kind="socket", count=SAMPLES, limit_s=SAMPLE_S)
+            self._note_small("socket", "read", SMALL_BYTES, answer["seconds"])
         opened.close()
 
     def _round_trips(self, target: Agent, kind: str) -> None:
