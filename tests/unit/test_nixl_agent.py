@@ -1,0 +1,141 @@
+"""The NIXL agent: reads end before their caller goes on, strange metadata is refused, a no has a reason."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.transport_rig import nixl_agents, soon
+
+from baton.errors import ConfigError, DeadlineError, PipeClosedError
+from baton.transport.blocks.kinds import kind_obstacle, resolve_kinds
+from baton.transport.pipe import nixl_agent
+from baton.transport.pipe.nixl_agent import NixlAgent, Region, Rows, attend
+from baton.transport.sockets import Stream
+from baton.transport.waiting import Wait
+from baton.transport.wire import BadFrameError
+
+
+def streams() -> tuple[Stream, Stream]:
+    a, b = socket.socketpair()
+    return Stream(a, peer="a"), Stream(b, peer="b")
+
+
+def rows(to: Region, source: Region, size: int) -> tuple[Rows, Rows]:
+    return np.array([[to.address, size, 0]], np.uint64), np.array([[source.address, size, 0]], np.uint64)
+
+
+def test_one_agent_reads_anothers_memory_while_that_attends() -> None:
+    owner, reader = nixl_agents()
+    source, target = owner.lend(1 << 20), reader.lend(1 << 20)
+    source.memory[:] = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
+    mine, theirs = streams()
+    reader.connect(owner.name, source.metadata)
+    attending = threading.Thread(target=attend, args=(owner, theirs, Wait(soon()), "attending"))
+    attending.start()
+    reader.read(owner.name, rows(target, source, 1 << 20), target, mine, Wait(soon()))
+    assert np.array_equal(target.memory, source.memory)
+    mine.send_all([b"."], Wait(soon()), "saying so")
+    attending.join(10)
+    assert not attending.is_alive()
+    elsewhere = np.array([[4096, 100, 0]], np.uint64)
+    with pytest.raises(PipeClosedError, match="cannot be read"):
+        reader.read(owner.name, (rows(target, source, 100)[0], elsewhere), target, mine, Wait(soon()))
+    reader.disconnect(owner.name)
+    with pytest.raises(PipeClosedError, match="cannot be read"):
+        reader.read(owner.name, rows(target, source, 100), target, mine, Wait(soon()))
+    owner.give_back(source)
+    reader.give_back(target)
+    assert reader.lend(1 << 20) is target  # registered once
+    mine.close()
+    theirs.close()
+
+
+def test_metadata_that_is_not_the_peers_is_refused() -> None:
+    owner, reader = nixl_agents()
+    source = owner.lend(4096)
+    for name, metadata in (
+        (owner.name, b""),
+        (owner.name, b"garbage" * 20),
+        (owner.name, source.metadata[:-20]),
+        ("somebody", source.metadata),
+        (reader.name, source.metadata),
+    ):
+        with pytest.raises(BadFrameError):
+            reader.connect(name, metadata)
+    owner.give_back(source)
+
+
+def test_a_closed_agent_says_so() -> None:
+    agent = NixlAgent()
+    agent.close()
+    agent.close()
+    assert agent.closed
+    for call in (agent.progress, lambda: agent.lend(4096), lambda: agent.connect("x", b"y")):
+        with pytest.raises(PipeClosedError):
+            call()
+
+
+def read_that_never_ends() -> None:
+    """Over sockets a read needs its owner's progress, which never comes here; run with ``UCX_TLS=tcp``."""
+    owner, reader = NixlAgent(), NixlAgent()
+    source, target = owner.lend(1 << 20), reader.lend(1 << 20)
+    source.memory[:] = 7
+    mine, _theirs = streams()
+    reader.connect(owner.name, source.metadata)
+    began = time.monotonic()
+    try:
+        reader.read(owner.name, rows(target, source, 1 << 20), target, mine, Wait(soon(0.2)))
+    except DeadlineError:
+        assert time.monotonic() - began < 2 * nixl_agent.DRAIN_S + 1
+    else:
+        raise AssertionError("the read ended")
+    assert len(target.stuck) == 1
+    reader.give_back(target)
+    assert reader.lend(1 << 20) is not target  # never lent again: the read may yet come
+    reader.close()
+    end = soon(0.3)
+    while time.monotonic() < end:
+        owner.progress()
+    assert not target.memory.any()
+    owner.close()
+
+
+def test_a_read_that_cannot_end_is_ended_with_the_agent() -> None:
+    code = "from tests.unit.test_nixl_agent import read_that_never_ends; read_that_never_ends()"
+    env = os.environ | {"UCX_TLS": "tcp", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_without_nixl_the_pipe_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_nixl",))
+    assert "pip install nixl-cu12" in kind_obstacle("nixl")
+    with pytest.raises(ConfigError, match="nixl-cu12") as caught:
+        resolve_kinds(("nixl", "tcp"))
+    assert caught.value.field == "pipes"
+    with pytest.raises(ConfigError, match="nixl-cu12"):
+        NixlAgent()
+
+
+def test_auto_takes_nixl_where_there_is_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_kinds("auto", infiniband=tmp_path) == ("memory", "shm", "tcp")
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    assert resolve_kinds("auto", infiniband=tmp_path) == ("memory", "shm", "nixl", "tcp")
+    assert resolve_kinds(("gloo", "auto"), infiniband=tmp_path) == ("gloo", "memory", "shm", "nixl", "tcp")
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_nixl",))
+    assert resolve_kinds(("auto",), infiniband=tmp_path) == ("memory", "shm", "tcp")
+
+
+@pytest.mark.parametrize("kinds", [(), ("pigeon",), ("tcp", "tcp"), "", ("auto", "auto")])
+def test_kinds_that_make_no_sense_are_refused(kinds: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_kinds(kinds)  # type: ignore[arg-type]
+    assert caught.value.field == "pipes"
