@@ -707,9 +707,25 @@ async def test_an_instance_moves_to_another_port(world: World) -> None:
     await router.ready(decode)
     await decode.stop()
     await decode.start()
-    router.registry.register(registration(decode))
+    router.registry.register(registration(decode))  # the same process: its epoch says so
     assert [x.address for x in router.registry.instances()] == [decode.address]
     await router.ready(decode)
+
+
+async def test_two_live_instances_cannot_have_one_name(world: World) -> None:
+    first, second = await world.worker(Role.DECODE, "d"), await world.worker(Role.DECODE, "d")
+    router = await world.router()
+    lease = router.registry.register(registration(first))
+    await router.ready(first)
+    with pytest.raises(InvalidRequestError, match=first.address) as caught:
+        router.registry.register(registration(second))
+    assert caught.value.field == "instance_id"
+    assert router.registry.heartbeat(lease.lease_id)
+    await first.stop()
+    await router.until(lambda: not router.registry.ready(Role.DECODE))
+    router.registry.register(registration(second))
+    await router.ready(second)
+    assert [x.address for x in router.registry.instances()] == [second.address]
 
 
 async def test_a_static_instance_that_registers_under_another_name_is_one_instance(world: World) -> None:

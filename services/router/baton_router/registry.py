@@ -132,7 +132,7 @@ class Registry:
         """Make an instance known, or known again.
 
         Raises:
-            InvalidRequestError: Address, name or role is missing or wrong; names the field.
+            InvalidRequestError: Address, name or role is missing or wrong, or another live instance has the name.
             QueueFullError: Too many instances.
         """
         try:
@@ -143,6 +143,7 @@ class Registry:
             raise InvalidRequestError("instance_id must have 1 to 256 characters", field="instance_id")
         role = role_from_pb(request.role)
         address = self._same_static(request) or request.address
+        namesakes = self._namesakes(request, address)
         known = self._instances.get(address)
         if known is None and len(self._instances) >= self._config.max_instances:
             raise QueueFullError(f"{len(self._instances)} instances are known already", retry_after_s=10.0)
@@ -150,9 +151,9 @@ class Registry:
             if address in self._static:
                 raise InvalidRequestError(f"{address} is known as a {known.role} instance", field="role")
             self._remove(address)
-        for other in self.instances():
+        for other in namesakes:
             # The same instance came back on another port before its old lease ran out.
-            if other.instance_id == request.instance_id and other.address not in {address, *self._static}:
+            if other.address not in self._static:
                 self.leases.drop_address(other.address)
                 self._remove(other.address)
         if address not in self._instances:
@@ -161,6 +162,21 @@ class Registry:
         self._metrics.registrations.labels(change="registered").inc()
         log.info("%s instance %s registered from %s", role, request.instance_id, address)
         return router_pb2.RegisterResponse(lease_id=lease.lease_id, ttl_ms=int(1000 * self.leases.ttl_s))
+
+    def _namesakes(self, request: router_pb2.RegisterRequest, address: str) -> list[Instance]:
+        """Return the instances of the same name at other addresses, none of which is another live process.
+
+        Raises:
+            InvalidRequestError: One is; both would take the place of the other for ever.
+        """
+        found = [x for x in self.instances() if x.instance_id == request.instance_id and x.address != address]
+        for x in found:
+            if x.admitted and x.info is not None and x.info.epoch != request.epoch:
+                raise InvalidRequestError(
+                    f"instance_id {request.instance_id!r} belongs to the instance at {x.address}, which is alive",
+                    field="instance_id",
+                )
+        return found
 
     def _same_static(self, request: router_pb2.RegisterRequest) -> str | None:
         """Return the address of a static instance that is the very process, under another spelling of its address."""
