@@ -99,12 +99,18 @@ class Proxy:
     """A TCP proxy that does something to the bytes from the server, counted over each connection.
 
     ``change(at, data)`` gets every piece and its offset and returns what to pass on; after ``cut_at`` bytes the
-    connection is cut.
+    connection is cut. ``asked`` does the same to the bytes from the client.
     """
 
     def __init__(
-        self, target: str, change: Callable[[int, bytes], bytes] = lambda at, data: data, *, cut_at: int = 1 << 62
+        self,
+        target: str,
+        change: Callable[[int, bytes], bytes] = lambda at, data: data,
+        *,
+        cut_at: int = 1 << 62,
+        asked: Callable[[int, bytes], bytes] | None = None,
     ) -> None:
+        self._asked = asked
         host, port = target.rsplit(":", 1)
         self._target, self._change, self._cut_at = (host, int(port)), change, cut_at
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -127,7 +133,7 @@ class Proxy:
             except OSError:
                 return
             self._sockets += [client, server]
-            for arguments in ((client, server, None), (server, client, self._change)):
+            for arguments in ((client, server, self._asked), (server, client, self._change)):
                 thread = threading.Thread(target=self._pump, args=arguments, daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -136,10 +142,10 @@ class Proxy:
         at = 0
         try:
             while data := source.recv(64 << 10):
-                passed = data if change is None else change(at, data)[: self._cut_at - at]
-                target.sendall(passed)
+                cut_at = self._cut_at if change is self._change else 1 << 62
+                target.sendall(data if change is None else change(at, data)[: cut_at - at])
                 at += len(data)
-                if change is not None and at >= self._cut_at:
+                if at >= cut_at:
                     break
         except OSError:
             pass  # the other direction was cut

@@ -1,0 +1,167 @@
+"""Two hundred ways in which a network can spoil a hand-over: right tokens or a clear error, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from tests.transport_faults import Proxy
+
+from baton.config import EngineConfig
+from baton.config.worker import WorkerConfig
+from baton.testing.checkpoints import make_checkpoint
+from baton.testing.cluster import LocalCluster, Result
+from baton.testing.equality import hf_greedy
+from baton.transport.blocks import Endpoint
+from baton.types import SamplingParams
+
+SEEDS = 200
+DEADLINE_S = 10.0
+STALL_S = 0.4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+KINDS = ("cut", "delay", "stall", "corrupt", "truncate")
+Change = Callable[[int, bytes], bytes]
+
+
+class Fault:
+    """What one seed does to a connection: a kind of fault, a direction and a place, all at random."""
+
+    def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
+        rng = random.Random(seed)
+        self.kind = rng.choice(KINDS)
+        self.asked = rng.random() < 0.25
+        size = sizes[self.asked]
+        # The handshake and the headers are a small part of the bytes: every third fault is aimed at them.
+        self.at = rng.randrange(min(size, 3000)) if rng.random() < 0.33 else rng.randrange(size)
+        self.count = rng.choice((1, 7, 4096))
+        self.flip = rng.randrange(1, 256)
+        self.pause_s = rng.uniform(0.01, STALL_S / 2)
+        self.release = threading.Event()
+        self.struck = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.at} {'to' if self.asked else 'from'} the prefill instance"
+
+    def change(self, at: int, data: bytes) -> bytes:
+        """Pass a piece of the stream on, or what is left of it."""
+        if not at <= self.at < at + len(data) or self.struck:
+            return data
+        self.struck = True
+        inside = self.at - at
+        if self.kind == "cut":
+            raise ConnectionResetError("cut")
+        if self.kind == "delay":
+            self.release.wait(self.pause_s)
+        elif self.kind == "stall":
+            self.release.wait(DEADLINE_S)
+        elif self.kind == "corrupt":
+            changed = bytearray(data)
+            for i in range(inside, min(len(data), inside + self.count)):
+                changed[i] ^= self.flip
+            return bytes(changed)
+        elif self.kind == "truncate":
+            return data[:inside] + data[inside + self.count :]
+        return data
+
+    def proxy(self, target: str) -> Proxy:
+        """Stand between a reader and its source."""
+        return Proxy(target, asked=self.change) if self.asked else Proxy(target, self.change)
+
+
+class Rig:
+    """A prefill and a decode instance, and a proxy between their pools."""
+
+    def __init__(self, model: Path, policy: str) -> None:
+        engine = EngineConfig(
+            model=str(model), dtype="float32", kv_blocks=64, prefix_caching=False, prefill_chunk=64,
+            kv_load_failure=policy,
+        )  # fmt: skip
+        config = WorkerConfig(prefill_stall_s=STALL_S, kv_streams=1)
+        self.cluster = LocalCluster(engine, config, decode_pipes=[("tcp",)])
+
+    def through(self, proxy: Proxy) -> None:
+        endpoints = self.cluster.prefill[0].context.block_server.endpoints
+        endpoints[:] = [Endpoint("tcp", proxy.address)]
+
+    @property
+    def served(self) -> str:
+        return self.cluster.prefill[0].context.block_server.endpoints[0].address
+
+    async def generate(self, prompt: list[int]) -> Result:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.cluster.generate(self.cluster.decode[0], prompt, GREEDY)
+
+    async def outcome(self, prompt: list[int]) -> tuple[Result | None, str]:
+        """The answer, or the error that the client sees."""
+        try:
+            return await self.generate(prompt), ""
+        except grpc.aio.AioRpcError as error:
+            return None, error.details() or ""
+
+
+async def sizes(rig: Rig, target: str, prompt: list[int]) -> tuple[int, int]:
+    """Bytes of an undisturbed hand-over: from the prefill instance, and to it."""
+    seen = [0, 0]
+
+    def count(which: int) -> Change:
+        def change(at: int, data: bytes) -> bytes:
+            seen[which] = max(seen[which], at + len(data))
+            return data
+
+        return change
+
+    proxy = Proxy(target, count(0), asked=count(1))
+    rig.through(proxy)
+    await rig.generate(prompt)
+    await asyncio.to_thread(proxy.close)
+    return seen[0], seen[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.mark.parametrize(("policy", "seeds"), [("recompute", range(150)), ("fail", range(150, SEEDS))])
+async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: range) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(8, 512) for _ in range(rng.randrange(130, 260))] for _ in range(8)]
+    expected = hf_greedy(model, prompts, 6)
+    rig = Rig(model, policy)
+    segments = set(os.listdir("/dev/shm"))
+    outcomes: dict[str, int] = {"untouched": 0, "recomputed": 0, "failed": 0}
+    async with rig.cluster:
+        target = rig.served
+        size = await sizes(rig, target, max(prompts, key=len))
+        gc.collect()
+        fds = len(os.listdir("/proc/self/fd"))
+        for seed in seeds:
+            fault = Fault(seed, size)
+            proxy = fault.proxy(target)
+            rig.through(proxy)
+            start = time.monotonic()
+            result, error = await rig.outcome(prompts[seed % len(prompts)])
+            assert time.monotonic() - start < DEADLINE_S
+            if result is None:
+                assert policy == "fail", f"seed {seed} ({fault}): {error}"
+                assert "its KV could not be loaded" in error, f"seed {seed} ({fault})"
+                outcomes["failed"] += 1
+            else:
+                assert result.token_ids == expected[seed % len(prompts)], f"seed {seed} ({fault})"
+                outcomes["recomputed" if result.trace.local_reason else "untouched"] += 1
+            fault.release.set()
+            await asyncio.to_thread(proxy.close)
+        await rig.cluster.check_integrity()
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= fds + 8, "descriptors leak"
+    assert set(os.listdir("/dev/shm")) == segments
+    assert outcomes["untouched"] > 0
+    assert outcomes["failed" if policy == "fail" else "recomputed"] > len(seeds) // 4, outcomes
