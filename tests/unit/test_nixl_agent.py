@@ -126,12 +126,12 @@ def test_without_nixl_the_pipe_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_auto_takes_nixl_where_there_is_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_kinds("auto", infiniband=tmp_path) == ("memory", "shm", "tcp")
+    assert resolve_kinds("auto", infiniband=tmp_path) == ("shm", "tcp")
     (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
-    assert resolve_kinds("auto", infiniband=tmp_path) == ("memory", "shm", "nixl", "tcp")
-    assert resolve_kinds(("gloo", "auto"), infiniband=tmp_path) == ("gloo", "memory", "shm", "nixl", "tcp")
+    assert resolve_kinds("auto", infiniband=tmp_path) == ("shm", "nixl", "tcp")
+    assert resolve_kinds(("tcp", "auto"), memory=True, infiniband=tmp_path) == ("tcp", "memory", "shm", "nixl")
     monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_nixl",))
-    assert resolve_kinds(("auto",), infiniband=tmp_path) == ("memory", "shm", "tcp")
+    assert resolve_kinds(("auto",), infiniband=tmp_path) == ("shm", "tcp")
 
 
 @pytest.mark.parametrize("kinds", [(), ("pigeon",), ("tcp", "tcp"), "", ("auto", "auto")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.config.flags import option
+from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
 
 
@@ -17,7 +18,7 @@ class KVStoreConfig:
     advertise_host: str = option("", "host under which instances reach this store's blocks; default: --host")
     instance_id: str = option("", "name of this store; default: kvstore-<random>")
     capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
-    pipes: tuple[str, ...] = option(("shm", "tcp"), "pipes to serve blocks over and to pull them by, in order")
+    pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
     token_file: str = option("", "file with the shared token that callers must show")
     metrics_port: int = option(0, "port of /metrics; 0: none")
     max_blocks_per_call: int = option(4096, "hashes that one call may name")
@@ -51,9 +52,7 @@ class KVStoreConfig:
             )
         if self.default_lease_s > self.max_lease_s:
             raise ConfigError("default_lease_s must be at most max_lease_s", field="default_lease_s")
-        unknown = sorted(set(self.pipes) - {"shm", "tcp"})
-        if unknown or not self.pipes:
-            raise ConfigError(f"pipes must name some of shm, tcp; got {','.join(self.pipes) or 'none'}", field="pipes")
+        check_pipes(self.pipes, without=frozenset({"memory"}))
         for name in ("port", "metrics_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)

@@ -15,6 +15,7 @@ from baton.api.v1 import kvstore_pb2_grpc
 from baton.errors import ConfigError
 from baton.rpc.auth import read_token
 from baton.rpc.server import GrpcServer
+from baton.transport.blocks.kinds import resolve_kinds
 from baton.types import Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.lanes import Lanes
@@ -90,7 +91,7 @@ class KVStoreServer:
             self.instance_id,
             self.address,
             config.capacity_bytes,
-            ",".join(config.pipes),
+            ",".join(resolve_kinds(config.pipes)),
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -17,6 +17,7 @@ from baton.cli.supervisor import Supervisor
 from baton.cli.up import default_model
 from baton.client import AsyncClient
 from baton.client.types import Trace
+from baton.config.pipes import AUTO, PIPES_HELP
 from baton.errors import BatonError, InternalError
 from baton.types import SamplingParams
 
@@ -39,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", default="", help="model (default: the demo model models/baton-tiny)")
     parser.add_argument("--prompt", default=PROMPT, help="what to say to it")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens to generate at most (default: 96)")
-    parser.add_argument("--pipe", default="shm,tcp", help="pipes for KV, in order of preference (default: shm,tcp)")
+    parser.add_argument("--pipe", default=AUTO, help=f"{PIPES_HELP} (default: {AUTO})")
     parser.add_argument("--logs", action="store_true", help="show the processes' log lines")
     parser.set_defaults(run=run)
 

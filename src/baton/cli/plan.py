@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.cli.process import ProcessSpec
+from baton.config.pipes import AUTO
 from baton.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -75,7 +76,7 @@ def make_plan(
     ratio: Ratio,
     port: int,
     grpc_port: int = 0,
-    pipes: str = "shm,tcp",
+    pipes: str = AUTO,
     kvstore: bool = False,
     load_from_store: bool = False,
     token_file: str = "",

@@ -16,6 +16,7 @@ from rich.table import Table
 from baton.cli.plan import DeploymentPlan, ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 from baton.config import EngineConfig, add_flags, from_flags
+from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.worker import WorkerConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import read_token
@@ -29,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--ratio", default="1P1D", metavar="xPyD", help="instances, e.g. 2P3D (default: 1P1D)")
     parser.add_argument("--port", type=int, default=8000, help="HTTP port (default: 8000; 0: a free one)")
     parser.add_argument("--grpc-port", type=int, default=8001, help="gRPC port (default: 8001; 0: a free one)")
-    parser.add_argument("--pipe", default="shm,tcp", help="pipes for KV, in order of preference (default: shm,tcp)")
+    parser.add_argument("--pipe", default=AUTO, help=f"{PIPES_HELP} (default: {AUTO})")
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=True, help="run a KV store too")
     parser.add_argument("--use-kvstore", action="store_true", help="instances load from and save to the KV store")
     parser.add_argument("--token-file", default=None, help="file with the token that the services show each other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.config.flags import option
+from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ class WorkerConfig:
     instance_id: str = option("", "name of this instance; default: role, host and port")
     advertise: str = option("", "host:port under which others reach this instance; default: where it listens")
     routers: tuple[str, ...] = option((), "gRPC addresses of routers to register with")
-    pipes: tuple[str, ...] = option(("shm", "tcp"), "pipes for KV, in order of preference: shm, tcp")
+    pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
     layerwise: bool = option(True, "prefill: offer KV layer by layer while it is computed")
     kv_streams: int = option(4, "TCP connections that one big fetch is split over")
     kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
@@ -43,11 +44,7 @@ class WorkerConfig:
         for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms", "kv_streams", "fetch_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", field=name)
-        unknown = sorted(set(self.pipes) - {"shm", "tcp", "memory"})
-        if unknown or not self.pipes:
-            raise ConfigError(
-                f"pipes must be some of shm, tcp, memory; got {','.join(self.pipes) or 'none'}", field="pipes"
-            )
+        check_pipes(self.pipes)
         for name, addresses in (
             ("routers", self.routers),
             ("kvstore", (self.kvstore,)),

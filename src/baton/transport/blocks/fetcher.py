@@ -61,7 +61,7 @@ class BlockFetcher:
         links: LinkOptions | None = None,
     ) -> None:
         options = links or LinkOptions()
-        wanted = resolve_kinds(kinds)
+        wanted = resolve_kinds(kinds, memory=options.memory is not None)
         for name, value in (("max_threads", max_threads), ("streams", options.tcp.streams)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)

@@ -5,43 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.config.pipes import AUTO, check_pipes
 from baton.config.ucx import INFINIBAND, infiniband_ports
 from baton.errors import ConfigError
 from baton.transport.pipe.gloo import gloo_obstacle
 from baton.transport.pipe.nixl_agent import nixl_obstacle
 
-KINDS = ("memory", "shm", "nixl", "tcp", "gloo")
-AUTO = "auto"
 
-
-def resolve_kinds(kinds: Sequence[str] | str, *, infiniband: Path = INFINIBAND) -> tuple[str, ...]:
+def resolve_kinds(
+    kinds: Sequence[str] | str, *, memory: bool = False, infiniband: Path = INFINIBAND
+) -> tuple[str, ...]:
     """Return kinds in order of preference, ``auto`` replaced by what suits this machine.
 
-    ``auto`` is ``memory`` within one process (where there is such a network), then ``shm``, which reaches the same
-    host; then ``nixl``, if this machine has InfiniBand or RoCE and NIXL is installed; then ``tcp``. Each source is
-    reached over the first that gets there.
+    ``auto`` is ``shm``, which reaches the same host; then ``nixl``, if this machine has InfiniBand or RoCE and NIXL is
+    installed; then ``tcp``. Each source is reached over the first that gets there.
 
     Args:
         kinds: Names, or one name.
+        memory: Whether there is a network for the ``memory`` kind, which ``auto`` then begins with.
         infiniband: Where the kernel lists InfiniBand devices.
 
     Raises:
         ConfigError: None, an unknown one, one twice, or one that was named and cannot work here; says why.
     """
     named = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    unknown = sorted(set(named) - {AUTO, *KINDS})
-    if unknown or not named or len(set(named)) != len(named):
-        raise ConfigError(
-            f"pipes must be {AUTO}, or some of {', '.join(KINDS)}, each once; got {','.join(named) or 'none'}",
-            field="pipes",
-        )
+    check_pipes(named)
     for kind in named:
         reason = kind_obstacle(kind)
         if reason:
             raise ConfigError(reason, field="pipes")
     found: dict[str, None] = {}
     for kind in named:
-        found.update(dict.fromkeys(_auto(infiniband) if kind == AUTO else (kind,)))
+        found.update(dict.fromkeys(_auto(memory, infiniband) if kind == AUTO else (kind,)))
     return tuple(found)
 
 
@@ -52,6 +47,6 @@ def kind_obstacle(kind: str) -> str:
     return gloo_obstacle() if kind == "gloo" else ""
 
 
-def _auto(infiniband: Path) -> tuple[str, ...]:
+def _auto(memory: bool, infiniband: Path) -> tuple[str, ...]:
     rdma = bool(infiniband_ports(infiniband)) and not nixl_obstacle()
-    return ("memory", "shm", "nixl", "tcp") if rdma else ("memory", "shm", "tcp")
+    return (*(["memory"] if memory else []), "shm", *(["nixl"] if rdma else []), "tcp")

@@ -17,7 +17,7 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.shards import KVShards, shard_layout, shard_specs
 from baton.transport.block_types import BlockSource, Endpoint
-from baton.transport.blocks.kinds import AUTO, resolve_kinds
+from baton.transport.blocks.kinds import resolve_kinds
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
 from baton.transport.pipe.gloo_read import serve_gloo
 from baton.transport.pipe.memory import MemoryNetwork
@@ -99,9 +99,7 @@ class BlockServer:
         self.endpoints: list[Endpoint] = []
         check_shards(fingerprint, self._shards)
         try:
-            for kind in resolve_kinds(kinds):
-                if kind == "memory" and AUTO in kinds and self._options.memory is None:
-                    continue
+            for kind in resolve_kinds(kinds, memory=self._options.memory is not None):
                 self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
         except BaseException:
             self.close()
