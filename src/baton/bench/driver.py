@@ -34,7 +34,7 @@ EXIT_OK, EXIT_FAILED, EXIT_UNABLE, EXIT_TOO_SLOW = 0, 1, 2, 3
 RIVAL_MODULE = "baton.bench.rivals"
 OVERLAP_ROUNDS = 5
 SAMPLES = 2000
-SAMPLE_S = 0.8
+SAMPLE_S = 0.4
 """Longest time (seconds) for the small exchanges of one kind and size."""
 Report = Callable[[Record], None]
 Step = Callable[[str, int], None]
@@ -83,7 +83,8 @@ class Driver:
             self._report(self._run_record(stage, sources[0], targets[0]))
             for each in stages:
                 self._run_stage(each, sources, targets)
-            self._small(sources, targets)
+            if self._with_reference():
+                self._small(sources, targets)
         for ratio in compute_ratios(self._standings, self._others):
             self._report(ratio)
         code = self._exit_code()

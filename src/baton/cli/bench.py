@@ -57,7 +57,7 @@ def add_kv_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--reference",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also the standing comparison: 256 MiB contiguous and paged (pattern 1-1 only)",
+        help="also the standing comparison: 256 MiB contiguous and paged, small exchanges (pattern 1-1 only)",
     )
     hosts = parser.add_argument_group("two hosts")
     hosts.add_argument("--listen", default="", metavar="HOST:PORT", help="serve the sources of drivers that connect")
