@@ -177,7 +177,8 @@ async def measure(folder: str, repeats: int) -> dict[str, Any]:
     exposed = {way: statistics.median(t.exposed_us for t in found) / 1000 for way, found in traces.items()}
     return {
         "benchmark": "overlap",
-        "tokens": TOKENS, "chunk": CHUNK, "kv_bytes": traces["serial"][0].kv_bytes, "link_mb_per_s": statistics.median(speeds) / 1e6,
+        "tokens": TOKENS, "chunk": CHUNK, "kv_bytes": traces["serial"][0].kv_bytes,
+        "link_mb_per_s": statistics.median(speeds) / 1e6,
         "compute_ms": statistics.median(compute) * 1000, "repeats": repeats,
         "exposed_ms": exposed,
         "ttft_ms": {way: statistics.median(t.ttft_us for t in found) / 1000 for way, found in traces.items()},
