@@ -52,9 +52,10 @@ class Agent:
             BatonError: The agent refused or failed; or it is gone.
         """
         try:
-            return unwrap(self._line.recv(timeout_s))
+            answer = self._line.recv(timeout_s)
         except PipeClosedError as error:
             raise self._gone(error) from error
+        return unwrap(answer)  # may be a closed pipe too: one of the agent's own
 
     def ask(self, do: str, timeout_s: float = OPEN_S, **fields: object) -> Fields:
         """Send an order and wait for its answer."""
