@@ -35,12 +35,13 @@ from baton.transport.blocks import BlockServer
 from baton.types import InstanceId
 
 num_blocks, heads, dim, layers = (int(a) for a in sys.argv[1:5])
+kinds = sys.argv[5].split(",")
 layout = KVLayout((LayerShape(heads, dim, dim),) * layers, 16, "float32")
 arena = KVArena(num_blocks, layout.block_bytes)
 arena.blocks[:] = np.arange(num_blocks, dtype=np.uint8)[:, None]
 arena.generations[:] = np.arange(num_blocks) + 1000
 fingerprint = Fingerprint.of(model="m", model_digest="d", rope="r", layout=layout)
-server = BlockServer(arena, fingerprint, InstanceId("p0"))
+server = BlockServer(arena, fingerprint, InstanceId("p0"), kinds=kinds)
 endpoints = [[e.kind, e.address] for e in server.endpoints]
 print(json.dumps({"epoch": arena.epoch.hex(), "endpoints": endpoints}), flush=True)
 sys.stdin.read()
@@ -59,9 +60,9 @@ def soon(seconds: float = 20.0) -> float:
 class Process:
     """A serving process; block i is full of i, its generation is 1000 + i."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, *, kinds: str = "shm,tcp") -> None:
         shape = layout.layers[0]
-        arguments = [num_blocks, shape.kv_heads, shape.k_dim, len(layout.layers)]
+        arguments = [num_blocks, shape.kv_heads, shape.k_dim, len(layout.layers), kinds]
         self.popen = subprocess.Popen(
             [sys.executable, "-c", SERVER, *map(str, arguments)],
             stdin=subprocess.PIPE,

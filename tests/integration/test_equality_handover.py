@@ -36,10 +36,13 @@ async def generate_all(cluster: LocalCluster, decode: WorkerInstance, prompts, n
     return await asyncio.gather(*(cluster.generate(decode, prompt, sampling) for prompt in prompts))
 
 
-@pytest.mark.parametrize("checkpoint", ARCHITECTURES, indirect=True)
-async def test_equality_through_every_pipe(checkpoint):
+@pytest.mark.parametrize(
+    ("checkpoint", "kinds"),
+    [*((name, ("memory", "shm", "tcp")) for name in ARCHITECTURES), ("llama", ("nixl", "gloo"))],
+    indirect=["checkpoint"],
+)
+async def test_equality_through_every_pipe(checkpoint, kinds):
     path, prompts, expected = checkpoint
-    kinds = ("memory", "shm", "tcp")
     async with LocalCluster(engine_config(path), decode_pipes=[(kind,) for kind in kinds]) as cluster:
         for kind, decode in zip(kinds, cluster.decode, strict=True):
             results = await generate_all(cluster, decode, prompts)

@@ -84,6 +84,7 @@ class GlooSender(LineSender):
         for number, size in enumerate(_piece_sizes(total_bytes(data))):
             if len(under_way) == _SLOTS:
                 self._end.finish(under_way.popleft(), self.line, wait)
+            wait.check("sending a message")
             piece = self._end.piece(number, size)
             at = 0
             for part in source.take(size):
@@ -114,6 +115,7 @@ class GlooReceiver(LineReceiver):
         for number, size in enumerate(_piece_sizes(total_bytes(views))):
             if len(posted) == _SLOTS:
                 self._take(*posted.popleft(), target, wait)
+            wait.check("receiving a message")
             piece = self._end.piece(number, size)
             posted.append((piece, self._end.post(piece, wait, send=False)))
             self.line.send_all([_CREDIT], wait, "receiving a message")
