@@ -22,7 +22,7 @@ from baton_router.config import RouterConfig
 log = logging.getLogger("baton_router.main")
 
 _GC_THRESHOLD = 10_000
-"""Allocations between two collections. A body of two million small lists costs 0.4 s so, 0.9 s with the default of 700."""
+"""Allocations between two collections. Two million lists in a body take 0.4 s so, 0.9 s with the default of 700."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
