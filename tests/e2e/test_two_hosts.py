@@ -131,6 +131,17 @@ def test_what_does_not_reach_the_other_host_says_so(listening, token):
     assert [(line["pipe"], line["verified"]) for line in transfers(lines)] == [("tcp", True)]
 
 
+def test_every_pipe_that_crosses_hosts(listening, token):
+    code, lines = measured(listening, token, *QUICK, "--isl", "1024", "--streams", "1")
+    assert code == 0, lines
+    reasons = {line["method"]: line["reason"] for line in lines if line["record"] == "unavailable"}
+    found = {line["pipe"]: line for line in transfers(lines)}
+    assert {*found, *reasons} == {"shm", "tcp", "nixl", "gloo"}
+    assert "tcp" in found
+    assert all(line["verified"] and line["limit"] == "socket" for line in found.values())
+    assert all("pip install" in reason for pipe, reason in reasons.items() if pipe != "shm")
+
+
 def test_delay_and_loss(listening, token):
     listening.impair("delay", "2ms", "1ms", "loss", "0.5%", "corrupt", "0.1%")
     arguments = ["--isl", "1024", "--pipe", "tcp", "--streams", "2", "--src-tp", "2", "--dst-block-size", "32"]

@@ -84,7 +84,7 @@ def test_a_pipe_is_measured_against_its_own_limit():
         standing(MethodKey("tcp", 4), {CASE: [Sample(1.0, gb, 3.0), Sample(0.8, gb, 1.0, 2), Sample(2.0, gb, 2.0)]}),
         standing(MethodKey("nixl"), {}),
     ]
-    found = {r.pipe: r for r in stage_records(stage, done, "1-1") if isinstance(r, records.TransferRecord)}
+    found = {r.pipe: r for r in stage_records(stage, done, Options()) if isinstance(r, records.TransferRecord)}
     assert set(found) == {"shm", "tcp"}
     assert (found["shm"].limit, found["shm"].percent_of_limit, found["shm"].verified) == ("memcpy", 50.0, True)
     tcp = found["tcp"]
@@ -266,7 +266,7 @@ def test_plots(tmp_path):
     for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         path = tmp_path / f"out{suffix}"
         check_plot(path)
-        draw(stage_records(stage, done, "1-1"), path)
+        draw(stage_records(stage, done, Options()), path)
         assert path.read_bytes().startswith(magic)
     with pytest.raises(ConfigError, match="png"):
         check_plot(tmp_path / "out.gif")

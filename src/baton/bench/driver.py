@@ -155,7 +155,7 @@ class Driver:
             if standing.failure:
                 self._failures.append(f"{key.label}, {stage.name}: {standing.failure}")
         self._standings += standings
-        records = stage_records(stage, standings, self._options.pattern)
+        records = stage_records(stage, standings, self._options)
         for record in records:
             self._report(record)
         if stage.name != "reference":

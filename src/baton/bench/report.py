@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.bench.contest import FlowContestant, Sample, Standing, Study
 from baton.bench.control import seconds
@@ -13,7 +13,7 @@ from baton.bench.stats import Spread
 from baton.errors import ConfigError
 
 LIMITS = {"shm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
-"""The baseline that bounds a pipe of a kind."""
+"""The baseline that bounds a pipe of a kind on one host; between two, it is the socket for all."""
 
 
 def rates(samples: Sequence[Sample]) -> list[float]:
@@ -21,7 +21,7 @@ def rates(samples: Sequence[Sample]) -> list[float]:
     return [sample.bytes / sample.seconds / 1e9 for sample in samples]
 
 
-def stage_records(stage: Stage, standings: Sequence[Standing], pattern: str) -> list[Record]:
+def stage_records(stage: Stage, standings: Sequence[Standing], options: Options) -> list[Record]:
     """Return the records of a stage, case by case, baselines first."""
     out: list[Record] = []
     for case in stage.cases:
@@ -32,18 +32,19 @@ def stage_records(stage: Stage, standings: Sequence[Standing], pattern: str) -> 
         for standing, samples in done.values():
             if standing.contestant.is_pipe:
                 key = standing.contestant.key
-                limit = limit_of(key, {k: s for k, (_, s) in done.items()})
-                out.append(_transfer(stage, case, (key, samples), limit, pattern))
+                name = "socket" if options.connect else LIMITS[key.name]
+                limit = limit_of(name, key.streams, {k: s for k, (_, s) in done.items()})
+                out.append(_transfer(case, (key, samples), limit, options.pattern))
     return out
 
 
-def limit_of(key: MethodKey, done: dict[MethodKey, list[Sample]]) -> tuple[str, float]:
-    """Return the baseline that bounds a pipe, and its median GB/s."""
-    name = LIMITS[key.name]
-    for candidate in (MethodKey(name, key.streams), MethodKey(name), MethodKey("memcpy")):
-        if candidate in done:
-            return candidate.label, Spread.of(rates(done[candidate])).p50
-    return "", 0.0
+def limit_of(name: str, streams: int, done: Mapping[MethodKey, list[Sample]]) -> tuple[str, float]:
+    """Return the label and the median GB/s of a baseline, with as many streams if it was measured so; else none."""
+    measured = [key for key in done if key.name == name]
+    if not measured:
+        return "", 0.0
+    nearest = min(measured, key=lambda key: abs(key.streams - streams))
+    return nearest.label, Spread.of(rates(done[nearest])).p50
 
 
 def verdict_records(stage: Stage, standings: Sequence[Standing], wanted: float | None) -> list[VerdictRecord]:
@@ -163,7 +164,7 @@ def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> Baseline
 
 
 def _transfer(
-    stage: Stage, case: Case, done: tuple[MethodKey, Sequence[Sample]], limit: tuple[str, float], pattern: str
+    case: Case, done: tuple[MethodKey, Sequence[Sample]], limit: tuple[str, float], pattern: str
 ) -> TransferRecord:
     key, samples = done
     spread, rate = Spread.of([sample.seconds * 1e3 for sample in samples]), Spread.of(rates(samples)).p50
