@@ -105,7 +105,7 @@ def test_no_block_of_a_mixed_generation_is_ever_called_valid(rig: Rig) -> None:
     seen = 0
     try:
         end = time.monotonic() + 0.5
-        while time.monotonic() < end:
+        while time.monotonic() < end or (not seen and time.monotonic() < end + 20):  # on a busy machine
             generations = arena.generations[:64].copy()
             settled = arena.blocks[np.arange(64), -1] == generations % 251  # offered only when complete
             ids = np.flatnonzero(settled)

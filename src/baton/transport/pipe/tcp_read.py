@@ -281,10 +281,11 @@ def request_blocks(
     )
     valid = sent & unchanged
     if sums is not None:
-        right = sums == checksums_of(local, targets, segments[:, 1], segments[:, 2])
-        if not right.all():
-            log.error("%d of %d blocks from %s were damaged on their way", (~right).sum(), len(right), stream.peer)
-            valid[np.flatnonzero(sent)[~right]] = False
+        wrong = np.flatnonzero(sent)[sums != checksums_of(local, targets, segments[:, 1], segments[:, 2])]
+        damaged = wrong[valid[wrong]]  # blocks recycled meanwhile are known to be stale, and no fault of the way
+        if len(damaged):
+            log.error("%d of %d blocks from %s were damaged on their way", len(damaged), len(targets), stream.peer)
+            valid[damaged] = False
     return valid
 
 
