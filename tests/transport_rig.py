@@ -107,7 +107,7 @@ def open_fds() -> int:
 
 
 def connect_raw(kind: str, address: str) -> Any:
-    if kind == "shm":
+    if kind in ("shm", "vm"):
         return connect_unix(address.rsplit("/", 1)[1], Wait(soon()))
     return connect_tcp(address, Wait(soon()))
 
@@ -118,7 +118,7 @@ LAYOUT = KVLayout((LayerShape(2, 16, 16), LayerShape(2, 16, 8)), 16, "float32")
 PRINT = Fingerprint.of(model="tiny", model_digest="d" * 64, rope="r", layout=LAYOUT)
 
 
-KINDS: list[Any] = [("memory", 1), ("shm", 1), ("tcp", 1), ("tcp", 3), ("nixl", 1), ("gloo", 1)]
+KINDS: list[Any] = [("memory", 1), ("shm", 1), ("vm", 1), ("tcp", 1), ("tcp", 3), ("nixl", 1), ("gloo", 1)]
 
 
 class Rig:

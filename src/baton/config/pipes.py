@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from baton.errors import ConfigError
 
 AUTO = "auto"
-PIPE_KINDS = ("memory", "shm", "nixl", "tcp", "gloo")
-PIPES_HELP = "pipes for KV, in order of preference: auto, or some of shm, nixl, tcp, gloo"
+PIPE_KINDS = ("memory", "shm", "vm", "nixl", "tcp", "gloo")
+PIPES_HELP = "pipes for KV, in order of preference: auto, or some of shm, vm, nixl, tcp, gloo"
 
 
 def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) -> None:

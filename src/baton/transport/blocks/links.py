@@ -18,6 +18,7 @@ from baton.transport.pipe.memory import MemoryNetwork, MemoryReadPipe
 from baton.transport.pipe.nixl_read import NixlReadPipe, NixlTargets
 from baton.transport.pipe.shm_read import ShmReadPipe
 from baton.transport.pipe.tcp_read import TcpOptions, TcpReadPipe
+from baton.transport.pipe.vm_read import VmReadPipe
 from baton.transport.waiting import Wait
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class Connector:
             return ShmReadPipe.connect(address, facts, options.token, self._copier, wait)
         if kind == "memory" and options.memory is not None:
             return MemoryReadPipe(options.memory, address, facts, self._copier)
+        if kind == "vm":
+            return VmReadPipe.connect(address, facts, options.token, wait)
         if kind == "nixl":
             return NixlReadPipe.connect(address, facts, options.token, self._targets, wait)
         if kind == "gloo":

@@ -24,6 +24,7 @@ from baton.transport.pipe.memory import MemoryNetwork
 from baton.transport.pipe.nixl_read import NixlSource
 from baton.transport.pipe.shm_read import require_same_user, send_descriptors, shm_address
 from baton.transport.pipe.tcp_read import ServeLimits, serve_reads
+from baton.transport.pipe.vm_read import send_places
 from baton.transport.sockets import Stream, bind_tcp, join_address
 from baton.transport.waiting import Wait
 from baton.transport.wire import send_error
@@ -31,6 +32,8 @@ from baton.types import Epoch, InstanceId
 
 log = logging.getLogger(__name__)
 _BACKLOG = 128
+ON_HOST = ("shm", "vm")
+"""Kinds that listen on an abstract Unix socket, for the same user."""
 _ACCEPT_BACKOFF_S = 0.1
 
 
@@ -153,8 +156,9 @@ class BlockServer:
             if self._options.memory is None:
                 raise ConfigError("the memory pipe needs a network", field="pipes")
             return self._options.memory.publish(self._facts, self._shards)
-        if kind == "shm":
-            self._fds = [arena.open_read_only() for arena in self._shards.arenas]
+        if kind in ON_HOST:
+            if kind == "shm":
+                self._fds = [arena.open_read_only() for arena in self._shards.arenas]
             name = f"baton-kv-{secrets.token_hex(12)}"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listeners.append(listener)
@@ -218,12 +222,15 @@ class BlockServer:
     def _serve(self, kind: str, stream: Stream) -> None:
         try:
             wait = Wait(time.monotonic() + self._options.handshake_s)
-            if kind == "shm":
+            if kind in ON_HOST:
                 require_same_user(stream, self._token)
             greet_as_server(stream, self._token, wait, purpose=PURPOSE_READ, facts=self._facts)
             if kind == "shm":
                 self._pass_arenas(stream)
                 stream.wait_readable(Wait(), "holding a reader's line")  # its end, or a word out of turn: over
+            elif kind == "vm":
+                send_places(stream, self._shards, wait)
+                serve_reads(stream, self._shards, self._options.limits)
             elif self._nixl is not None and kind == "nixl":
                 self._nixl.serve(stream, self._options.limits, wait)
             elif kind == "gloo":
