@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -37,8 +35,6 @@ from baton.engine.parallel.peers import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Peers
 from baton.engine.parallel.step_buffer import StepBuffer
 from baton.errors import BatonError, InternalError
 from baton.kv.shards import KVShards, ShardSpec
-
-log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0
 """How long a follower may take to load its share, after the leader has loaded its own."""
@@ -327,18 +323,11 @@ def _watch(team: weakref.ref[Team], followers: list[_Follower], stop: int) -> No
 
 
 def _end(followers: Sequence[_Follower], stop_watching: int | None = None) -> None:
-    """Close the lines, on which followers end by themselves, and wait."""
+    """Kill the followers, who have nothing to save and may be in the middle of anything, and wait for their end."""
     if stop_watching is not None:
         os.close(stop_watching)
     for follower in followers:
-        with contextlib.suppress(OSError):
-            follower.line.shutdown(socket.SHUT_RDWR)
         follower.line.close()
-    deadline = time.monotonic() + END_TIMEOUT_S
+        follower.process.kill()
     for follower in followers:
-        try:
-            follower.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning("%s did not end and is killed", follower.name)
-            follower.process.kill()
-            follower.process.wait()
+        follower.process.wait()

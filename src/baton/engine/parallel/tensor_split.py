@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from baton.engine.loader import LoadedModel
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InternalError
 from baton.kv.shards import ShardSpec, head_range
 from baton_kernels.paged_attention import AttentionSpec
 
@@ -89,19 +89,21 @@ def split_tensors(model: LoadedModel, attention: dict[int, AttentionSpec], shard
     for name, module in list(model.module.named_modules()):
         if id(module) in attention:
             splitter.attention(name, module, attention[id(module)])
+    if len(splitter.done) != len(attention):
+        raise InternalError(f"found {len(splitter.done)} of {len(attention)} attention modules")
     splitter.rest()
 
 
 class _Splitter:
     def __init__(self, model: LoadedModel, shard: ShardSpec, reduce: Reduce) -> None:
         self._model, self._shard, self._reduce = model, shard, reduce
-        self._done: list[str] = []
+        self.done: list[str] = []
 
     def attention(self, path: str, module: nn.Module, spec: AttentionSpec) -> None:
         """Divide one layer's attention by heads."""
         heads = _share(spec.num_heads, self._shard, "query heads")
         kv_heads = head_range(spec.kv_heads, self._shard.tp_size, self._shard.tp_rank)
-        self._done.append(path)
+        self.done.append(path)
         found = set()
         for name, child in list(module.named_children()):
             found.add(name)
@@ -125,7 +127,7 @@ class _Splitter:
         plan = dict(getattr(self._model.text_config, "base_model_tp_plan", None) or {})
         base = self._model.module.base_model
         prefix = next(f"{name}." for name, module in self._model.module.named_modules() if module is base)
-        attention = tuple(f"{path}." for path in self._done)
+        attention = tuple(f"{path}." for path in self.done)
         names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
         for pattern, style in plan.items():
             matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
