@@ -223,8 +223,8 @@ class NixlSource:
     def _let_read(self, stream: Stream, reads: BlockReads, limits: ServeLimits) -> None:
         before = current(self._shards.primary, reads)
         _send_bits(stream, before, limits)
-        # As long as it takes: the reader has a deadline, and its connection ends with it.
-        attend(self._agent, stream, Wait(), "letting blocks be read")
+        # The reader has a deadline of its own, and its connection ends with it.
+        attend(self._agent, stream, Wait(time.monotonic() + limits.idle_s), "letting blocks be read")
         recv_header(stream, {FrameKind.READ_DONE: 0}, Wait(time.monotonic() + limits.frame_s))
         fence()
         _send_bits(stream, before & current(self._shards.primary, reads), limits)
