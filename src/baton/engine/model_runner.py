@@ -47,6 +47,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self._on_layer: Callable[[int], None] | None = None
         self.shards = shard_specs(config.tp, config.pp)
         self._team: Team | None = Team(config, self.shards) if len(self.shards) > 1 else None
         try:
@@ -186,8 +187,6 @@ class ModelRunner:
     def on_layer(self, function: Callable[[int], None] | None) -> None:
         self._on_layer = function
         self._rank.watch_layers(function)
-
-    _on_layer: Callable[[int], None] | None = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step: write the new tokens' KV into the pool and return logits [R, vocab], float32 or model dtype.

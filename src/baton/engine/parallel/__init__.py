@@ -4,7 +4,8 @@ Rank 0, the **leader**, lives in the process of the engine: it schedules, sample
 its **followers**, are child processes that run the same steps on their share of the model.
 
 ==================  ==============================================================================
-``team``            the leader's side: starts followers, tells them what to do, notices their death
+``team``            the leader's side: tells followers what to do, and what became of it
+``processes``       followers as processes: start, death, end
 ``follower``        a follower's process
 ``messages``        the line between the two: small messages and file descriptors over a socket
 ``step_buffer``     a step's arrays in memory that all ranks map

@@ -22,7 +22,7 @@ from baton.engine.parallel.messages import (
     recv_message,
     send_message,
 )
-from baton.engine.parallel.peers import CONNECT_TIMEOUT_S, Peers
+from baton.engine.parallel.peers import CONNECT_TIMEOUT_S, Peers, is_echo
 from baton.engine.parallel.step_buffer import StepBuffer
 from baton.engine.rank_model import RankModel, load_whole
 from baton.errors import BatonError, ConfigError, InternalError
@@ -59,7 +59,7 @@ class Follower:
         except Exception as error:
             # Whoever waits for this rank in the middle of a step fails too, up to the leader.
             self.peers.drop()
-            if not isinstance(error, BatonError) and "by peer" not in str(error):
+            if not isinstance(error, BatonError) and not is_echo(error):
                 log.exception("rank %d failed", self.peers.spec.index)
             return error_to_message(error)
 

@@ -144,6 +144,12 @@ class Peers:
         return group
 
 
+def is_echo(error: BaseException) -> bool:
+    """Whether an error only tells that another rank has left, not why."""
+    text = str(error)
+    return any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe"))
+
+
 def _store(port: int, listener: int | None = None) -> Any:
     """Open a store on loopback: the server's end, if given a listening socket, else a client's."""
     stores: Any = dist  # torch exports its stores without saying so

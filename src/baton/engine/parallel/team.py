@@ -7,13 +7,7 @@ its part of the KV is lost.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -27,61 +21,18 @@ from baton.engine.parallel.messages import (
     LineClosedError,
     Message,
     error_from_message,
-    open_line,
     recv_message,
-    send_message,
 )
-from baton.engine.parallel.peers import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Peers, Rendezvous
+from baton.engine.parallel.peers import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Peers, Rendezvous, is_echo
+from baton.engine.parallel.processes import END_TIMEOUT_S, FollowerProcess, end_followers, watch_followers
 from baton.engine.parallel.step_buffer import StepBuffer
 from baton.errors import BatonError, InternalError
 from baton.kv.shards import KVShards, ShardSpec
 
 LOAD_TIMEOUT_S = 1800.0
 """How long a follower may take to load its share, after the leader has loaded its own."""
-END_TIMEOUT_S = 10.0
-"""How long a follower may take to end once its line is closed; then it is killed."""
 
 RunShare = Callable[[ForwardBatch, int], torch.Tensor]
-
-
-class _Follower:
-    """One follower's process and line."""
-
-    def __init__(self, spec: ShardSpec, config: EngineConfig) -> None:
-        self.spec = spec
-        self.line, theirs = open_line()
-        try:
-            command = [sys.executable, "-m", "baton.engine.parallel.follower", str(theirs.fileno())]
-            # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
-            self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        except BaseException:
-            self.line.close()
-            raise
-        finally:
-            theirs.close()
-        with contextlib.suppress(LineClosedError):  # then it died at once, which its first answer will tell
-            values = {"config": dataclasses.asdict(config), "shard": dataclasses.asdict(spec)}
-            self.send({"request": 0, **values}, CONNECT_TIMEOUT_S)
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        spec = self.spec
-        return f"rank {spec.index} (stage {spec.pp_rank}, tensor {spec.tp_rank}, process {self.process.pid})"
-
-    def send(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
-        send_message(self.line, message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
-
-    def obituary(self) -> RunnerLostError:
-        """Say how it ended; waits a moment for its end, which a closed line announces."""
-        try:
-            code = self.process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return RunnerLostError(f"{self.name} does not answer")
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return RunnerLostError(f"{self.name} was {how}" if code < 0 else f"{self.name} {how}")
 
 
 class Team:
@@ -106,19 +57,23 @@ class Team:
         self._on_lost: Callable[[RunnerLostError], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._followers: list[_Follower] = []
+        self._followers: list[FollowerProcess] = []
         try:
             for spec in shards[1:]:
-                self._followers.append(_Follower(spec, config))
+                self._followers.append(FollowerProcess(spec, config))
         except BaseException:
-            _end(self._followers)
+            end_followers(self._followers)
             raise
         # Also when nobody called close: at the interpreter's end at the latest.
         stop, stop_watching = os.pipe()
-        self._end = weakref.finalize(self, _end, self._followers, stop_watching)
-        self._watcher = threading.Thread(
-            target=_watch, args=(weakref.ref(self), list(self._followers), stop), name="ranks", daemon=True
-        )
+        self._end = weakref.finalize(self, end_followers, self._followers, stop_watching)
+        this = weakref.ref(self)
+
+        def watch() -> None:
+            watch_followers(followers, stop, lambda dead: _tell_of(this(), dead))
+
+        followers = list(self._followers)
+        self._watcher = threading.Thread(target=watch, name="ranks", daemon=True)
         self._watcher.start()
 
     def wait_loaded(self, max_model_len: int) -> None:
@@ -268,7 +223,7 @@ class Team:
             raise min(errors, key=_weight)
         return answers
 
-    def _answer_of(self, follower: _Follower, deadline: float) -> Message:
+    def _answer_of(self, follower: FollowerProcess, deadline: float) -> Message:
         """Take the answer to the last request; those to earlier ones, which were interrupted, are passed over."""
         while True:
             answer, _ = recv_message(follower.line, deadline=deadline)
@@ -281,7 +236,7 @@ class Team:
             self._lost = self._lost or lost
             return self._lost
 
-    def found_dead(self, follower: _Follower) -> None:
+    def found_dead(self, follower: FollowerProcess) -> None:
         """Called by the watching thread."""
         lost = self._bury(follower.obituary())
         with self._lock:
@@ -292,42 +247,9 @@ class Team:
 
 def _weight(error: BatonError) -> int:
     """Order of what to tell first: a death, a cause, then those who only noticed."""
-    return 0 if isinstance(error, RunnerLostError) else 2 if _is_echo(error) else 1
+    return 0 if isinstance(error, RunnerLostError) else 2 if is_echo(error) else 1
 
 
-def _is_echo(error: BatonError) -> bool:
-    """Whether an error only tells that another rank has left."""
-    return "Connection closed by peer" in error.message or "Connection reset by peer" in error.message
-
-
-def _watch(team: weakref.ref[Team], followers: list[_Follower], stop: int) -> None:
-    """Wait until a follower dies, or the other end of ``stop`` is closed."""
-    waits: dict[int, _Follower] = {}
-    try:
-        poll = select.poll()
-        poll.register(stop, select.POLLIN)
-        for follower in followers:
-            with contextlib.suppress(ProcessLookupError):  # dead already: its line tells
-                descriptor = os.pidfd_open(follower.process.pid)
-                waits[descriptor] = follower
-                poll.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll()]
-        if stop in ready:
-            return
-        this = team()
-        if this is not None:
-            this.found_dead(waits[ready[0]])
-    finally:
-        for descriptor in (*waits, stop):
-            os.close(descriptor)
-
-
-def _end(followers: Sequence[_Follower], stop_watching: int | None = None) -> None:
-    """Kill the followers, who have nothing to save and may be in the middle of anything, and wait for their end."""
-    if stop_watching is not None:
-        os.close(stop_watching)
-    for follower in followers:
-        follower.line.close()
-        follower.process.kill()
-    for follower in followers:
-        follower.process.wait()
+def _tell_of(team: Team | None, dead: FollowerProcess) -> None:
+    if team is not None:
+        team.found_dead(dead)
