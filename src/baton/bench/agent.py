@@ -89,6 +89,7 @@ class Agent:
             "arch": platform.machine(),
             "kernel": platform.release(),
             "memory": psutil.virtual_memory().total,
+            "load": round(os.getloadavg()[0], 2),
         }
 
     def _open_source(self, order: Fields) -> Fields:

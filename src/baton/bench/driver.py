@@ -215,13 +215,13 @@ class Driver:
         ]
         rounds = min(OVERLAP_ROUNDS, options.repeat)
         for turn in range(rounds):
-            for contestant, serial_s in contestants:
+            for contestant, serial_s in list(contestants):
                 self._advance(f"overlap {contestant.key.label}")
                 try:
                     studies.run(contestant, serial_s, verify=options.verify and turn == rounds - 1)
                 except BatonError as error:
                     self._failures.append(f"{contestant.key.label}, overlap: {one_line(error)}")
-                    return
+                    contestants.remove((contestant, serial_s))
         for record in studies.records():
             self._others.append(record)
             self._report(record)
@@ -316,5 +316,5 @@ def _closing(agent: Agent) -> Iterator[Agent]:
 
 
 def _facts(hello: dict[str, Any]) -> dict[str, Any]:
-    names = ("host", "cpus", "arch", "kernel", "memory")
+    names = ("host", "cpus", "arch", "kernel", "memory", "load")
     return {name: hello.get(name) for name in names}

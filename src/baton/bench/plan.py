@@ -11,7 +11,7 @@ from baton.errors import ConfigError, shown
 from baton.kv.layout import DTYPE_BYTES
 from baton.kv.shards import KVGeometry
 
-PIPES = ("shm", "tcp", "nixl", "gloo")
+PIPES = ("shm", "vm", "tcp", "nixl", "gloo")
 PATTERNS = ("1-1", "N-1", "1-N", "NxM")
 MAX_STREAMS = 64
 REFERENCE_BLOCK_BYTES = 32 << 10

@@ -12,7 +12,7 @@ from baton.bench.specs import MAX_COMPUTE_S, MODES
 from baton.bench.stats import Spread
 from baton.errors import ConfigError
 
-LIMITS = {"shm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
+LIMITS = {"shm": "memcpy", "vm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
 """The baseline that bounds a pipe of a kind on one host; between two, it is the socket for all."""
 
 

@@ -46,6 +46,8 @@ class Source:
         self._bare = BareServer(self._shards.primary.blocks.reshape(-1), host, token)
         for kind in spec.kinds:
             self._offer(kind, host, token)
+        if "tcp" not in self._services:  # pipes without messages of their own are told of progress over it
+            self._serve_messages("tcp")
 
     def facts(self) -> SourceFacts:
         """Return what targets need to know."""
@@ -84,13 +86,14 @@ class Source:
                 token=token,
             )
 
-        def serve_messages() -> None:
-            self._services[kind] = MessageService(self._messenger.listen(kind), self._shards.primary.progress.advance)
-
         if reason := _attempt(serve_blocks):
             self._refused[kind] = reason
-        if reason := _attempt(serve_messages):
+        if reason := _attempt(lambda: self._serve_messages(kind)):
             log.info("no messages over %s: %s", kind, reason)
+
+    def _serve_messages(self, kind: str) -> None:
+        advance = self._shards.primary.progress.advance
+        self._services[kind] = MessageService(self._messenger.listen(kind), advance)
 
 
 def _attempt(what: Callable[[], None]) -> str:

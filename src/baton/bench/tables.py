@@ -22,12 +22,20 @@ from baton.bench.records import (
 )
 
 R = TypeVar("R", bound=Record)
+BUSY_SHARE = 0.5
+"""Load per CPU before a run from which on its figures come with a warning."""
 
 
 def print_tables(records: Sequence[Record], console: Console) -> None:
     """Print everything that was reported."""
     for run in _of(records, RunRecord):
         console.print(_headline(run))
+        for machine in filter(None, (run.machine, run.peer)):
+            if machine["load"] > machine["cpus"] * BUSY_SHARE:
+                text = (
+                    f"{machine['host']} was busy (load {machine['load']} on {machine['cpus']} CPUs): rates are too low"
+                )
+                console.print(text, style="yellow")
     console.print(_transfers(records))
     for overlap_table in _some(_of(records, OverlapRecord), _overlaps):
         console.print(overlap_table)

@@ -103,8 +103,9 @@ class Target:
         flow = self._flows(spec.run)[0]
         if spec.run.wipe:
             self._wipe()
-        address = self._address(kind)
-        with self._messenger.connect(kind, address, deadline=time.monotonic() + CONNECT_S) as pipe:
+        notices = kind if kind in dict(self._spec.sources[0].messages) else "tcp"
+        address = self._address(notices)
+        with self._messenger.connect(notices, address, deadline=time.monotonic() + CONNECT_S) as pipe:
             study = Study(spec, len(self._spec.shape.layers), len(flow.remote), self._progress)
             self._progress = study.last_progress
             exposed = study.run(pipe, lambda part, ready: method.fetch_part(flow, part, ready))
