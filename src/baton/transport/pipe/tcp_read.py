@@ -276,12 +276,14 @@ def request_blocks(
         stream.recv_into(views, wait, "receiving blocks")
     else:
         recv(views, wait)
+    # Before the tail is there: the server hashes at the same time.
+    found = checksums_of(local, targets, segments[:, 1], segments[:, 2]) if checksums else None
     unchanged, sums = parse_tail(
         sent_bits, stream.recv_exact(tail, wait, "receiving blocks"), count, checksums=checksums
     )
     valid = sent & unchanged
     if sums is not None:
-        wrong = np.flatnonzero(sent)[sums != checksums_of(local, targets, segments[:, 1], segments[:, 2])]
+        wrong = np.flatnonzero(sent)[sums != found]
         damaged = wrong[valid[wrong]]  # blocks recycled meanwhile are known to be stale, and no fault of the way
         if len(damaged):
             log.error("%d of %d blocks from %s were damaged on their way", len(damaged), len(targets), stream.peer)
