@@ -259,7 +259,7 @@ def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> Non
             raise InvalidRequestError(
                 f"{name} goes from {ids.min()} to {ids.max()}, the arena has {count} blocks", field=name
             )
-    if len(blocks.positions) and int(blocks.positions.min()) < 0:
+    if not blocks.paired and len(blocks.positions) and int(blocks.positions.min()) < 0:
         raise InvalidRequestError("positions must not be negative", field="positions")
 
 

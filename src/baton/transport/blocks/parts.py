@@ -23,6 +23,7 @@ class SequenceBlocks:
         positions: Place of each in the sequence, counted in blocks of the source, [n].
         local_ids: The sequence's blocks here from its first token on, all different, [w].
         writable: Which of them may be written, bool [w]; others have their KV already.
+        paired: Blocks go one to one, all of them.
         ready: Progress of the source before its first layer, if it is still computing them: layer i is there at
             ``ready + i + 1``. ``None``: everything is.
     """
@@ -33,6 +34,7 @@ class SequenceBlocks:
     local_ids: Ids
     writable: Valid
     ready: int | None = None
+    paired: bool = False
 
     @classmethod
     def pairs(cls, remote_ids: npt.ArrayLike, generations: npt.ArrayLike, local_ids: npt.ArrayLike) -> SequenceBlocks:
@@ -43,9 +45,8 @@ class SequenceBlocks:
         """
         reads = BlockReads.of(remote_ids, generations, local_ids)
         count = len(reads)
-        return cls(
-            reads.remote_ids, reads.generations, np.arange(count), reads.local_ids, np.ones(count, dtype=np.bool_)
-        )
+        every = np.ones(count, dtype=np.bool_)
+        return cls(reads.remote_ids, reads.generations, np.arange(count), reads.local_ids, every, paired=True)
 
     @classmethod
     def of(
@@ -132,10 +133,13 @@ def parts_of(plan: ReshardPlan, wanted: SequenceBlocks, layers: range | None = N
 
 def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
     """Blocks are the same thing on both sides: they are copied whole, rank by rank."""
-    mine = np.flatnonzero(wanted.positions < len(wanted.local_ids))
-    mine = mine[wanted.writable[wanted.positions[mine]]]
-    if len(mine):
+    if wanted.paired:
+        mine = np.arange(1) if len(wanted) == 1 else np.argsort(wanted.remote_ids, kind="stable")
+    else:
+        mine = np.flatnonzero(wanted.positions < len(wanted.local_ids))
+        mine = mine[wanted.writable[wanted.positions[mine]]]
         mine = mine[np.argsort(wanted.remote_ids[mine], kind="stable")]
+    if len(mine):
         local = wanted.local_ids[wanted.positions[mine]]
         for copy in plan.copies:
             reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, source_shard=copy.source.index)
