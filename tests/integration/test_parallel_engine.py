@@ -22,6 +22,7 @@ from baton.engine.batch import ForwardBatch, RunnerLostError
 from baton.engine.build import make_arena
 from baton.engine.llm import LLM
 from baton.engine.model_runner import ModelRunner
+from baton.engine.parallel import peers, team
 from baton.engine.parallel.team import Team
 from baton.errors import ConfigError, InternalError
 from baton.kv.shards import KVShards, ShardSpec, shard_layout, shard_specs
@@ -66,8 +67,8 @@ class Spares:
         return self._waiting.pop(case)
 
     def close(self) -> None:
-        for team in self._waiting.values():
-            team.close()
+        for waiting in self._waiting.values():
+            waiting.close()
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def children() -> set[int]:
 def test_equality_of_mixed_batches_with_chunks_and_preemption(
     spares: Spares, references: References, case: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    team = spares.take(case)
-    monkeypatch.setattr(model_runner, "Team", lambda config, shards: team)
+    spare = spares.take(case)
+    monkeypatch.setattr(model_runner, "Team", lambda config, shards: spare)
     with LLM(case_config(references, case)) as llm:
         check_equality(references, case[0], llm)
 
@@ -256,6 +257,23 @@ def test_a_follower_killed_in_the_middle_of_generation_ends_it(square: LLM) -> N
     square.close()
     square.close()
     assert not children()
+
+
+def test_a_follower_that_hangs_is_given_up(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    with LLM(engine_config(references, tp=2)) as llm:
+        (follower,) = children() - before
+        for module in (peers, team):
+            monkeypatch.setattr(module, "STEP_TIMEOUT_S", 3.0)
+        with pytest.raises(InternalError, match="IndexError"):
+            llm.core.runner.forward(one_prompt(row=77))  # the ranks meet anew after it, with the shorter time
+        llm.core.runner.forward(one_prompt())
+        os.kill(follower, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RunnerLostError, match=f"process {follower}\\).* does not answer"):
+            llm.generate([[9, 10, 11]], SamplingParams(temperature=0.0, max_tokens=3))
+        assert time.monotonic() - began < 20.0
+    assert children() == before
 
 
 @pytest.mark.parametrize(("values", "field", "words"), [({"tp": 3}, "tp", "2 KV heads"), ({"pp": 5}, "pp", "4 layers")])
