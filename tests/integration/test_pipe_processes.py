@@ -15,7 +15,7 @@ import pytest
 from tests.transport_faults import LAYOUT, fingerprint
 from tests.transport_rig import Media, soon
 
-from baton.config.ucx import infiniband_ports, interface_of, set_ucx_environment
+from baton.config.ucx import infiniband_ports, interface_of, set_nixl_log_level, set_ucx_environment
 from baton.errors import PipeClosedError
 from baton.kv.arena import KVArena
 from baton.transport.blocks import BlockFetcher, BlockSource, Endpoint
@@ -165,10 +165,11 @@ def test_an_owner_killed_in_its_sleep_is_gone_for_its_reader() -> None:
 
 def test_what_ucx_is_told(tmp_path: Any) -> None:
     env = {"UCX_LOG_LEVEL": "info", "UCX_TLS": "tcp"}
+    set_nixl_log_level(env=env)
     set_ucx_environment("127.0.0.1", env=env, infiniband=tmp_path)
     assert env["UCX_NET_DEVICES"] == "lo"
     assert env["UCX_MODULES"] == "^ib"
-    assert env["UCX_LOG_LEVEL"] == "info"  # the user's
+    assert (env["UCX_LOG_LEVEL"], env["NIXL_LOG_LEVEL"]) == ("info", "FATAL")  # the user's, and ours
     (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
     assert infiniband_ports(tmp_path) == ["mlx5_0:1"]
     env = {}

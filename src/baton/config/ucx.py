@@ -16,7 +16,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 def set_ucx_environment(
     host: str, *, env: MutableMapping[str, str] | None = None, infiniband: Path = INFINIBAND
 ) -> dict[str, str]:
-    """Set what UCX needs to listen on ``host`` alone, to be fast over sockets and quiet; whatever is set already stays.
+    """Set what UCX needs to listen on ``host`` alone and to be fast over sockets; what is set already stays.
 
     To be called before a process's first NIXL agent is made. The settings, and why:
 
@@ -25,7 +25,6 @@ def set_ucx_environment(
     - ``UCX_MODULES=^ib`` on a machine without InfiniBand: that module crashes there when the process ends.
     - ``UCX_MM_ERROR_HANDLING=y``: admits shared memory although peers may die.
     - ``UCX_TCP_TX_SEG_SIZE``, ``UCX_TCP_RX_SEG_SIZE``: 256 KiB make sockets eight times faster.
-    - ``UCX_LOG_LEVEL``, ``NIXL_LOG_LEVEL``: what fails is raised as an error and logged by the one who asked.
 
     Args:
         host: Address that pipes listen on.
@@ -41,8 +40,6 @@ def set_ucx_environment(
         "UCX_MM_ERROR_HANDLING": "y",
         "UCX_TCP_TX_SEG_SIZE": "256K",
         "UCX_TCP_RX_SEG_SIZE": "256K",
-        "UCX_LOG_LEVEL": "fatal",
-        "NIXL_LOG_LEVEL": "FATAL",
     }
     if not ports:
         wanted["UCX_MODULES"] = "^ib"
@@ -52,6 +49,16 @@ def set_ucx_environment(
     new = {name: value for name, value in wanted.items() if name not in target}
     target.update(new)
     return new
+
+
+def set_nixl_log_level(*, env: MutableMapping[str, str] | None = None) -> None:
+    """Have NIXL and UCX say nothing by themselves, if nothing else is set already.
+
+    What fails is raised as an error, and logged by the one who asked. To be called before NIXL is loaded.
+    """
+    target = os.environ if env is None else env
+    target.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    target.setdefault("UCX_LOG_LEVEL", "fatal")
 
 
 def infiniband_ports(folder: Path = INFINIBAND) -> list[str]:

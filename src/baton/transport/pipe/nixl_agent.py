@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.config.ucx import set_ucx_environment
+from baton.config.ucx import set_nixl_log_level, set_ucx_environment
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
 from baton.transport.block_types import Bytes
 from baton.transport.sockets import Stream
@@ -313,6 +313,7 @@ def attend(agent: NixlAgent, line: Stream, wait: Wait, what: str) -> None:
 
 
 def _import_nixl() -> ModuleType:
+    set_nixl_log_level()
     reasons = []
     for name in _MODULES:
         try:
