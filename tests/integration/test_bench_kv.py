@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -224,9 +225,11 @@ def test_a_listener_and_its_token(tmp_path):
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("secret", encoding="utf-8")
     wrong.write_text("guess", encoding="utf-8")
-    command = ["-m", "baton.cli.main", "bench", "kv", "--listen", "127.0.0.1:7178", "--token-file", str(right)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        wanted = f"127.0.0.1:{taken.getsockname()[1]}"
+    command = ["-m", "baton.cli.main", "bench", "kv", "--listen", wanted, "--token-file", str(right)]
     with listener(*command) as address:
-        assert address == "127.0.0.1:7178"
+        assert address == wanted
         for _ in range(2):  # it serves one driver after the other
             done = bench(*QUICK, "--connect", address, "--pipe", "tcp", "--token-file", str(right), "--json")
             assert done.returncode == 0, done.stdout + done.stderr
@@ -243,9 +246,9 @@ def test_a_listener_and_its_token(tmp_path):
     assert "cannot connect" in gone.stderr
 
 
-def running() -> subprocess.Popen[str]:
+def running(*arguments: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [*BATON, *QUICK, "--pipe", "tcp", "--repeat", "10000"],
+        [*BATON, *QUICK, "--pipe", "tcp", "--repeat", "10000", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -264,11 +267,25 @@ def test_an_end_in_the_middle_leaves_no_process(number):
     assert "Traceback" not in err
 
 
+def test_a_reader_that_has_had_enough():
+    process = running("--json")
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["record"] == "run"
+    process.stdout.close()
+    os.kill(agents_of(process.pid)[0], signal.SIGKILL)  # so that it has something to say
+    assert process.stderr is not None
+    with process.stderr:
+        assert "Traceback" not in process.stderr.read()
+    assert process.wait(LIMIT_S) == 1
+    until(lambda: agents_of(process.pid) == [], "agents stayed")
+
+
 def test_an_agent_that_dies_is_named():
-    process = running()
+    process = running("--json")
     os.kill(agents_of(process.pid)[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=LIMIT_S)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
+    assert "is gone" in lines(out)[-1]["failures"][0]
     assert "is gone" in err
     assert len(err.splitlines()) == 1
     assert agents_of(process.pid) == []

@@ -26,7 +26,7 @@ from baton.bench.report import OverlapStudies, sample_seconds, stage_records, ve
 from baton.bench.rivals import RIVALS
 from baton.bench.source import require_memory
 from baton.bench.stats import Spread
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import read_token
 from baton.version import __version__
 
@@ -77,20 +77,29 @@ class Driver:
         rounds = options.warmup + options.repeat
         methods = {each.name: len(pipe_methods(options)) + len(baseline_methods(options, each.name)) for each in stages}
         self._left = sum(len(each.cases) * methods[each.name] for each in stages) * rounds + len(options.asked)
-        with contextlib.ExitStack() as stack:
-            sources = [stack.enter_context(self._source(i)) for i in range(options.num_sources)]
-            targets = [stack.enter_context(self._target(i)) for i in range(options.num_targets)]
-            self._report(self._run_record(stage, sources[0], targets[0]))
-            for each in stages:
-                self._run_stage(each, sources, targets)
-            if self._with_reference():
-                self._small(sources, targets)
+        try:
+            self._measure(stages)
+        except BatonError as error:
+            code = EXIT_UNABLE if isinstance(error, ConfigError) else EXIT_FAILED
+            self._report(ResultRecord(code, (one_line(error),), round(time.perf_counter() - started, 3)))
+            raise
         for ratio in compute_ratios(self._standings, self._others):
             self._report(ratio)
         code = self._exit_code()
         failures = (*self._failures, *self._slow, *(f"{n}: {w}" for n, w in self._asked_in_vain()))
         self._report(ResultRecord(code, failures, round(time.perf_counter() - started, 3)))
         return code
+
+    def _measure(self, stages: list[Stage]) -> None:
+        options = self._options
+        with contextlib.ExitStack() as stack:
+            sources = [stack.enter_context(self._source(i)) for i in range(options.num_sources)]
+            targets = [stack.enter_context(self._target(i)) for i in range(options.num_targets)]
+            self._report(self._run_record(stages[0], sources[0], targets[0]))
+            for stage in stages:
+                self._run_stage(stage, sources, targets)
+            if self._with_reference():
+                self._small(sources, targets)
 
     def _with_reference(self) -> bool:
         return self._options.reference and self._options.pattern == "1-1"

@@ -9,7 +9,7 @@ from baton.bench.control import seconds
 from baton.bench.plan import Case, MethodKey, Options, Stage
 from baton.bench.records import BaselineRecord, OverlapRecord, Record, TransferRecord, VerdictRecord
 from baton.bench.specs import MAX_COMPUTE_S, MODES
-from baton.bench.stats import Spread
+from baton.bench.stats import Spread, paired_ratio
 from baton.errors import ConfigError
 
 LIMITS = {"shm": "memcpy", "vm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
@@ -94,10 +94,9 @@ class OverlapStudies:
         self._case, self._options = case, options
         self._chunk_blocks = max(1, min(options.chunk // options.block_size, case.blocks))
         self._tokens = case.blocks * stage.source.block_size
-        self._exposed: dict[tuple[MethodKey, str], list[float]] = {}
+        self._runs: dict[tuple[MethodKey, str], list[tuple[float, float]]] = {}
         self._wrong: dict[tuple[MethodKey, str], int] = {}
         self._steps = 0
-        self._compute: dict[MethodKey, float] = {}
 
     def run(self, contestant: FlowContestant, serial_s: float, *, verify: bool) -> None:
         """Run every mode once.
@@ -112,23 +111,25 @@ class OverlapStudies:
         """
         speed = self._options.prefill_tokens_per_s
         compute_s = serial_s if speed is None else self._tokens / speed
-        if not 0 < compute_s < MAX_COMPUTE_S:
-            raise ConfigError(f"computing {self._tokens} tokens would take {compute_s:.0f} s", field="isl")
-        self._compute[contestant.key] = compute_s
         for mode in MODES:
-            study = Study(mode, self._chunk_blocks, compute_s)
-            answer = contestant.overlap(self._case, study, verify=verify)
+            if not 0 < compute_s < MAX_COMPUTE_S:
+                raise ConfigError(f"computing {self._tokens} tokens would take {compute_s:.3g} s", field="isl")
+            answer = contestant.overlap(self._case, Study(mode, self._chunk_blocks, compute_s), verify=verify)
             self._steps = int(seconds(answer, "steps"))
-            self._exposed.setdefault((contestant.key, mode), []).append(seconds(answer, "exposed"))
+            exposed = seconds(answer, "exposed")
+            self._runs.setdefault((contestant.key, mode), []).append((compute_s, exposed))
             if verify:
                 self._wrong[contestant.key, mode] = int(seconds(answer, "wrong"))
+            if mode == "serial" and speed is None:
+                compute_s = exposed  # what the transfer takes right now: the other modes are compared with this run
 
     def records(self) -> list[OverlapRecord]:
-        """Return a record per pipe and mode."""
+        """Return a record per pipe and mode; shares are medians of quotients within a turn."""
         out: list[OverlapRecord] = []
-        for (key, mode), samples in self._exposed.items():
-            exposed, serial = Spread.of(samples).p50, Spread.of(self._exposed[key, "serial"]).p50
-            compute = self._compute[key]
+        for (key, mode), runs in self._runs.items():
+            computes, exposed = [compute for compute, _ in runs], [seconds for _, seconds in runs]
+            serial = [seconds for _, seconds in self._runs[key, "serial"]][: len(runs)]
+            compute = Spread.of(computes).p50
             out.append(
                 OverlapRecord(
                     pipe=key.name,
@@ -139,8 +140,8 @@ class OverlapStudies:
                     steps=self._steps,
                     prefill_tokens_per_s=round(self._tokens / compute, 1),
                     compute_ms=round(compute * 1e3, 3),
-                    exposed_ms=round(exposed * 1e3, 3),
-                    percent_of_serial=round(100 * exposed / serial, 1),
+                    exposed_ms=round(Spread.of(exposed).p50 * 1e3, 3),
+                    percent_of_serial=round(100 * paired_ratio(exposed, serial), 1),
                     verified=self._wrong.get((key, mode)) == 0,
                 )
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from baton.errors import BatonError, ConfigError
@@ -85,6 +86,9 @@ def run_kv(args: argparse.Namespace) -> int:
         return 2
     except BatonError as error:
         print(f"baton bench kv: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who reads our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
