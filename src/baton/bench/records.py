@@ -90,6 +90,7 @@ class BaselineRecord(Record):
     case: str
     method: str
     streams: int
+    tokens: int
     bytes: int
     runs: int
     p50_ms: float

@@ -154,6 +154,7 @@ def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> Baseline
         case=case.name,
         method=key.name,
         streams=key.streams,
+        tokens=case.tokens,
         bytes=samples[0].bytes,
         runs=len(samples),
         p50_ms=round(spread.p50, 4),

@@ -67,12 +67,10 @@ def _transfers(records: Sequence[Record]) -> Table:
     for record in records:
         if not isinstance(record, (TransferRecord, BaselineRecord)):
             continue
-        named = (
-            f"{record.case} {record.tokens}" if isinstance(record, TransferRecord) and record.tokens else record.case
-        )
-        if case and case != record.case:
+        named = f"{record.case} {record.tokens}" if record.tokens else record.case
+        if case and case != named:
             table.add_section()
-        case = record.case
+        case = named
         times = [f"{ms:.2f}" for ms in (record.p50_ms, record.p95_ms, record.p99_ms)]
         rate, cpu = f"{record.gb_per_s:.2f}", f"{record.cpu_s_per_gb:.3f}"
         name, size = record.pipe if isinstance(record, TransferRecord) else record.method, _bytes(record.bytes)
