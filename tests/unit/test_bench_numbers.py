@@ -21,7 +21,7 @@ from baton.bench.plan import Case, MethodKey, Options, Stage, model_stage, parse
 from baton.bench.plot import check_plot, draw
 from baton.bench.ratios import compute_ratios
 from baton.bench.records import MessagesRecord, OverlapRecord
-from baton.bench.report import stage_records, verdict
+from baton.bench.report import stage_records, verdict, verdict_records
 from baton.bench.specs import OverlapSpec, RunSpec, Shape, SourceSpec
 from baton.bench.stats import Spread, paired_ratio, percentile
 from baton.errors import ConfigError, InternalError
@@ -68,6 +68,15 @@ def test_the_verdict_is_kappa_times_speed_against_rate(wanted, carries):
     record = verdict(MethodKey("tcp", 4), 4096, 128 << 10, 10.0, wanted)
     assert record.max_prefill_tokens_per_s == pytest.approx(10e9 / 131072, rel=1e-4)
     assert record.carries is carries
+
+
+def test_replicated_heads_count_once_in_the_verdict():
+    options = Options(geometry="deepseek-v3", isl="1000", dst_tp=4)
+    stage = model_stage(options)
+    (case,) = stage.cases
+    moved = 4 * case.flow_bytes  # every rank of the target holds the latent
+    (record,) = verdict_records(stage, [standing(MethodKey("shm"), {case: [Sample(0.5, moved, 0.1)]})], options)
+    assert record.max_prefill_tokens_per_s == pytest.approx(1008 / 0.5)
 
 
 CASE = Case("kv", 16, 4, True, 4 << 20)

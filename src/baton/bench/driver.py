@@ -169,7 +169,7 @@ class Driver:
             self._report(record)
         if stage.name != "reference":
             self._judge(stage, standings)
-            for verdict in verdict_records(stage, standings, self._options.prefill_tokens_per_s):
+            for verdict in verdict_records(stage, standings, self._options):
                 self._report(verdict)
 
     def _contestants(self, opened: OpenStage) -> list[Contestant]:

@@ -47,17 +47,20 @@ def limit_of(name: str, streams: int, done: Mapping[MethodKey, list[Sample]]) ->
     return nearest.label, Spread.of(rates(done[nearest])).p50
 
 
-def verdict_records(stage: Stage, standings: Sequence[Standing], wanted: float | None) -> list[VerdictRecord]:
-    """Return, per pipe and prompt length, which prefill speed the link carries: kappa * v_p <= B."""
+def verdict_records(stage: Stage, standings: Sequence[Standing], options: Options) -> list[VerdictRecord]:
+    """Return, per pipe and prompt length, which prefill speed the link carries: kappa * v_p <= B.
+
+    B counts the prompts' own KV: what ranks that hold the same heads get beyond that is the price of their shape.
+    """
     if stage.name != "kv":
         return []
-    kappa = stage.source.bytes_per_token
-    out: list[VerdictRecord] = []
+    flows, out = options.num_sources * options.num_targets, []
     for case in stage.cases:
         for standing in standings:
             if standing.contestant.is_pipe and standing.samples.get(case):
-                rate = Spread.of(rates(standing.samples[case])).p50
-                out.append(verdict(standing.contestant.key, case.tokens, kappa, rate, wanted))
+                rate = case.flow_bytes * flows / sample_seconds(standing.samples[case]) / 1e9
+                key, kappa = standing.contestant.key, stage.source.bytes_per_token
+                out.append(verdict(key, case.tokens, kappa, rate, options.prefill_tokens_per_s))
     return out
 
 
