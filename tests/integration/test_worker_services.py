@@ -109,6 +109,13 @@ async def test_a_stream_cancelled_while_it_waits_for_an_offer_ends_quietly(clust
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+def offers_of(responses):
+    """Offers of blocks that are being computed, and of complete ones."""
+    offers = [r.offer for r in responses if r.WhichOneof("event") == "offer"]
+    early = [offer for offer in offers if offer.HasField("ready")]
+    return early, [offer for offer in offers if not offer.HasField("ready")]
+
+
 async def test_the_stream_is_the_lease(cluster):
     prefill = cluster.prefill[0]
     async with open_channel(prefill.address) as channel:
@@ -117,9 +124,12 @@ async def test_the_stream_is_the_lease(cluster):
         kinds = [response.WhichOneof("event") for response in responses]
         assert kinds[0] == "accepted"
         assert kinds[-1] == "result"
-        assert kinds.count("offer") >= 3  # one per chunk of 64
-        offered = [i for r in responses if r.WhichOneof("event") == "offer" for i in r.offer.block_ids]
-        assert len(offered) == len(set(offered)) == BLOCKS
+        early, complete = offers_of(responses)
+        assert len(complete) >= 3  # one per chunk of 64
+        for offers in (early, complete):
+            offered = [i for offer in offers for i in offer.block_ids]
+            assert len(offered) == len(set(offered)) == BLOCKS
+        assert [offer.ready for offer in early] == sorted({offer.ready for offer in early})
         assert await active(prefill) == BLOCKS
         call.cancel()
     await settle(cluster)
@@ -130,9 +140,9 @@ async def test_held_tokens_are_not_offered(cluster):
     async with open_channel(prefill.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         call = stub.Prefill(prefill_request(prefill, num_held_tokens=64))
-        offers = [r.offer for r in await read_to_result(call) if r.WhichOneof("event") == "offer"]
-        assert min(offer.first_block for offer in offers if offer.block_ids) == 4
-        assert sum(len(offer.block_ids) for offer in offers) == BLOCKS - 4
+        for offers in offers_of(await read_to_result(call)):
+            assert min(offer.first_block for offer in offers if offer.block_ids) == 4
+            assert sum(len(offer.block_ids) for offer in offers) == BLOCKS - 4
         call.cancel()
 
 
@@ -161,7 +171,7 @@ async def test_too_many_leases_are_refused(cluster):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("model_digest", "x"), ("kv_dtype", "bfloat16"), ("block_size", 32), ("layout", "other")]
+    ("field", "value"), [("model_digest", "x"), ("kv_dtype", "bfloat16"), ("tp_size", 5), ("layout", "other")]
 )
 async def test_a_reader_with_other_kv_is_refused_by_the_field(cluster, field, value):
     prefill = cluster.prefill[0]

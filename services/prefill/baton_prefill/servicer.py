@@ -105,9 +105,9 @@ class PrefillServicer(WorkerServicerBase):
     def _engine_request(self, request: worker_pb2.PrefillRequest) -> EngineRequest:
         tokens = list(request.prompt_token_ids)
         request_id = require_request(request.request_id, len(tokens))
-        self._worker.runner.fingerprint.require_compatible(
-            fingerprint_from_pb(request.fingerprint), who="decode instance"
-        )
+        mine, theirs = self._worker.runner.fingerprint, fingerprint_from_pb(request.fingerprint)
+        mine.require_compatible(theirs, who="decode instance")
+        theirs.plan_from(mine)  # whether its shape can take these blocks
         if request.num_held_tokens >= len(tokens):
             raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
         if request.num_output_tokens >= len(tokens):
