@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.transport_rig import nixl_agents, soon
+from tests.transport_rig import Media, nixl_agents, open_fds, soon
 
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
 from baton.transport.blocks.kinds import kind_obstacle, resolve_kinds
@@ -48,7 +48,7 @@ def test_one_agent_reads_anothers_memory_while_that_attends() -> None:
     elsewhere = np.array([[4096, 100, 0]], np.uint64)
     with pytest.raises(PipeClosedError, match="cannot be read"):
         reader.read(owner.name, (rows(target, source, 100)[0], elsewhere), target, mine, Wait(soon()))
-    reader.disconnect(owner.name)
+    reader.disconnect(owner.name)  # and forgotten, since a read failed
     with pytest.raises(PipeClosedError, match="cannot be read"):
         reader.read(owner.name, rows(target, source, 100), target, mine, Wait(soon()))
     owner.give_back(source)
@@ -83,6 +83,16 @@ def test_a_closed_agent_says_so() -> None:
             call()
 
 
+def meet_often() -> None:
+    """Pipes that come and go, over sockets; run with ``UCX_TLS=tcp``."""
+    media, open_before = Media("nixl"), 0
+    for turn in range(12):
+        for end in media.pair():
+            end.close()
+        open_before = open_before or open_fds()
+        assert open_fds() == open_before, turn
+
+
 def read_that_never_ends() -> None:
     """Over sockets a read needs its owner's progress, which never comes here; run with ``UCX_TLS=tcp``."""
     owner, reader = NixlAgent(), NixlAgent()
@@ -108,8 +118,9 @@ def read_that_never_ends() -> None:
     owner.close()
 
 
-def test_a_read_that_cannot_end_is_ended_with_the_agent() -> None:
-    code = "from tests.unit.test_nixl_agent import read_that_never_ends; read_that_never_ends()"
+@pytest.mark.parametrize("what", ["read_that_never_ends", "meet_often"])
+def test_over_sockets(what: str) -> None:
+    code = f"from tests.unit.test_nixl_agent import {what}; {what}()"
     env = os.environ | {"UCX_TLS": "tcp", "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

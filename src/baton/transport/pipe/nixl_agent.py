@@ -36,6 +36,8 @@ Rows = npt.NDArray[np.uint64]
 
 MAX_METADATA_BYTES = 64 << 10
 """Bound on what a peer says about its memory; a machine with eight network cards needs a few KiB."""
+MAX_PEERS = 256
+"""Peers known at once, as far as they are not in use."""
 DRAIN_S = 2.0
 """How long a read that nobody waits for any more may take to end before it counts as stuck."""
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -95,6 +97,7 @@ class NixlAgent:
         self._errors = _error_types(api)
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {}
+        self._failed: set[str] = set()
         self._spare: dict[int, list[Region]] = {}
         self._kept: list[Region] = []
         try:
@@ -171,19 +174,23 @@ class NixlAgent:
                 if found not in self._peers:
                     agent.remove_remote_agent(found)
                 raise BadFrameError("the peer's NIXL metadata is another agent's", field="agent")
-            self._peers[name] = self._peers.get(name, 0) + 1
+            self._peers[name] = self._peers.pop(name, 0) + 1  # the latest comes last
+            idle = [peer for peer, uses in self._peers.items() if uses == 0]
+            for peer in idle[: max(0, len(self._peers) - MAX_PEERS)]:
+                self._forget(peer)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer, if this was the last use of it."""
+        """End one use of a peer.
+
+        It stays known, as UCX's sockets lose a file descriptor for good with every peer that is forgotten and met
+        again; unless a read from it failed.
+        """
         with self._lock:
             if name not in self._peers:
                 return
             self._peers[name] -= 1
-            if self._peers[name] == 0:
-                del self._peers[name]
-                if self._agent is not None:
-                    self._try(lambda: self._agent.remove_remote_agent(name))
-                    self._try(lambda: self._agent.get_new_notifs([_BACKEND]))  # lets UCX close its connections
+            if self._peers[name] == 0 and name in self._failed:
+                self._forget(name)
 
     def progress(self) -> None:
         """Let UCX do what peers wait for; never blocks.
@@ -212,7 +219,9 @@ class NixlAgent:
         handle, state = self._start(peer, rows)
         try:
             self._await(handle, state, line, wait)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, PipeClosedError):
+                self._failed.add(peer)
             # UCX cannot call a read off: it is over when it is over, or when the whole agent is.
             if not self._drained(handle):
                 target.stuck.append(handle)
@@ -242,6 +251,7 @@ class NixlAgent:
                 handle = agent.initialize_xfer("READ", local, remote, peer, b"", [_BACKEND])
                 return handle, agent.transfer(handle)
             except self._errors as error:
+                self._failed.add(peer)
                 raise PipeClosedError(f"{peer} cannot be read from: {error}") from error
 
     def _await(self, handle: Any, state: str, line: Stream, wait: Wait) -> None:
@@ -280,6 +290,13 @@ class NixlAgent:
     def _release(self, handle: Any) -> None:
         with self._lock:
             self._try(handle.release)
+
+    def _forget(self, name: str) -> None:
+        del self._peers[name]
+        self._failed.discard(name)
+        if self._agent is not None:
+            self._try(lambda: self._agent.remove_remote_agent(name))
+            self._try(lambda: self._agent.get_new_notifs([_BACKEND]))  # lets UCX close its connections
 
     def _try(self, call: Any) -> None:
         """Give something back; what a dead peer keeps NIXL from taking, it takes when the agent ends."""
