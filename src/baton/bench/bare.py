@@ -43,6 +43,7 @@ class BareServer:
         self.address = join_address(host, self._socket.getsockname()[1])
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
+        self._closed = False
         self._threads = [threading.Thread(target=self._accept, name="bench-bare-accept", daemon=True)]
         self._threads[0].start()
 
@@ -50,6 +51,7 @@ class BareServer:
         """Stop, and wait for the threads."""
         close_listener(self._socket)
         with self._lock:
+            self._closed = True
             streams = list(self._streams)
         for stream in streams:
             stream.close()
@@ -64,6 +66,9 @@ class BareServer:
                 return
             if greet(stream, self._token, Wait(time.monotonic() + HANDSHAKE_S)):
                 with self._lock:
+                    if self._closed:
+                        stream.close()
+                        return
                     self._streams.add(stream)
                 thread = threading.Thread(target=self._serve, args=(stream,), name="bench-bare", daemon=True)
                 self._threads.append(thread)

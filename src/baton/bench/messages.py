@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError
+from baton.errors import BatonError, CancelledError, ConfigError, DeadlineError, PipeClosedError
 from baton.transport.pipe.base import Pipe, PipeListener, WireTensor
 from baton.transport.pipe.gloo import GlooPipe, GlooPipeListener
 from baton.transport.pipe.nixl import NixlPipe, NixlPipeListener
@@ -31,8 +31,8 @@ MAX_STEPS = 1 << 15
 MAX_SCHEDULE_S = 600
 Schedule = npt.NDArray[np.int64]
 """int64 [n, 3]: nanoseconds from the start, progress, whether to tell."""
-_TURN_S = 0.5
-"""Seconds between two looks at whether the service is closing."""
+_IDLE_S = 3600.0
+"""Seconds between two looks at nobody; closing wakes all who wait."""
 _ANSWER_S = 10.0
 
 
@@ -134,13 +134,16 @@ class MessageService:
     def _accept(self) -> None:
         while not self._closing.is_set():
             try:
-                pipe = self._listener.accept(deadline=time.monotonic() + _TURN_S)
+                # Not in short turns: a handshake that begins at the end of one would be cut off with it.
+                pipe = self._listener.accept(deadline=time.monotonic() + _IDLE_S, cancelled=self._closing)
             except DeadlineError:
                 continue
-            except PipeClosedError:
+            except (CancelledError, PipeClosedError):
                 return
             with self._lock:
                 self._pipes.add(pipe)
+            if self._closing.is_set():  # it may have come too late for ``close`` to see it
+                pipe.close()
             thread = threading.Thread(target=self._serve, args=(pipe,), name="bench-messages", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -149,7 +152,7 @@ class MessageService:
         try:
             while not self._closing.is_set():
                 try:
-                    message = pipe.recv(deadline=time.monotonic() + _TURN_S)
+                    message = pipe.recv(deadline=time.monotonic() + _IDLE_S)
                 except DeadlineError:
                     continue
                 if message is not None and len(message) == 2:
