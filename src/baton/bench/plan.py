@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from baton.bench.geometries import model_geometry, named_geometry
 from baton.bench.specs import MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
+from baton.config.pipes import PIPE_KINDS
 from baton.errors import ConfigError, shown
 from baton.kv.layout import DTYPE_BYTES
 from baton.kv.shards import KVGeometry
 
-PIPES = ("shm", "vm", "tcp", "nixl", "gloo")
+PIPES = tuple(kind for kind in PIPE_KINDS if kind != "memory")
 PATTERNS = ("1-1", "N-1", "1-N", "NxM")
 MAX_STREAMS = 64
 REFERENCE_BLOCK_BYTES = 32 << 10
