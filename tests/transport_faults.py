@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -13,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from tests.child_env import child_env
 
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
@@ -68,7 +69,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=child_env(),
         )
         assert self.popen.stdout is not None
         said = json.loads(self.popen.stdout.readline())

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.child_env import child_env
 from tests.transport_faults import Hook
 from tests.transport_rig import Media, in_thread, nixl_agents, open_fds, soon
 
@@ -352,7 +353,7 @@ def test_a_killed_process_ends_every_pipe_at_whatever_point(media: Media) -> Non
         [sys.executable, "-c", CHILD, media.kind, *(listener.address for listener in listeners)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        env=child_env(),
     )
     assert child.stdout is not None
     ends = []
@@ -390,7 +391,7 @@ def test_a_stopped_peer_ends_at_the_deadline(media: Media) -> None:
             [sys.executable, "-c", CHILD, media.kind, listener.address],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+            env=child_env(),
         )
         assert child.stdout is not None
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.child_env import child_env
 
 from baton.bench import records
 
@@ -52,7 +53,7 @@ except KeyboardInterrupt:
 def bench(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command, and see that no process of it is left."""
     process = subprocess.Popen(
-        [*BATON, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
+        [*BATON, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_env(**(env or {}))
     )
     out, err = process.communicate(timeout=LIMIT_S)
     assert agents_of(process.pid) == []

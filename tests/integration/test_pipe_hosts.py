@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from tests.child_env import child_env
 
 OWNER = """
 import json, sys
@@ -85,7 +86,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("transports", ["all", "tcp"])
 def test_blocks_come_from_another_host_and_nothing_listens_elsewhere(hosts: tuple[str, str], transports: str) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "UCX_TLS": transports}
+    env = child_env(UCX_TLS=transports)
     kinds = ["nixl"] if transports == "tcp" else ["nixl", "tcp", "gloo"]
     owner = subprocess.Popen(
         ["ip", "netns", "exec", hosts[0], sys.executable, "-c", OWNER, "10.77.0.1", *kinds],

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from tests.child_env import child_env
 from tests.transport_faults import LAYOUT, fingerprint
 from tests.transport_rig import Media, soon
 
@@ -55,7 +56,7 @@ def start(kind: str, **env: str) -> tuple[subprocess.Popen[str], dict[str, Any]]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()} | env,
+        env=child_env(**env),
     )
     assert owner.stdout is not None
     return owner, json.loads(owner.stdout.readline())
@@ -125,9 +126,7 @@ def test_nixl_works_over_whatever_ucx_has(transports: str) -> None:
     owner, said = start("nixl", UCX_TLS=transports)
     try:
         command = [sys.executable, "-c", code, json.dumps(said)]
-        reader = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": os.getcwd()}
-        )
+        reader = subprocess.run(command, capture_output=True, text=True, timeout=60, env=child_env())
         assert (reader.returncode, reader.stderr) == (0, "")
         assert end(owner) == (0, "")
     finally:

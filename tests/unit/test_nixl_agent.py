@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.child_env import child_env
 from tests.transport_rig import Media, nixl_agents, open_fds, soon
 
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
@@ -121,7 +121,7 @@ def read_that_never_ends() -> None:
 @pytest.mark.parametrize("what", ["read_that_never_ends", "meet_often"])
 def test_over_sockets(what: str) -> None:
     code = f"from tests.unit.test_nixl_agent import {what}; {what}()"
-    env = os.environ | {"UCX_TLS": "tcp", "PYTHONPATH": os.getcwd()}
+    env = child_env(UCX_TLS="tcp")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

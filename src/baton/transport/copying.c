@@ -17,7 +17,7 @@ static void copy_plain(char *to, const char *from, size_t bytes)
 #include <immintrin.h>
 
 enum { PAGE = 4096, PAGES = 4, LINE = 64, AHEAD = 2 * LINE };
-#define PAST_CACHE_BYTES (2u << 20)
+#define PAST_CACHE_BYTES (512u << 10)
 
 /* One function per vector width; `line` copies 64 bytes from b to a, which is aligned to 64. */
 #define DEFINE_STREAM(name, isa, line)                                                     \

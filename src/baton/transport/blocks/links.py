@@ -150,7 +150,6 @@ class LinkCache:
         with self._changed:
             link.users -= 1
             link.last_used = time.monotonic()
-            self._changed.notify_all()
 
     def drop(self, link: Link) -> None:
         """Close a link that failed."""
@@ -224,5 +223,5 @@ class LinkCache:
                     if now - link.last_used >= self._idle_s:
                         self._forget(link)
                 ends = [link.last_used + self._idle_s - now for link in self._links.values() if not link.users]
-                # Links in use wake this thread when they are given back, by the notify of ``give``.
-                self._changed.wait(min(ends, default=None))
+                # Links in use are looked at again later: to wake this thread with every read would cost more than that.
+                self._changed.wait(min(ends, default=self._idle_s))
