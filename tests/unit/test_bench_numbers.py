@@ -111,15 +111,18 @@ def test_ratios_and_aims():
         standing(MethodKey("shm"), {CONTIGUOUS: at(8.9), PAGED: at(7)}),
         standing(MethodKey("tcp"), {CONTIGUOUS: at(2), PAGED: at(1.7)}),
         standing(MethodKey("tcp", 4), {CONTIGUOUS: at(3), PAGED: at(2.9)}),
+        standing(MethodKey("tcp-unchecked"), {CONTIGUOUS: at(2.5)}, is_pipe=False),
+        standing(MethodKey("tcp-unchecked", 4), {CONTIGUOUS: at(3.75)}, is_pipe=False),
     ]
-    message = MessagesRecord("shm", "round trip", 4096, 10, 14.0, 15.0, 16.0, 70_000.0)
+    message = MessagesRecord("shm", "read", 4096, 10, 14.0, 15.0, 16.0, 70_000.0)
     overlap = OverlapRecord("shm", 1, "layer-wise", 64, 16, 4, 1.0, 1.0, 1.0, 16.0, True)
     found = {r.name: (r.value, r.met) for r in compute_ratios(done, [message, overlap])}
     assert found["shm / memcpy, contiguous"] == (0.89, False)
     assert found["shm / bare NIXL, paged"] == (1.75, True)
-    assert found["tcp x4 / tcp, contiguous"] == (1.5, True)
+    assert found["tcp-unchecked x4 / tcp-unchecked, contiguous"] == (1.5, True)
+    assert found["tcp / tcp-unchecked, contiguous"] == (0.8, None)
     assert found["tcp paged / contiguous"] == (0.85, True)
-    assert found["shm 4 KiB round trip, p50"] == (14.0, True)
+    assert found["shm 4 KiB read, p50"] == (14.0, True)
     assert found["shm exposed, layer-wise / serial"] == (0.16, False)
     assert "tcp / socket, contiguous" not in found
 

@@ -66,6 +66,7 @@ class Agent:
             "run": lambda order: self._the_target().run(from_fields(RunSpec, order.get("run"))),
             "overlap": lambda order: self._the_target().overlap(from_fields(OverlapSpec, order.get("overlap"))),
             "reads": self._reads,
+            "fetches": self._fetches,
             "round_trips": self._round_trips,
             "cpu": lambda _: {"cpu": time.process_time()},
             "close": self._close,
@@ -104,6 +105,9 @@ class Agent:
 
     def _reads(self, order: Fields) -> Fields:
         return {"seconds": self._the_target().reads(str(order.get("kind")), *_bounds(order))}
+
+    def _fetches(self, order: Fields) -> Fields:
+        return {"seconds": self._the_target().fetches(str(order.get("kind")), *_bounds(order))}
 
     def _round_trips(self, order: Fields) -> Fields:
         size = order.get("size")

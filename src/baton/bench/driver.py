@@ -258,13 +258,14 @@ class Driver:
                 if kind in carried:
                     self._round_trips(targets[0], kind)
                 if kind not in self._unavailable:
-                    answer = targets[0].ask("reads", kind=kind, count=SAMPLES, limit_s=SAMPLE_S)
-                    self._note_small(kind, "read", SMALL_BYTES, answer["seconds"])
+                    for what, order in (("read", "reads"), ("fetch", "fetches")):
+                        answer = targets[0].ask(order, kind=kind, count=SAMPLES, limit_s=SAMPLE_S)
+                        self._note_small(kind, what, SMALL_BYTES, answer["seconds"])
             except BatonError as error:
                 self._failures.append(f"{kind}, small: {one_line(error)}")
         if "tcp" in self._options.asked:
-            answer = targets[0].ask("reads", kind="socket", count=SAMPLES, limit_s=SAMPLE_S)
-            self._note_small("socket", "read", SMALL_BYTES, answer["seconds"])
+            answer = targets[0].ask("fetches", kind="socket", count=SAMPLES, limit_s=SAMPLE_S)
+            self._note_small("socket", "round trip", SMALL_BYTES, answer["seconds"])
         opened.close()
 
     def _round_trips(self, target: Agent, kind: str) -> None:

@@ -19,12 +19,17 @@ from baton.kv.arena import KVArena
 from baton.kv.shards import KVShards
 from baton.transport.blocks import (
     BlockFetcher,
+    BlockReads,
     BlockSource,
     Endpoint,
     LinkOptions,
     SequenceBlocks,
     TcpOptions,
 )
+from baton.transport.blocks.links import Connector
+from baton.transport.handshake import Facts
+from baton.transport.pipe.base import ReadPipe
+from baton.transport.waiting import Wait
 from baton.types import Epoch, InstanceId
 
 RUN_S = 120.0
@@ -81,6 +86,7 @@ class PipeMethod(Method):
         self._sources = [_block_source(source, kind) for source in spec.sources]
         self._generations = [sequence_numbers(source.num_blocks) for source in spec.sources]
         links = LinkOptions(token=token, tcp=TcpOptions(streams=streams, checksums=variant != "unchecked"))
+        self._shards, self._spec, self._connector = shards, spec, Connector((kind,), links)
         self._fetcher = BlockFetcher(shards, spec.shape.fingerprint(), kinds=(kind,), links=links)
         self._pool = ThreadPoolExecutor(len(self._sources), "bench-flow")
 
@@ -92,6 +98,32 @@ class PipeMethod(Method):
         """Close the fetcher."""
         self._pool.shutdown()
         self._fetcher.close()
+        self._connector.close()
+
+    def open_pipe(self, source: int) -> ReadPipe:
+        """Open a pipe of its own to a source; the caller closes it.
+
+        Raises:
+            PipeClosedError: The source is not reached.
+        """
+        there = self._sources[source]
+        facts = Facts(there.epoch, self._spec.shape.fingerprint(), there.num_blocks, there.fingerprint)
+        return self._connector.connect(there, facts, Wait(time.monotonic() + RUN_S))[0]
+
+    def read_one(self, pipe: ReadPipe, block: int) -> Callable[[], None]:
+        """Prepare the read of one block to where it came from; the call does it.
+
+        Raises (the call):
+            TransferError: The block was not valid.
+        """
+        reads = BlockReads.of([block], self._generations[0][[block]], [block])
+        local = self._shards.primary.blocks
+
+        def once() -> None:
+            if not pipe.read(reads, local, Wait(time.monotonic() + RUN_S)).all():
+                raise TransferError(f"block {block} was not valid")
+
+        return once
 
     def fetch_part(self, flow: Flow, part: range, ready: int | None) -> int:
         """Fetch some blocks of a flow's sequence.

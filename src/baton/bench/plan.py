@@ -257,7 +257,7 @@ def baseline_methods(options: Options, stage: str) -> tuple[MethodKey, ...]:
     if set(options.asked) - {"shm"}:
         keys += [MethodKey("socket", count) for count in options.streams]
     if stage == "reference" and "tcp" in options.asked:
-        keys.append(MethodKey("tcp-unchecked", max(options.streams)))
+        keys += [MethodKey("tcp-unchecked", count) for count in options.streams]
     return tuple(keys)
 
 

@@ -102,7 +102,7 @@ class BaselineRecord(Record):
 
 @dataclass(frozen=True)
 class MessagesRecord(Record):
-    """Small exchanges, one after the other: ``round trip`` over a message pipe, or one-sided ``read``."""
+    """Small exchanges, one after the other: ``round trip`` over a message pipe, one-sided ``read``, or ``fetch``."""
 
     record: ClassVar[str] = "messages"
     pipe: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping
 
@@ -67,7 +69,22 @@ class Target:
         return answer
 
     def reads(self, kind: str, count: int, limit_s: float) -> list[float]:
-        """Read single blocks of the first source, one after the other; returns the seconds of each."""
+        """Read single blocks of the first source over a pipe, one after the other; returns the seconds of each.
+
+        Raises:
+            InvalidRequestError: ``kind`` is no pipe.
+        """
+        method = self._method(RunSpec(kind, 1, 1, False))
+        if not isinstance(method, PipeMethod):
+            raise InvalidRequestError(f"{kind} is no pipe", field="method")
+        order = np.random.default_rng(self._spec.seed).integers(0, self._spec.num_blocks, count).tolist()
+        with contextlib.closing(method.open_pipe(0)) as pipe:
+            calls = itertools.cycle([method.read_one(pipe, block) for block in order])
+            next(calls)()
+            return timed(lambda: next(calls)(), count, limit_s)
+
+    def fetches(self, kind: str, count: int, limit_s: float) -> list[float]:
+        """Get single blocks of the first source as a connector does, one after the other; the seconds of each."""
         spec = RunSpec(kind, 1, 1, False)
         method = self._method(spec)
         num = self._spec.num_blocks

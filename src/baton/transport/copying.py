@@ -106,6 +106,11 @@ def fence() -> None:
         lock.release()
 
 
+@functools.lru_cache(maxsize=1024)  # pools don't move, and making one takes longer than the rest of a small read
+def _side(base: int, block_bytes: int) -> Any:
+    return ctypes.byref(_Side(base, block_bytes))
+
+
 class _Side(ctypes.Structure):
     """The C structure ``side``."""
 
@@ -135,8 +140,8 @@ def _compile(compilers: tuple[str, ...]) -> ReadBlocks | None:
         local: Bytes, remote: Bytes, generations: Generations, reads: BlockReads, segments: Segments, valid: Valid
     ) -> None:
         function(
-            ctypes.byref(_Side(_address(local), local.shape[1])),
-            ctypes.byref(_Side(_address(remote), remote.shape[1])),
+            _side(_address(local), local.shape[1]),
+            _side(_address(remote), remote.shape[1]),
             _address(generations),
             _address(reads.remote_ids),
             _address(reads.generations),

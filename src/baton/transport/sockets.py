@@ -27,6 +27,8 @@ IOV_MAX = 512
 BATCH_BYTES = 16 << 20
 """Bytes per system call, so that a cancel flag is looked at every few milliseconds."""
 
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -102,7 +104,7 @@ class Stream:
         """Whether the peer has hung up or the stream was closed; never blocks."""
         try:
             with self._use():
-                return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+                return self._sock.recv(1, _PEEK) == b""
         except BlockingIOError:
             return False
         except (OSError, PipeClosedError):

@@ -226,9 +226,12 @@ class BlockFetcher:
             self._copy_parts(pipe, parts_of(plan, blocks), came, wait)
             return came
         num_layers, first = len(self._fingerprint.layer_shapes), 0
+        layer_bytes = max(1, len(blocks) * self._fingerprint.block_bytes // num_layers)
+        # Several layers at once where one is small; still a quarter of them at most, or nothing would overlap.
+        group = max(1, min(num_layers // 4, -(-pipe.group_bytes // layer_bytes)))
         while first < num_layers:
             start = time.perf_counter()
-            done = pipe.wait_ready(blocks.ready + first + 1, wait) - blocks.ready
+            done = pipe.wait_ready(blocks.ready + min(first + group, num_layers), wait) - blocks.ready
             came.waited_s += time.perf_counter() - start
             layers = range(first, min(done, num_layers))
             self._copy_parts(pipe, parts_of(plan, blocks, layers), came, wait)

@@ -167,9 +167,15 @@ class PipeListener(ABC):
 
 
 class ReadPipe(ABC):
-    """One-sided reads of one peer's blocks. Thread safe; several reads may go on at once."""
+    """One-sided reads of one peer's blocks. Thread safe; several reads may go on at once.
+
+    Attributes:
+        group_bytes: Least bytes that are worth a read of their own while the source computes: what a read costs beside
+            its bytes should be small against them.
+    """
 
     kind: ClassVar[str]
+    group_bytes: ClassVar[int] = 8 << 20
 
     @abstractmethod
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:

@@ -81,6 +81,7 @@ class MemoryReadPipe(ReadPipe):
     """Copies out of an arena of the same process."""
 
     kind: ClassVar[str] = "memory"
+    group_bytes: ClassVar[int] = 0
 
     def __init__(self, network: MemoryNetwork, address: str, facts: Facts, copier: BlockCopier) -> None:
         theirs, _ = network.find(address)

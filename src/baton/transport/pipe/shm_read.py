@@ -33,6 +33,7 @@ class ShmReadPipe(ReadPipe):
     """Reads another instance's arenas on the same host."""
 
     kind: ClassVar[str] = "shm"
+    group_bytes: ClassVar[int] = 0
 
     def __init__(self, stream: Stream, shards: KVShards, copier: BlockCopier) -> None:
         self._stream, self._copier = stream, copier
