@@ -11,12 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +21,13 @@ import numpy.typing as npt
 from baton.errors import InternalError
 from baton.kv.reshard import Segments
 from baton.transport.block_types import BlockReads, Bytes, Generations, Ids, Valid
+from baton.transport.native import COMPILERS, address_of, load_helper
 from baton.transport.waiting import Wait
 
 BATCH_BYTES = 32 << 20
 """Bytes between two looks at the cancel flag (a few milliseconds)."""
 BIG_RUN_BYTES = 256 << 10
 _IOV_MAX = 1024
-_SOURCE = Path(__file__).with_name("copying.c")
 
 ReadBlocks = Callable[[Bytes, Bytes, Generations, BlockReads, Segments, Valid], None]
 """Reads blocks from the second array into the first and fills in which of them are valid."""
@@ -57,8 +53,8 @@ class BlockCopier:
         method: ``"native"`` or ``"libc"``.
     """
 
-    def __init__(self, *, native: bool = True, compilers: tuple[str, ...] = ("cc", "gcc", "clang")) -> None:
-        found = _compile(compilers) if native else None
+    def __init__(self, *, native: bool = True, compilers: tuple[str, ...] = COMPILERS) -> None:
+        found = _native_read(compilers) if native else None
         self.method = "native" if found else "libc"
         self._read = found or _libc_read()
 
@@ -117,20 +113,10 @@ class _Side(ctypes.Structure):
     _fields_ = (("base", ctypes.c_uint64), ("block_bytes", ctypes.c_uint64))
 
 
-@functools.cache  # a loaded library stays loaded: the second copier of a process needs no compiler
-def _compile(compilers: tuple[str, ...]) -> ReadBlocks | None:
-    """Build the C helper in a private directory that is gone when this returns; ``None`` where that cannot be."""
-    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
-    if compiler is None:
+def _native_read(compilers: tuple[str, ...]) -> ReadBlocks | None:
+    library = load_helper("copying", compilers)
+    if library is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="baton-copy-") as folder:
-        target = Path(folder) / "copying.so"
-        command = [compiler, "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(target)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=30)
-            library = ctypes.CDLL(str(target))
-        except (OSError, subprocess.SubprocessError):
-            return None  # no headers, a read-only or noexec folder: libc serves
     function = library.baton_read_blocks
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     function.argtypes = [pointer] * 6 + [size, pointer, size, pointer]
@@ -140,24 +126,19 @@ def _compile(compilers: tuple[str, ...]) -> ReadBlocks | None:
         local: Bytes, remote: Bytes, generations: Generations, reads: BlockReads, segments: Segments, valid: Valid
     ) -> None:
         function(
-            _side(_address(local), local.shape[1]),
-            _side(_address(remote), remote.shape[1]),
-            _address(generations),
-            _address(reads.remote_ids),
-            _address(reads.generations),
-            _address(reads.local_ids),
+            _side(address_of(local), local.shape[1]),
+            _side(address_of(remote), remote.shape[1]),
+            address_of(generations),
+            address_of(reads.remote_ids),
+            address_of(reads.generations),
+            address_of(reads.local_ids),
             len(valid),
-            _address(segments),
+            address_of(segments),
             len(segments),
-            _address(valid),
+            address_of(valid),
         )
 
     return read
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]  # a third of the time that ``array.ctypes`` takes
-    return address
 
 
 def _libc_read() -> ReadBlocks:
@@ -176,7 +157,7 @@ def _libc_read() -> ReadBlocks:
             source = good.remote_ids[:, None] * remote.shape[1] + segments[:, 0]
             sizes = np.broadcast_to(segments[:, 2], to.shape)
             runs = np.stack((to.ravel(), source.ravel(), sizes.ravel()), axis=1)
-        copy(_address(local), _address(remote), np.ascontiguousarray(runs, dtype=np.uint64))
+        copy(address_of(local), address_of(remote), np.ascontiguousarray(runs, dtype=np.uint64))
         fence()
         valid &= generations[reads.remote_ids] == reads.generations
 

@@ -24,6 +24,7 @@ from baton.errors import InvalidRequestError
 from baton.kv.reshard import Segments
 from baton.kv.shards import KVShards
 from baton.transport.block_types import MAX_BLOCKS_PER_READ, MAX_SEGMENTS, BlockReads, Bytes, Ids, Valid
+from baton.transport.native import address_of
 from baton.transport.sockets import Buffer
 from baton.transport.wire import BadFrameError
 
@@ -36,6 +37,8 @@ DIGEST_BYTES = _DIGEST.size
 MAX_READ_BYTES = _HEAD.size + _BYTES_PER_ENTRY * MAX_BLOCKS_PER_READ + _BYTES_PER_SEGMENT * MAX_SEGMENTS + _DIGEST.size
 
 Checksums = npt.NDArray[np.uint64]
+Spans = npt.NDArray[np.uint64]
+"""uint64 [n, 2]: address and bytes."""
 
 
 def pack_request(reads: BlockReads, *, checksums: bool) -> bytes:
@@ -164,12 +167,35 @@ def parse_tail(sent: Buffer, tail: Buffer, count: int, *, checksums: bool) -> tu
     return unchanged, np.frombuffer(body, "<u8", offset=bitmap).astype(np.uint64)
 
 
+def source_spans(blocks: Bytes, ids: Ids, segments: Segments) -> Spans:
+    """Return where what is read lies, block by block, neighbours joined."""
+    return _spans(blocks, ids, segments[:, 0], segments[:, 2])
+
+
+def target_spans(blocks: Bytes, ids: Ids, segments: Segments) -> Spans:
+    """Return where it goes, block by block, neighbours joined."""
+    return _spans(blocks, ids, segments[:, 1], segments[:, 2])
+
+
 def _views(blocks: Bytes, ids: Ids, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[memoryview]:
+    begins, ends = _runs(blocks, ids, offsets, sizes)
+    flat = blocks.reshape(-1).data
+    return [flat[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
+def _spans(blocks: Bytes, ids: Ids, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Spans:
+    begins, ends = _runs(blocks, ids, offsets, sizes)
+    return np.stack((begins + address_of(blocks), ends - begins), axis=1).astype(np.uint64)
+
+
+def _runs(
+    blocks: Bytes, ids: Ids, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First and end byte, within the pool, of each run of neighbours."""
     begins = (ids[:, None] * blocks.shape[1] + offsets).ravel()
     ends = begins + np.broadcast_to(sizes, (len(ids), len(sizes))).ravel()
     if not len(begins):
-        return []
+        return begins, ends
     first = np.flatnonzero(np.concatenate(([True], begins[1:] != ends[:-1])))
     last = np.concatenate((first[1:], [len(begins)])) - 1
-    flat = blocks.reshape(-1).data
-    return [flat[begin:end] for begin, end in zip(begins[first].tolist(), ends[last].tolist(), strict=True)]
+    return begins[first], ends[last]

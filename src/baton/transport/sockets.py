@@ -83,13 +83,13 @@ class Stream:
         Raises:
             PipeClosedError: This side has closed the stream.
         """
-        with self._use():
+        with self.in_use():
             poller = select.poll()
             poller.register(self._sock, select.POLLIN)
             return bool(poller.poll(math.ceil(seconds * 1000)))
 
     def _poll(self, event: int, wait: Wait, what: str) -> None:
-        with self._use():
+        with self.in_use():
             poller = select.poll()
             poller.register(self._sock, event)
             while True:
@@ -103,7 +103,7 @@ class Stream:
     def peer_gone(self) -> bool:
         """Whether the peer has hung up or the stream was closed; never blocks."""
         try:
-            with self._use():
+            with self.in_use():
                 return self._sock.recv(1, _PEEK) == b""
         except BlockingIOError:
             return False
@@ -124,7 +124,7 @@ class Stream:
             DeadlineError, CancelledError: The wait was over; part of the bytes may have been taken.
         """
         todo = _Cursor(views)
-        with self._use():
+        with self.in_use():
             while batch := todo.batch():
                 try:
                     if len(batch) == 1:
@@ -135,9 +135,9 @@ class Stream:
                     wait.check(what)
                     continue
                 except OSError as error:
-                    raise self._gone(what, error) from error
+                    raise self.gone(what, error) from error
                 if got == 0:
-                    raise self._gone(what)
+                    raise self.gone(what)
                 todo.advance(got)
                 if not todo.done:
                     wait.check(what)
@@ -156,7 +156,7 @@ class Stream:
             DeadlineError, CancelledError: The wait was over; part of the bytes may have been sent.
         """
         todo = _Cursor([memoryview(b) for b in buffers])
-        with self._use():
+        with self.in_use():
             while batch := todo.batch():
                 try:
                     sent = self._sock.sendmsg(batch, [], socket.MSG_NOSIGNAL)
@@ -164,7 +164,7 @@ class Stream:
                     wait.check(what)
                     continue
                 except OSError as error:
-                    raise self._gone(what, error) from error
+                    raise self.gone(what, error) from error
                 todo.advance(sent)
                 if stall_s is not None:
                     wait = Wait(time.monotonic() + stall_s, wait.cancelled)
@@ -183,13 +183,15 @@ class Stream:
             if self._users == 0:
                 self._sock.close()
 
-    def _gone(self, what: str, error: OSError | None = None) -> PipeClosedError:
+    def gone(self, what: str, error: OSError | None = None) -> PipeClosedError:
+        """The error to raise when the stream ended while doing ``what``."""
         if self._closed:
             return PipeClosedError(f"the pipe was closed while {what}")
         reason = f" ({error.strerror or error})" if error else ""
         return PipeClosedError(f"{self.peer} hung up while {what}{reason}")
 
-    def _use(self) -> _Use:
+    def in_use(self) -> _Use:
+        """Keep the descriptor open for a call into the kernel; raises if the stream is closed."""
         return _Use(self)
 
 

@@ -26,6 +26,7 @@ from baton.kv.shards import KVShards
 from baton.transport.block_types import BlockReads, Bytes, Valid, current
 from baton.transport.copying import fence
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.transport.moving import SpanMover
 from baton.transport.pipe.pool import WORD, PooledReadPipe
 from baton.transport.read_wire import (
     MAX_READ_BYTES,
@@ -36,8 +37,10 @@ from baton.transport.read_wire import (
     pack_tail,
     parse_request,
     parse_tail,
+    source_spans,
     source_views,
     tail_bytes,
+    target_spans,
     target_views,
     unpack_bits,
 )
@@ -149,15 +152,20 @@ def send_blocks(
     segments = reads.segments_of(blocks.shape[1])
     before = current(shards.primary, reads)
     ids = reads.remote_ids[before]
-    views = source_views(blocks, ids, segments)
     sent = pack_bits(before)
     tail = tail_bytes(len(reads), len(ids), checksums=checksums)
     header = pack_header(FrameKind.BLOCKS, len(sent) + len(ids) * reads.bytes_per_block(blocks.shape[1]) + tail)
     wait = Wait(time.monotonic() + limits.frame_s)
-    if send is None:
+    mover = SpanMover.load() if send is None else None
+    if mover is not None:
+        stream.send_all([header, sent], wait, "sending blocks", stall_s=limits.frame_s)
+        spans = source_spans(blocks, ids, segments)
+        mover.send(stream, spans, wait, "sending blocks", stall_s=limits.frame_s)
+    elif send is None:
+        views = source_views(blocks, ids, segments)
         stream.send_all([header, sent, *views], wait, "sending blocks", stall_s=limits.frame_s)
     else:
-        send([header, sent], views, wait)
+        send([header, sent], source_views(blocks, ids, segments), wait)
     sums = checksums_of(blocks, ids, segments[:, 0], segments[:, 2]) if checksums else None
     # The kernel has its own copy of every byte now, so a generation that still holds held for all of them.
     fence()
@@ -271,11 +279,13 @@ def request_blocks(
     tail = tail_bytes(count, len(targets), checksums=checksums)
     if length != bitmap + len(targets) * each + tail:
         raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
-    views = target_views(local, targets, segments)
-    if recv is None:
-        stream.recv_into(views, wait, "receiving blocks")
+    mover = SpanMover.load() if recv is None else None
+    if mover is not None:
+        mover.recv(stream, target_spans(local, targets, segments), wait, "receiving blocks")
+    elif recv is None:
+        stream.recv_into(target_views(local, targets, segments), wait, "receiving blocks")
     else:
-        recv(views, wait)
+        recv(target_views(local, targets, segments), wait)
     # Before the tail is there: the server hashes at the same time.
     found = checksums_of(local, targets, segments[:, 1], segments[:, 2]) if checksums else None
     unchanged, sums = parse_tail(

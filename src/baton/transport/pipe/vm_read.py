@@ -26,6 +26,7 @@ from baton.kv.shards import KVShards
 from baton.transport.block_types import BlockReads, Bytes, Generations, Ids, Valid
 from baton.transport.copying import BATCH_BYTES, merge_runs
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.transport.native import address_of
 from baton.transport.pipe.pool import PooledReadPipe
 from baton.transport.pipe.shm_read import require_same_user, shm_obstacle
 from baton.transport.sockets import Stream, connect_unix
@@ -110,8 +111,8 @@ class VmReadPipe(PooledReadPipe[VmConnection]):
 
 def send_places(stream: Stream, shards: KVShards, wait: Wait) -> None:
     """Tell a reader where the arenas lie in this process."""
-    arenas = [[_address(arena.blocks), arena.block_bytes] for arena in shards.arenas]
-    fields = {"generations": _address(shards.primary.generations), "blocks": arenas}
+    arenas = [[address_of(arena.blocks), arena.block_bytes] for arena in shards.arenas]
+    fields = {"generations": address_of(shards.primary.generations), "blocks": arenas}
     send_control(stream, FrameKind.WELCOME, fields, wait)
 
 
@@ -154,7 +155,7 @@ def _generations(connection: VmConnection, ids: Ids) -> Generations:
     if len(ids):
         there = np.stack((np.uint64(connection.generations) + ids.astype(np.uint64) * np.uint64(8),) * 2, axis=1)
         there[:, 1] = 8
-        _read(connection, np.array([[_address(out), out.nbytes]], np.uint64), there)
+        _read(connection, np.array([[address_of(out), out.nbytes]], np.uint64), there)
     return out
 
 
@@ -188,7 +189,7 @@ def _read(connection: VmConnection, here: Spans, there: Spans) -> None:
         if one:
             target = np.array([[int(here[0, 0]) + at, wanted]], np.uint64)
         target = np.ascontiguousarray(target)
-        got, code = _readv()(connection.pid, _address(target), len(target), _address(source), len(source))
+        got, code = _readv()(connection.pid, address_of(target), len(target), address_of(source), len(source))
         at += wanted
         if got != wanted:
             raise PipeClosedError(_reason(connection.pid, got, code))
@@ -213,7 +214,3 @@ def _readv() -> Callable[[int, int, int, int, int], tuple[int, int]]:
         return got, ctypes.get_errno()
 
     return call
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
