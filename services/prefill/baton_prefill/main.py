@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from baton.kv.connector import KVConnector
 from baton.transport.blocks import BlockFetcher
-from baton.transport.connector.p2p_load import Offer
 from baton.transport.connector.p2p_offer import P2POfferer
 from baton.transport.connector.p2p_reuse import P2PReuser
+from baton.transport.connector.prefill_stream import Offer
 from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import Role
 from baton.worker.instance import Parts

@@ -12,9 +12,9 @@ from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import BatonError, DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb
-from baton.transport.connector.p2p_load import Offer
 from baton.transport.connector.p2p_offer import Lease, P2POfferer
 from baton.transport.connector.p2p_reuse import HeldBlocks, P2PReuser
+from baton.transport.connector.prefill_stream import Offer
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import FinishReason
 from baton.worker.engine_thread import RequestStream

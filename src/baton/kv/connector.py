@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.errors import InternalError
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId, SamplingParams, TokenLogprob
 
 
@@ -137,7 +138,7 @@ class SchedulerSide:
             num_local_tokens: Leading tokens already there; blocks before them must not be written.
             block_ids: All blocks of the request, from its first token on.
         """
-        raise NotImplementedError(f"{type(self).__name__} plans loads and cannot start them")
+        raise InternalError(f"{type(self).__name__} plans loads and does not say how one starts")
 
     def cancel_load(self, request_id: RequestId) -> None:
         """Stop a load. Its ``LoadUpdate`` still comes, once nobody writes into the blocks any more."""

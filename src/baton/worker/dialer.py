@@ -15,8 +15,8 @@ from baton.kv.fingerprint import Fingerprint
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, logprob_from_pb, sampling_to_pb
 from baton.rpc.errors import from_rpc_error
-from baton.transport.connector.p2p_load import Accepted, Finished, Offer, PrefillEvent
 from baton.transport.connector.p2p_reuse import HeldBlocks
+from baton.transport.connector.prefill_stream import Accepted, Finished, Offer, PrefillEvent
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import TokenLogprob
 

@@ -17,9 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,68 +28,10 @@ from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, T
 from baton.transport.block_types import Valid
 from baton.transport.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.transport.connector.p2p_reuse import HeldBlocks
+from baton.transport.connector.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent
 from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The prefill instance took the request; its blocks lie in ``source``."""
-
-    source: BlockSource
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Blocks that may be fetched now.
-
-    Attributes:
-        first_block: Index of the first of them in the prompt.
-        block_ids: Where they lie in the source's pool.
-        generations: Parallel to ``block_ids``.
-        num_tokens: Leading tokens whose KV is complete.
-        ready: The blocks are being computed: a layer i is there when the source's progress has come to
-            ``ready + i + 1``. The offer must be repeated without this when they are complete, else they don't count.
-            ``None``: they are complete.
-    """
-
-    first_block: int
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-    num_tokens: int
-    ready: int | None = None
-
-    @property
-    def key(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """What an offer and its repetition have in common."""
-        return self.first_block, self.block_ids, self.generations
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The prompt is computed."""
-
-    first_token: TokenLogprob
-    prefix_hit_tokens: int
-
-
-PrefillEvent = Accepted | Offer | Finished
-
-
-class PrefillDialer(Protocol):
-    """Opens Prefill streams; the transport does not know the wire."""
-
-    def open(
-        self, address: str, request: LoadRequest, held: HeldBlocks
-    ) -> AbstractAsyncContextManager[AsyncIterator[PrefillEvent]]:
-        """Ask the instance at ``address``; leaving the context closes the stream and with it the lease.
-
-        Args:
-            address: host:port.
-            request: What is wanted.
-            held: The leading blocks that are here, and are kept until then.
-        """
 
 
 @dataclass

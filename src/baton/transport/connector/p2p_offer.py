@@ -20,7 +20,7 @@ import numpy as np
 from baton.errors import BatonError, InvalidRequestError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector, PlannedSave
-from baton.transport.connector.p2p_load import Offer
+from baton.transport.connector.prefill_stream import Offer
 from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import BlockHash, BlockId, RequestId
 
