@@ -13,6 +13,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ import numpy.typing as npt
 
 from baton.errors import InternalError
 from baton.kv.reshard import Segments
+from baton.native import COMPILERS, address_of, load_helper
 from baton.transport.block_types import BlockReads, Bytes, Generations, Ids, Valid
-from baton.transport.native import COMPILERS, address_of, load_helper
 from baton.transport.waiting import Wait
 
 BATCH_BYTES = 32 << 20
@@ -114,7 +115,7 @@ class _Side(ctypes.Structure):
 
 
 def _native_read(compilers: tuple[str, ...]) -> ReadBlocks | None:
-    library = load_helper("copying", compilers)
+    library = load_helper(Path(__file__).with_name("copying.c"), compilers)
     if library is None:
         return None
     function = library.baton_read_blocks

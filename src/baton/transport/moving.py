@@ -6,11 +6,12 @@ import ctypes
 import errno
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from baton.transport.native import address_of, load_helper
+from baton.native import address_of, load_helper
 from baton.transport.read_wire import Spans
 from baton.transport.sockets import BATCH_BYTES, Stream
 from baton.transport.waiting import Wait
@@ -25,7 +26,7 @@ class SpanMover:
     @classmethod
     def load(cls) -> SpanMover | None:
         """Return one, or ``None`` where there is no compiler."""
-        library = load_helper("moving")
+        library = load_helper(Path(__file__).with_name("moving.c"))
         if library is None:
             return None
         function, pointer = library.baton_move_spans, ctypes.c_void_p

@@ -23,8 +23,8 @@ import xxhash
 from baton.errors import InvalidRequestError
 from baton.kv.reshard import Segments
 from baton.kv.shards import KVShards
+from baton.native import address_of
 from baton.transport.block_types import MAX_BLOCKS_PER_READ, MAX_SEGMENTS, BlockReads, Bytes, Ids, Valid
-from baton.transport.native import address_of
 from baton.transport.sockets import Buffer
 from baton.transport.wire import BadFrameError
 

@@ -23,10 +23,10 @@ import numpy.typing as npt
 from baton.errors import PipeClosedError
 from baton.kv.reshard import Segments
 from baton.kv.shards import KVShards
+from baton.native import address_of
 from baton.transport.block_types import BlockReads, Bytes, Generations, Ids, Valid
 from baton.transport.copying import BATCH_BYTES, merge_runs
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.transport.native import address_of
 from baton.transport.pipe.pool import PooledReadPipe
 from baton.transport.pipe.shm_read import require_same_user, shm_obstacle
 from baton.transport.sockets import Stream, connect_unix

@@ -1,4 +1,4 @@
-"""Small helpers in C, compiled once per process where a compiler is."""
+"""Small helpers in C that lie beside the module which uses them, compiled once per process where a compiler is."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ COMPILERS = ("cc", "gcc", "clang")
 
 
 @functools.cache  # a loaded library stays loaded: the second user in a process needs no compiler
-def load_helper(name: str, compilers: tuple[str, ...] = COMPILERS) -> ctypes.CDLL | None:
-    """Build a C file of this package in a private directory that is gone when this returns; ``None``: it cannot be.
+def load_helper(source: Path, compilers: tuple[str, ...] = COMPILERS) -> ctypes.CDLL | None:
+    """Build a C file in a private directory that is gone when this returns; ``None``: it cannot be built here.
+
+    The caller has a slower way in Python, and says in a metric or an attribute which one it uses. The first call for
+    a file takes as long as the compiler does: services make it before they serve.
 
     Args:
-        name: Of the file, without its ending.
+        source: The file, e.g. ``Path(__file__).with_name("copying.c")``.
         compilers: The first of them that is there is used.
     """
     compiler = next((path for each in compilers if (path := shutil.which(each))), None)
     if compiler is None:
         return None
-    source = Path(__file__).with_name(f"{name}.c")
     with tempfile.TemporaryDirectory(prefix="baton-native-") as folder:
-        target = Path(folder) / f"{name}.so"
+        target = Path(folder) / f"{source.stem}.so"
         command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(target)]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=30)
