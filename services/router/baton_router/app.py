@@ -19,9 +19,10 @@ from baton.rpc.server import GrpcServer
 from baton.text import TextModelCache
 from baton.types import Role
 from baton_router.config import RouterConfig
+from baton_router.decisions import DecisionLog
 from baton_router.dispatcher import PlacingDispatcher
 from baton_router.generation_metrics import GenerationMetrics
-from baton_router.http import HttpOptions, create_app
+from baton_router.http import HttpOptions, create_app, watch
 from baton_router.http.protocol import BoundedProtocol
 from baton_router.metrics import RouterMetrics
 from baton_router.registry import Registry
@@ -59,23 +60,25 @@ class RouterApp:
             )
         self.metrics = RouterMetrics()
         self.registry = Registry(config, self.metrics, token=token)
-        self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics)
+        decisions = DecisionLog(self.metrics.decision_terms)
+        self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions)
         self._tokenizers = TextModelCache(config.model)
-        self.pipeline = TextPipeline(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry))
+        self.pipeline = TextPipeline(
+            self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
+        )
         self._token = token
         self._grpc: GrpcServer | None = None
         options = HttpOptions(
             api_keys=api_keys, strict_fields=config.strict_fields, request_timeout_s=config.request_timeout_s
         )
+        http = create_app(
+            self.pipeline, self.dispatcher, registry=self.metrics.registry, options=options, ready=self.is_ready
+        )
+        seen = self.metrics.registry
+        watch(http, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(
-                    self.pipeline,
-                    self.dispatcher,
-                    registry=self.metrics.registry,
-                    options=options,
-                    ready=self.is_ready,
-                ),
+                http,
                 lifespan="off",
                 http=BoundedProtocol,
                 ws="none",

@@ -11,6 +11,7 @@ from baton.errors import BatonError, InternalError, QueueFullError, UnavailableE
 from baton_router.config import RouterConfig
 from baton_router.core import ModelInfo, RoutedChunk, RoutedRequest
 from baton_router.cut_off import CutOff
+from baton_router.decisions import DecisionLog
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placer
 from baton_router.policy import make_policy
@@ -25,9 +26,12 @@ class PlacingDispatcher:
         config: Policy and limits.
         registry: The instances.
         metrics: Where requests are counted.
+        decisions: Where placements are remembered.
     """
 
-    def __init__(self, config: RouterConfig, registry: Registry, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, config: RouterConfig, registry: Registry, metrics: RouterMetrics, decisions: DecisionLog | None = None
+    ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._config = config
@@ -38,7 +42,9 @@ class PlacingDispatcher:
             max_prefills=config.prefill_candidates,
             threshold=config.remote_prefill_threshold,
         )
-        self._context = RunContext(registry, self._placer, metrics, config)
+        self._context = RunContext(
+            registry, self._placer, metrics, config, decisions or DecisionLog(metrics.decision_terms)
+        )
         self._cut_off = CutOff()
         self.num_in_flight = 0
 

@@ -36,9 +36,14 @@ class GenerationMetrics:
 
 
 class GenerationClock:
-    """Times one generation."""
+    """Times one generation.
 
-    __slots__ = ("_arrived", "_last", "_metrics")
+    Attributes:
+        first_token_s: Seconds from its arrival to its first token; ``None``: there is none yet.
+        generated: Tokens so far.
+    """
+
+    __slots__ = ("_arrived", "_last", "_metrics", "first_token_s", "generated")
 
     def __init__(self, metrics: GenerationMetrics | None, arrived: float) -> None:
         """Begin.
@@ -50,6 +55,8 @@ class GenerationClock:
         self._metrics = metrics
         self._arrived = arrived
         self._last = 0.0
+        self.first_token_s: float | None = None
+        self.generated = 0
 
     def tokens(self, deltas: list[TextDelta]) -> None:
         """Count new tokens that arrived together."""
@@ -64,8 +71,10 @@ class GenerationClock:
         if self._last:
             self._metrics.itl.observe(now - self._last)
         else:
-            self._metrics.ttft.observe(now - self._arrived)
+            self.first_token_s = now - self._arrived
+            self._metrics.ttft.observe(self.first_token_s)
         self._last = now
+        self.generated += count
         self._metrics.generated_tokens.inc(count)
 
     def prompt(self, prompt_tokens: int, cached: int) -> None:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
+from baton_router.decision_terms import DecisionTerms
 
 if TYPE_CHECKING:
     from baton_router.instance import Instance
@@ -33,6 +34,8 @@ class RouterMetrics:
         r = self.registry
         name = "baton_router_"
         self.decisions = Counter(name + "decisions", "Placements, by policy", ["policy"], registry=r)
+        self.decision_terms = DecisionTerms()
+        r.register(self.decision_terms)
         self.decision_time = Histogram(
             name + "decision_seconds", "Hashing, look-up and choice", buckets=_DECISION_S, registry=r
         )

@@ -27,6 +27,7 @@ from baton_router.attempt import AttemptFailed, Message, run_attempt
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig
 from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.decisions import DecisionLog
 from baton_router.merge import merge
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placement, Placer
@@ -49,6 +50,7 @@ class RunContext:
     placer: Placer
     metrics: RouterMetrics
     config: RouterConfig
+    decisions: DecisionLog = field(default_factory=DecisionLog)
 
 
 @dataclass(slots=True)
@@ -128,6 +130,7 @@ class RequestRun:
                 yield exhausted
                 continue
             placement = await self._place(group)
+            self._context.decisions.placed(self._request.request_id, placement.decision)
             before = group.num_tokens
             try:
                 async with contextlib.aclosing(self._attempt(group, placement)) as chunks:

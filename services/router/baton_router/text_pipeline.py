@@ -23,6 +23,7 @@ from baton.errors import (
 from baton.text import StopStrings, TextModel
 from baton.types import FinishReason, RequestId, SamplingParams
 from baton_router.core import Dispatcher, ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.decisions import DecisionLog
 from baton_router.generation_metrics import GenerationClock, GenerationMetrics, cached_tokens
 from baton_router.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextDelta, TextRequest
 from baton_router.text_sequence import SequenceText
@@ -53,11 +54,16 @@ class TextPipeline:
     """Tokenizes a request once, has it placed, and turns the tokens that come back into text."""
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizers: TokenizerProvider, metrics: GenerationMetrics | None = None
+        self,
+        dispatcher: Dispatcher,
+        tokenizers: TokenizerProvider,
+        metrics: GenerationMetrics | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._metrics = metrics
+        self._decisions = decisions or DecisionLog()
         self._large = asyncio.Semaphore(1)
 
     def model_info(self, model: str = "") -> ModelInfo:
@@ -166,6 +172,7 @@ class TextPipeline:
         """
         clock = GenerationClock(self._metrics, prepared.arrived)
         outcome = "cancelled"
+        record = self._decisions.begin(prepared.routed.request_id, prepared.prompt_tokens, clock)
         answer = _Answer(prepared)
         source = self._dispatcher.stream(prepared.routed)
         try:
@@ -173,6 +180,8 @@ class TextPipeline:
                 chunk = answer.follow(routed)
                 if routed.decision is not None:
                     clock.prompt(prepared.prompt_tokens, cached_tokens(routed.trace))
+                if routed.trace is not None:
+                    self._decisions.answered(record, routed.trace)
                 clock.tokens(chunk.deltas)
                 if answer.ended_by_strings:
                     outcome = "done"
@@ -191,6 +200,7 @@ class TextPipeline:
         finally:
             await _close(source)
             clock.end(outcome)
+            self._decisions.end(record, outcome)
 
     async def route(self, prepared: PreparedRequest) -> router_pb2.RouteDecision:
         """Say where a request would go, and reserve nothing."""

@@ -1,6 +1,7 @@
-"""The router's OpenAI-compatible HTTP front."""
+"""The router's HTTP front: OpenAI's interface, and what there is to see."""
 
 from baton_router.http.app import create_app
+from baton_router.http.debug import watch
 from baton_router.http.options import HttpOptions
 
-__all__ = ["HttpOptions", "create_app"]
+__all__ = ["HttpOptions", "create_app", "watch"]

@@ -21,10 +21,16 @@ log = logging.getLogger(__name__)
 
 _ID = "baton_request_id"
 _MAX_ID_CHARS = 128
-_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/metrics", "/version"})
-"""What probes and scrapers call, without a key."""
+_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/metrics", "/version", "/console", "/console/{file}"})
+"""What probes, scrapers and browsers on their way to the console call, without a key."""
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", *_OPEN_ENDPOINTS}
+    | {"/debug/decisions", "/debug/index", "/debug/console"}
+)
+_WITH_NAME = (
+    ("/v1/models/", "/v1/models/{id}"),
+    ("/debug/decisions/", "/debug/decisions/{id}"),
+    ("/console/", "/console/{file}"),
 )
 
 
@@ -105,4 +111,4 @@ def _endpoint(path: str) -> str:
     """Return a path's name in the metrics; clients choose paths, so unknown ones share one."""
     if path in ENDPOINTS:
         return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+    return next((name for prefix, name in _WITH_NAME if path.startswith(prefix)), "other")

@@ -1,0 +1,143 @@
+"""``/debug/*``: decisions and their reasons, the index per instance, the console's data. Wants an API key, if any do.
+
+Nothing here has prompts, token ids, cache salts or the secrets that a process was started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import orjson
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidRequestError, NotFoundError, shown
+from baton_router.decisions import DecisionLog
+from baton_router.explanation import explanation, summary
+from baton_router.http.console import ConsoleFiles
+from baton_router.http.console_data import ConsoleData
+from baton_router.instance import Instance
+from baton_router.pulse import Pulse
+
+DEFAULT_LIMIT = 50
+MAX_LIMIT = 500
+_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class Instances(Protocol):
+    """Where instances come from; ``baton_router.registry.Registry`` is it."""
+
+    def instances(self) -> list[Instance]:
+        """Return all instances."""
+
+
+class DebugEndpoints:
+    """Serves ``/debug``.
+
+    Args:
+        decisions: What is remembered of requests.
+        instances: Who is there.
+        console: The console's data.
+    """
+
+    def __init__(self, decisions: DecisionLog, instances: Instances, console: ConsoleData) -> None:
+        self._decisions = decisions
+        self._instances = instances
+        self._console = console
+
+    async def decisions(self, request: Request) -> Response:
+        """Serve ``GET /debug/decisions``: the latest, newest first; ``limit`` and ``id`` (a part of it) narrow it."""
+        limit = _limit(request.query_params.get("limit", ""))
+        found = self._decisions.recent(limit, containing=request.query_params.get("id", ""))
+        return _json({"decisions": [summary(record) for record in found], "seen": self._decisions.num_begun})
+
+    async def decision(self, request: Request) -> Response:
+        """Serve ``GET /debug/decisions/{id}``: by whole id, the answer's ``id``, or ``x-request-id``."""
+        name = request.path_params["request_id"]
+        found = self._decisions.find(name)
+        if not found:
+            raise NotFoundError(f"no decision of {shown(name)} is remembered; only the latest are", field="request_id")
+        return _json({**explanation(found[0]), "others": [record.request_id for record in found[1:]]})
+
+    async def index(self, request: Request) -> Response:
+        """Serve ``GET /debug/index``: how far each instance's part of the index can be trusted."""
+        return _json(index_state(self._instances.instances()))
+
+    async def console(self, request: Request) -> Response:
+        """Serve ``GET /debug/console``: what the console shows, made at most twice a second for all who watch."""
+        return Response(self._console.snapshot(), media_type="application/json", headers=_HEADERS)
+
+
+def watch(
+    app: FastAPI, *, decisions: DecisionLog, instances: Instances, registry: CollectorRegistry, policy: str
+) -> FastAPI:
+    """Add ``/debug`` and the console to an app, and return it.
+
+    Args:
+        app: The app.
+        decisions: What is remembered of requests.
+        instances: Who is there.
+        registry: Has the router's metrics.
+        policy: Name of the placement policy.
+    """
+    pulse = Pulse(registry)
+    decisions.on_end = pulse.beat
+    console = ConsoleData(instances.instances, decisions, pulse, policy=policy)
+    endpoints = DebugEndpoints(decisions, instances, console)
+    for path, endpoint in (
+        ("/debug/decisions", endpoints.decisions),
+        ("/debug/decisions/{request_id:path}", endpoints.decision),
+        ("/debug/index", endpoints.index),
+        ("/debug/console", endpoints.console),
+    ):
+        app.add_api_route(path, endpoint, methods=["GET"], response_class=Response)
+    files = ConsoleFiles()
+    app.add_api_route("/console", files.page, methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
+    app.add_api_route(
+        "/console/{name}", files.file, methods=["GET", "HEAD"], response_class=Response, include_in_schema=False
+    )
+    return app
+
+
+def index_state(instances: Iterable[Instance]) -> dict[str, Any]:
+    """Return the state of the index, per instance and per group of instances that share their hashes."""
+    rows, groups = [], dict[str, dict[str, Any]]()
+    for x in instances:
+        info, feed = x.info, x.feed
+        group = info.content_key.hex()[:12] if info is not None else None
+        rows.append(
+            {
+                "instance": x.instance_id,
+                "address": x.address,
+                "role": x.role.value,
+                "status": x.status.value,
+                "state": feed.state.value,
+                "usable": feed.usable,
+                "age_s": round(feed.age_s, 3),
+                "blocks": feed.num_blocks,
+                "sequence": feed.resume_from(info.epoch) if info is not None else 0,
+                "epoch": info.epoch.hex() if info is not None else None,
+                "events": feed.num_events,
+                "gaps": feed.num_gaps,
+                "group": group,
+            }
+        )
+        if info is not None and group is not None:
+            known = groups.setdefault(group, {"block_size": info.fingerprint.block_size, "instances": []})
+            known["instances"].append(x.instance_id)
+    return {"instances": rows, "groups": groups}
+
+
+def _limit(text: str) -> int:
+    if not text:
+        return DEFAULT_LIMIT
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MAX_LIMIT):
+        raise InvalidRequestError(f"limit must be between 1 and {MAX_LIMIT}, got {shown(text)}", field="limit")
+    return int(text)
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json", headers=_HEADERS)

@@ -1,0 +1,164 @@
+"""Rates and percentiles of the last minute, read off the router's own counters and histograms.
+
+A sample of them is taken at most once a second, when a request ends or somebody looks; what the window shows is the
+difference of two samples. So a request costs one comparison of clocks, and whoever opens the console sees the minute
+before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+_TTFT = "baton_request_ttft_seconds_bucket"
+_ITL = "baton_request_itl_seconds_bucket"
+_PROMPT = "baton_request_prompt_tokens_total"
+_CACHED = "baton_request_cached_tokens_total"
+_TOKENS = "baton_request_generated_tokens_total"
+_FINISHED = "baton_request_finished_total"
+_KV_BYTES = "baton_router_kv_bytes_total"
+_NAMES = (_TTFT, _ITL, _PROMPT, _CACHED, _TOKENS, _FINISHED, _KV_BYTES)
+_FAILED = "failed"
+_QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+
+Buckets = dict[float, float]
+"""Upper bound to how many values are at most that."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """The counters at one moment."""
+
+    at: float
+    totals: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Buckets] = field(default_factory=dict)
+
+
+class Pulse:
+    """Samples of the last minutes.
+
+    Args:
+        registry: Has the metrics.
+        window_s: What percentiles and rates are over.
+        history_s: How far back the series goes.
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        window_s: float = 60.0,
+        history_s: float = 180.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._window_s = window_s
+        self._history_s = history_s
+        self._now = now
+        self._samples: deque[Sample] = deque([self._read()])
+
+    def beat(self) -> None:
+        """Take a sample if the last one is a second old."""
+        if self._now() - self._samples[-1].at >= 1.0:
+            self._samples.append(self._read())
+            while self._samples[1].at < self._samples[-1].at - self._history_s:
+                self._samples.popleft()
+
+    def _read(self) -> Sample:
+        sample = Sample(self._now(), dict.fromkeys((*_NAMES, _FAILED), 0.0), {_TTFT: {}, _ITL: {}})
+        for family in self._registry.restricted_registry(_NAMES).collect():
+            for item in family.samples:
+                if item.name in sample.histograms:
+                    sample.histograms[item.name][float(item.labels["le"])] = item.value
+                elif item.name in sample.totals:
+                    sample.totals[item.name] += item.value
+                    if item.name == _FINISHED and item.labels["outcome"] not in {"done", "cancelled"}:
+                        sample.totals[_FAILED] += item.value
+        return sample
+
+    def window(self) -> dict[str, Any]:
+        """Return what happened in the window: rates, hit rate, percentiles in milliseconds; ``None``: nothing did."""
+        self.beat()
+        newest = self._samples[-1]
+        oldest = self._samples[0]
+        for sample in self._samples:
+            if sample.at > newest.at - self._window_s:
+                break
+            oldest = sample
+        seconds = min(self._window_s, newest.at - oldest.at)
+        return {
+            "window_s": round(seconds, 1),
+            **_rates(oldest, newest, seconds),
+            "failed": newest.totals[_FAILED] - oldest.totals[_FAILED],
+            "ttft_ms": _percentiles(oldest.histograms[_TTFT], newest.histograms[_TTFT]),
+            "itl_ms": _percentiles(oldest.histograms[_ITL], newest.histograms[_ITL]),
+        }
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return the same between every two samples, oldest first; ``ago_s`` is the end of each piece."""
+        now, samples = self._now(), list(self._samples)
+        pieces = []
+        for before, after in pairwise(samples):
+            seconds = after.at - before.at
+            ttft = _percentiles(before.histograms[_TTFT], after.histograms[_TTFT])
+            itl = _percentiles(before.histograms[_ITL], after.histograms[_ITL])
+            pieces.append(
+                {
+                    "ago_s": round(now - after.at, 1),
+                    "seconds": round(seconds, 1),
+                    **_rates(before, after, seconds),
+                    "ttft_ms": ttft["p50"] if ttft else None,
+                    "itl_ms": itl["p50"] if itl else None,
+                }
+            )
+        return pieces
+
+
+def _rates(before: Sample, after: Sample, seconds: float) -> dict[str, float | None]:
+    def rate(name: str) -> float | None:
+        return round((after.totals[name] - before.totals[name]) / seconds, 3) if seconds > 0 else None
+
+    prompt = after.totals[_PROMPT] - before.totals[_PROMPT]
+    hits = after.totals[_CACHED] - before.totals[_CACHED]
+    return {
+        "requests_per_s": rate(_FINISHED),
+        "tokens_per_s": rate(_TOKENS),
+        "kv_bytes_per_s": rate(_KV_BYTES),
+        "hit_rate": round(hits / prompt, 4) if prompt > 0 else None,
+    }
+
+
+def _percentiles(before: Buckets, after: Buckets) -> dict[str, float] | None:
+    bounds = sorted(after)
+    counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
+    if not counts or counts[-1] <= 0:
+        return None
+    return {name: round(1000 * quantile(bounds, counts, q), 3) for name, q in _QUANTILES}
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> float:
+    """Return a quantile of a histogram, by a straight line inside the bucket it falls into.
+
+    Args:
+        bounds: Upper bounds, rising; the last is infinite.
+        counts: Values at most as large as each bound.
+        q: From 0 to 1.
+
+    Returns:
+        The quantile; the largest finite bound for whatever lies beyond it.
+    """
+    rank = q * counts[-1]
+    low, below = 0.0, 0.0
+    for bound, count in zip(bounds, counts, strict=True):
+        if count >= rank and count > below:
+            return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (count - below)
+        low, below = (low if math.isinf(bound) else bound), count
+    return low
