@@ -3,10 +3,21 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.hashing import HASH_SCHEME, block_hashes, root_hash
+from baton.hashing import (
+    HASH_SCHEME,
+    HashChain,
+    as_token_array,
+    block_hashes,
+    hash_chain,
+    native_chain,
+    python_chain,
+    root_hash,
+)
+from baton.types import BlockHash
 
 ROOT = root_hash(b"k" * 32)
 
@@ -31,6 +42,7 @@ def test_hashing_can_go_on_where_it_stopped(tokens, block_size, data):
     parent = whole[done - 1] if done else ROOT
     assert whole[:done] + block_hashes(tokens, block_size, parent, start=done * block_size) == whole
     assert block_hashes(np.array(tokens, dtype=np.uint32), block_size, ROOT) == whole
+    assert list(hash_chain(tokens, block_size, ROOT)) == whole
 
 
 @given(tokens=st.lists(st.integers(0, 9), min_size=8, max_size=40), data=st.data())
@@ -40,3 +52,53 @@ def test_one_other_token_changes_its_block_and_all_behind_it(tokens, data):
     other[at] += 1
     same = [a == b for a, b in zip(block_hashes(tokens, 4, ROOT), block_hashes(other, 4, ROOT), strict=True)]
     assert same == [i < at // 4 for i in range(len(same))]
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+@given(
+    block_size=st.integers(1, 100),
+    count=st.integers(0, 9),
+    parent=st.binary(min_size=32, max_size=32),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(7, 3, bytes(32), 0)  # 60 bytes with the parent: the length needs a piece of its own
+@example(8, 3, bytes(32), 0)  # exactly one piece of 64 bytes
+@example(16, 2048, bytes(32), 0)
+def test_c_hashes_as_hashlib_does(instructions, block_size, count, parent, seed):
+    native = native_chain(instructions=instructions)
+    if native is None:
+        pytest.skip("no C compiler")
+    data = np.random.default_rng(seed).integers(0, 2**32, block_size * count, dtype=np.uint32)
+    assert native(data, 4 * block_size, parent) == python_chain(data, 4 * block_size, parent)
+
+
+def test_without_a_compiler_hashes_are_the_same(monkeypatch):
+    assert native_chain(("no-such-compiler",)) is None
+    expected = hash_chain(range(400), 4, ROOT)
+    monkeypatch.setattr("baton.hashing.native_chain", lambda: None)
+    assert hash_chain(range(400), 4, ROOT) == expected
+    assert len(expected) == 100
+
+
+def test_part_of_an_array_is_hashed_where_it_lies():
+    tokens = as_token_array(list(range(1000)))
+    whole = hash_chain(tokens, 4, ROOT)
+    assert hash_chain(tokens[:803], 4, ROOT) == whole[:200]
+    assert hash_chain(tokens, 4, whole[99], start=400) == whole[100:]
+
+
+@given(count=st.integers(0, 9), at=st.slices(9), index=st.integers(-12, 12))
+def test_a_chain_behaves_as_a_list_of_hashes(count, at, index):
+    plain = [BlockHash(bytes([i]) * 32) for i in range(count)]
+    chain = HashChain.of(plain)
+    assert list(chain) == plain
+    assert list(reversed(chain)) == plain[::-1]
+    assert len(chain) == count
+    assert HashChain.of(chain) is chain
+    assert list(chain[at]) == plain[at]
+    if -count <= index < count:
+        assert chain[index] == plain[index]
+        assert plain[index] in chain
+    else:
+        with pytest.raises(IndexError):
+            chain[index]
