@@ -348,7 +348,7 @@ async def test_right_answers_while_instances_die_and_come_back(world: World, see
     decodes = await world.decodes(3)
     router = await world.cluster([], decodes, max_retries=1000, no_instance_wait_s=20.0)
     requests = [
-        make_request(f"r{i}", prompt=[*range(i % 7, i % 7 + rng.randint(8, 40))], max_tokens=rng.randint(20, 120))
+        make_request(f"r{i}", prompt=[*range(i % 7, i % 7 + rng.randint(8, 40))], max_tokens=rng.randint(200, 900))
         for i in range(40)
     ]
     requests = [

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
-import grpc.aio
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import (
@@ -20,10 +17,10 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
-from baton.rpc.errors import from_rpc_error
 from baton.types import FinishReason, TokenLogprob
 from baton_router.core import RoutedDelta
 from baton_router.instance import Instance
+from baton_router.session import Call, CallEnded, Sessions
 
 _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
 """Trying elsewhere would give the same answer, or there is no time left for it."""
@@ -49,68 +46,85 @@ class AttemptFailed(Exception):
         self.broken = reason in _BROKEN
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Message:
     """One message of a decode instance, with the request's own sequence numbers."""
 
     deltas: list[RoutedDelta]
-    trace: common_pb2.RequestTrace | None
-    prompt_logprobs: list[TokenLogprob | None] | None
+    trace: common_pb2.RequestTrace | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
-async def run_attempt(
-    instance: Instance, request: worker_pb2.GenerateRequest, indices: list[int], timeout_s: float
-) -> AsyncGenerator[Message, None]:
-    """Call ``Generate`` and yield its messages; closing the generator cancels the call at once.
+class Attempt:
+    """A running ``Generate``; :meth:`close` it, whatever happens.
 
     Args:
+        sessions: Where calls run.
         instance: The decode instance.
         request: What to send.
         indices: The request's sequence number of each of the call's sequences.
         timeout_s: Deadline of the whole call.
-
-    Raises:
-        AttemptFailed: The instance refused, broke off or did not answer any more.
     """
-    call: Any = instance.stub.Generate(request, timeout=timeout_s)
-    lost = False
 
-    def lose() -> None:
-        nonlocal lost
-        lost = True
-        call.cancel()
+    __slots__ = ("_call", "_first", "_indices", "_instance", "_timer", "_undo")
 
-    ended = instance.on_lost(lose)
-    try:
-        while True:
-            message = await call.read()
-            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
-                break
-            yield _read(message, indices, instance)
-        if await call.code() is not grpc.StatusCode.OK:
-            raise AttemptFailed(UnavailableError(await call.details() or "the stream broke"), "broken")
-    except grpc.aio.AioRpcError as error:
-        raise _failed(error, instance) from error
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if lost and not (task is not None and task.cancelling()):
-            error_text = f"{instance.instance_id} does not answer any more"
-            raise AttemptFailed(UnavailableError(error_text), "lost") from None
-        raise
-    finally:
-        ended()
-        call.cancel()
+    def __init__(
+        self,
+        sessions: Sessions,
+        instance: Instance,
+        request: worker_pb2.GenerateRequest,
+        indices: list[int],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._instance, self._indices, self._first = instance, indices, indices[0]
+        call = self._call = sessions.start(instance, request)
+        self._undo = instance.on_lost(self._lose)
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, _expire, call)
+
+    async def next(self) -> Message | None:
+        """Return the next message; ``None``: the call has ended well.
+
+        Raises:
+            AttemptFailed: The instance refused, broke off or did not answer any more.
+        """
+        try:
+            item = await self._call.read()
+        except CallEnded as end:
+            raise _failed(end, self._instance) from end
+        if type(item) is int:
+            return Message([RoutedDelta(self._first, [item])])
+        return None if item is None else _read(item, self._indices, self._instance)  # type: ignore[arg-type]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no message is left to wait for."""
+        return self._call.has_ended
+
+    def close(self) -> None:
+        """Abort the call if it still runs."""
+        self._timer.cancel()
+        self._undo()
+        self._call.close()
+
+    def _lose(self) -> None:
+        error = UnavailableError(f"{self._instance.instance_id} does not answer any more")
+        self._call.fail(_Lost(error, grpc.StatusCode.UNAVAILABLE))
 
 
-def _failed(error: grpc.aio.AioRpcError, instance: Instance) -> AttemptFailed:
-    reason = error.code().name.lower()
-    rebuilt = from_rpc_error(error)
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        # The caller can do nothing about the token between router and instance.
-        rebuilt = UnavailableError(f"{instance.instance_id} refuses this router's token")
-    elif isinstance(rebuilt, NotFoundError) and error.code() is not grpc.StatusCode.NOT_FOUND:
-        rebuilt = InternalError(rebuilt.message)
-    return AttemptFailed(rebuilt, reason)
+class _Lost(CallEnded):
+    """The instance was found dead without its connections breaking."""
+
+
+def _expire(call: Call) -> None:
+    call.fail(CallEnded(DeadlineError("the request's time is over"), grpc.StatusCode.DEADLINE_EXCEEDED))
+
+
+def _failed(end: CallEnded, instance: Instance) -> AttemptFailed:
+    error = end.error
+    if isinstance(error, NotFoundError) and end.code is not grpc.StatusCode.NOT_FOUND:
+        error = InternalError(error.message)
+    return AttemptFailed(error, "lost" if isinstance(end, _Lost) else end.code.name.lower())
 
 
 def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: Instance) -> Message:
@@ -119,7 +133,7 @@ def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: In
         if item.index >= len(indices):
             text = f"{instance.instance_id} sent tokens of sequence {item.index}, which nobody asked for"
             raise AttemptFailed(InternalError(text), "protocol")
-        finish = finish_from_pb(item.finish_reason)
+        finish = finish_from_pb(item.finish_reason) if item.finish_reason else None
         if finish is FinishReason.ERROR:
             raise AttemptFailed(InternalError(f"{instance.instance_id}: {item.error or 'the request failed'}"), "error")
         if finish is FinishReason.ABORT and instance.load.draining:

@@ -23,7 +23,7 @@ from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableE
 from baton.rpc.convert import sampling_to_pb
 from baton.seeds import sequence_seed
 from baton.types import FinishReason, Role, SamplingParams
-from baton_router.attempt import AttemptFailed, Message, run_attempt
+from baton_router.attempt import Attempt, AttemptFailed, Message
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig
 from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
@@ -32,6 +32,7 @@ from baton_router.merge import merge
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placement, Placer
 from baton_router.registry import Registry
+from baton_router.session import Sessions
 from baton_router.trace import TraceMerge
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class RunContext:
     metrics: RouterMetrics
     config: RouterConfig
     decisions: DecisionLog = field(default_factory=DecisionLog)
+    sessions: Sessions = field(default_factory=Sessions)
 
 
 @dataclass(slots=True)
@@ -82,6 +84,13 @@ class _Group:
     @property
     def open(self) -> list[_Sequence]:
         return [s for s in self.sequences if not s.finished]
+
+    @property
+    def is_open(self) -> bool:
+        for s in self.sequences:
+            if not s.finished:
+                return True
+        return False
 
     @property
     def num_tokens(self) -> int:
@@ -125,7 +134,7 @@ class RequestRun:
                 self._context.metrics.observe_trace(trace)
 
     async def _run_group(self, group: _Group) -> AsyncGenerator[RoutedChunk, None]:
-        while group.open:
+        while group.is_open:
             if exhausted := self._exhausted(group):
                 yield exhausted
                 continue
@@ -137,7 +146,7 @@ class RequestRun:
                     async for chunk in chunks:
                         yield chunk
             except AttemptFailed as failure:
-                if not group.open:
+                if not group.is_open:
                     return
                 self._note_failure(group, placement, failure, in_mid_stream=group.num_tokens > before)
             finally:
@@ -216,17 +225,25 @@ class RequestRun:
 
     async def _attempt(self, group: _Group, placement: Placement) -> AsyncGenerator[RoutedChunk, None]:
         indices = [s.index for s in group.sequences]
-        attempt = self._traces.attempt()
-        messages = run_attempt(placement.decode, self._message(group, placement), indices, self._remaining_s())
-        async with contextlib.aclosing(messages):
-            while (message := await _next(messages, bounded=not group.open)) is not None:
+        number = self._traces.attempt()
+        attempt = Attempt(
+            self._context.sessions,
+            placement.decode,
+            self._message(group, placement),
+            indices,
+            timeout_s=self._remaining_s(),
+        )
+        try:
+            while (message := await (attempt.next() if group.is_open else _last(attempt))) is not None:
                 group.full = None
                 if message.trace is not None:
-                    self._traces.update(attempt, message.trace)
+                    self._traces.update(number, message.trace)
                 deltas = self._record(message, placement)
                 if deltas or not self._begun or not self._open:
                     yield self._chunk(deltas, placement.decision, message)
-        if group.open:
+        finally:
+            attempt.close()
+        if group.is_open:
             raise AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
 
     def _message(self, group: _Group, placement: Placement) -> worker_pb2.GenerateRequest:
@@ -323,10 +340,12 @@ class RequestRun:
             self._context.metrics.retries.labels(reason=failure.reason).inc()
 
 
-async def _next(messages: AsyncGenerator[Message, None], *, bounded: bool) -> Message | None:
-    """Return the next message, or ``None`` at the end; ``bounded``: nothing is needed any more, don't wait long."""
+async def _last(attempt: Attempt) -> Message | None:
+    """Return the next message, or ``None`` at the end; nothing is needed any more, so it doesn't wait long."""
+    if attempt.has_ended:
+        return await attempt.next()
     try:
-        async with asyncio.timeout(_END_GRACE_S if bounded else None):
-            return await anext(messages, None)
+        async with asyncio.timeout(_END_GRACE_S):
+            return await attempt.next()
     except TimeoutError:
         return None

@@ -30,7 +30,7 @@ def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
     """Open an asyncio channel to ``host:port``; every call shows the token, if there is one."""
     interceptors: list[Any] = []
     if token is not None:
-        interceptors = [_TokenUnary(token), _TokenStream(token)]
+        interceptors = [_TokenUnary(token), _TokenStream(token), _TokenBothWays(token)]
     return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
 
 
@@ -71,3 +71,13 @@ class _TokenStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-
         self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
     ) -> Any:
         return await continuation(_with_token(client_call_details, self._token), request)
+
+
+class _TokenBothWays(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_stream_stream(
+        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request_iterator: Any
+    ) -> Any:
+        return await continuation(_with_token(client_call_details, self._token), request_iterator)

@@ -45,13 +45,22 @@ def status_details(error: BatonError) -> bytes:
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
     """Rebuild the error that a peer raised; statuses without Baton's details map by their code."""
     call: Any = error
-    code: grpc.StatusCode = call.code()
-    message = call.details() or code.name
-    for key, value in call.trailing_metadata() or ():
-        if key == DETAILS_KEY:
-            rebuilt = _from_details(value)
-            if rebuilt is not None:
-                return rebuilt
+    details = next((value for key, value in call.trailing_metadata() or () if key == DETAILS_KEY), b"")
+    return from_status(call.code(), call.details() or "", details)
+
+
+def from_status(code: grpc.StatusCode, message: str, details: bytes = b"") -> BatonError:
+    """Rebuild an error from its status.
+
+    Args:
+        code: The status.
+        message: Its message; empty: the status's name.
+        details: What :func:`status_details` made; empty: the status maps by its code.
+    """
+    rebuilt = _from_details(details) if details else None
+    if rebuilt is not None:
+        return rebuilt
+    message = message or code.name
     for cls in all_errors().values():
         if cls.grpc_status == code.name and code.name not in _BY_STATUS and code is not grpc.StatusCode.INTERNAL:
             return cls(message)

@@ -140,6 +140,10 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return grpc.unary_stream_rpc_method_handler(
                 _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
             )
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_stream(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+            )
         return handler
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from baton.hashing import as_token_array, block_hashes, root_hash
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
 from baton.rpc.convert import fingerprint_to_pb, finish_to_pb, role_to_pb
+from baton.rpc.many import generate_many
 from baton.rpc.server import GrpcServer
 from baton.seeds import sequence_seed
 from baton.types import BlockHash, Epoch, FinishReason, Role
@@ -290,6 +292,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self.state.running.discard(request.request_id)
             self.changed()
 
+    async def GenerateMany(
+        self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
+        """Generate for many requests on one stream."""
+        async with aclosing(generate_many(self.Generate, requests, context)) as messages:
+            async for message in messages:
+                yield message
+
     def _admit(self, request: worker_pb2.GenerateRequest) -> None:
         if self.role is not Role.DECODE:
             raise InvalidRequestError("this is a prefill instance", field="role")
@@ -318,6 +328,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 await self._changed.wait()
             if self.state.abort_all is not None:
                 raise self.state.abort_all
+            await asyncio.sleep(0)  # a step of the engine: what others do comes between two tokens
             last = position + 1 == sampling.max_tokens
             if last and self.state.silent_end:
                 return

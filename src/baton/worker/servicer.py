@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from baton.kv.arena import KVArena
 from baton.kv.events import KVEvent
 from baton.kv.shards import KVShards
 from baton.rpc.convert import fingerprint_to_pb, role_to_pb
+from baton.rpc.many import generate_many
 from baton.transport.blocks import BlockServer
 from baton.types import InstanceId, RequestId, Role
 from baton.version import __version__
@@ -60,6 +62,14 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
         """Refuse what only a decode instance does."""
         self._refuse("generate")
         yield worker_pb2.GenerateResponse()  # never reached: makes this a stream
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
+        """Generate for many requests on one stream."""
+        async with aclosing(generate_many(self.Generate, requests, context)) as messages:
+            async for message in messages:
+                yield message
 
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any

@@ -26,7 +26,7 @@ from baton.api.v1 import common_pb2 as baton_dot_api_dot_v1_dot_common__pb2
 from baton.api.v1 import events_pb2 as baton_dot_api_dot_v1_dot_events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/api/v1/worker.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\x1a\x19\x62\x61ton/api/v1/events.proto\"\x8c\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.baton.api.v1.SamplingParams\x12\x1a\n\x12prefill_candidates\x18\x05 \x03(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12%\n\x18remote_prefill_threshold\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x46\n\rtrace_context\x18\t \x03(\x0b\x32/.baton.api.v1.GenerateRequest.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x1b\n\x19_remote_prefill_threshold\"\x9f\x01\n\x10GenerateResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.baton.api.v1.SequenceDelta\x12)\n\x05trace\x18\x02 \x01(\x0b\x32\x1a.baton.api.v1.RequestTrace\x12\x33\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\"\xcf\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.baton.api.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\tB\x10\n\x0e_stop_token_id\"\x9c\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.baton.api.v1.SamplingParams\x12\x17\n\x0fnum_held_tokens\x18\x05 \x01(\r\x12&\n\x04held\x18\n \x01(\x0b\x32\x18.baton.api.v1.HeldBlocks\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x45\n\rtrace_context\x18\t \x03(\x0b\x32..baton.api.v1.PrefillRequest.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\\\n\nHeldBlocks\x12&\n\x06source\x18\x01 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\xa4\x01\n\x0fPrefillResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.baton.api.v1.PrefillAcceptedH\x00\x12&\n\x05offer\x18\x02 \x01(\x0b\x32\x15.baton.api.v1.KvOfferH\x00\x12-\n\x06result\x18\x03 \x01(\x0b\x32\x1b.baton.api.v1.PrefillResultH\x00\x42\x07\n\x05\x65vent\"9\n\x0fPrefillAccepted\x12&\n\x06source\x18\x01 \x01(\x0b\x32\x16.baton.api.v1.KvSource\"\x95\x01\n\rPrefillResult\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12+\n\x07logprob\x18\x02 \x01(\x0b\x32\x1a.baton.api.v1.TokenLogprob\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\x12\x12\n\ncompute_us\x18\x04 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x05 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x10\n\x0eGetInfoRequest\"\x8b\x03\n\x0fGetInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\r\n\x05\x65poch\x18\x03 \x01(\x0c\x12.\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12+\n\tendpoints\x18\x08 \x03(\x0b\x32\x18.baton.api.v1.KvEndpoint\x12\x19\n\x11served_model_name\x18\t \x01(\t\x12\x0f\n\x07version\x18\n \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x12\n\nvocab_size\x18\x0e \x01(\r\x12\x12\n\nmodel_path\x18\x0f \x01(\t\"=\n\x15StreamKvEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\"C\n\x16StreamKvEventsResponse\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.baton.api.v1.KvEventBatch\"(\n\x11StreamLoadRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\"<\n\x12StreamLoadResponse\x12&\n\x04load\x18\x01 \x01(\x0b\x32\x18.baton.api.v1.LoadReport\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r2\xa4\x04\n\rWorkerService\x12K\n\x08Generate\x12\x1d.baton.api.v1.GenerateRequest\x1a\x1e.baton.api.v1.GenerateResponse0\x01\x12H\n\x07Prefill\x12\x1c.baton.api.v1.PrefillRequest\x1a\x1d.baton.api.v1.PrefillResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.baton.api.v1.AbortRequest\x1a\x1b.baton.api.v1.AbortResponse\x12\x46\n\x07GetInfo\x12\x1c.baton.api.v1.GetInfoRequest\x1a\x1d.baton.api.v1.GetInfoResponse\x12]\n\x0eStreamKvEvents\x12#.baton.api.v1.StreamKvEventsRequest\x1a$.baton.api.v1.StreamKvEventsResponse0\x01\x12Q\n\nStreamLoad\x12\x1f.baton.api.v1.StreamLoadRequest\x1a .baton.api.v1.StreamLoadResponse0\x01\x12@\n\x05\x44rain\x12\x1a.baton.api.v1.DrainRequest\x1a\x1b.baton.api.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/api/v1/worker.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\x1a\x19\x62\x61ton/api/v1/events.proto\"\x8c\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.baton.api.v1.SamplingParams\x12\x1a\n\x12prefill_candidates\x18\x05 \x03(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12%\n\x18remote_prefill_threshold\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x46\n\rtrace_context\x18\t \x03(\x0b\x32/.baton.api.v1.GenerateRequest.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x1b\n\x19_remote_prefill_threshold\"\x9f\x01\n\x10GenerateResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.baton.api.v1.SequenceDelta\x12)\n\x05trace\x18\x02 \x01(\x0b\x32\x1a.baton.api.v1.RequestTrace\x12\x33\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\"O\n\x13GenerateManyRequest\x12\'\n\x06starts\x18\x01 \x03(\x0b\x32\x17.baton.api.v1.CallStart\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x03(\x04\"I\n\tCallStart\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x07request\x18\x02 \x01(\x0b\x32\x1d.baton.api.v1.GenerateRequest\"\x90\x01\n\x14GenerateManyResponse\x12\x13\n\x0btoken_calls\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08messages\x18\x03 \x03(\x0b\x32\x19.baton.api.v1.CallMessage\x12#\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x15.baton.api.v1.CallEnd\"M\n\x0b\x43\x61llMessage\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1e.baton.api.v1.GenerateResponse\"G\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x04 \x01(\x0c\"\xcf\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.baton.api.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\tB\x10\n\x0e_stop_token_id\"\x9c\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.baton.api.v1.SamplingParams\x12\x17\n\x0fnum_held_tokens\x18\x05 \x01(\r\x12&\n\x04held\x18\n \x01(\x0b\x32\x18.baton.api.v1.HeldBlocks\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x45\n\rtrace_context\x18\t \x03(\x0b\x32..baton.api.v1.PrefillRequest.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\\\n\nHeldBlocks\x12&\n\x06source\x18\x01 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\xa4\x01\n\x0fPrefillResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.baton.api.v1.PrefillAcceptedH\x00\x12&\n\x05offer\x18\x02 \x01(\x0b\x32\x15.baton.api.v1.KvOfferH\x00\x12-\n\x06result\x18\x03 \x01(\x0b\x32\x1b.baton.api.v1.PrefillResultH\x00\x42\x07\n\x05\x65vent\"9\n\x0fPrefillAccepted\x12&\n\x06source\x18\x01 \x01(\x0b\x32\x16.baton.api.v1.KvSource\"\x95\x01\n\rPrefillResult\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12+\n\x07logprob\x18\x02 \x01(\x0b\x32\x1a.baton.api.v1.TokenLogprob\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\x12\x12\n\ncompute_us\x18\x04 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x05 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x10\n\x0eGetInfoRequest\"\x8b\x03\n\x0fGetInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\r\n\x05\x65poch\x18\x03 \x01(\x0c\x12.\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12+\n\tendpoints\x18\x08 \x03(\x0b\x32\x18.baton.api.v1.KvEndpoint\x12\x19\n\x11served_model_name\x18\t \x01(\t\x12\x0f\n\x07version\x18\n \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x12\n\nvocab_size\x18\x0e \x01(\r\x12\x12\n\nmodel_path\x18\x0f \x01(\t\"=\n\x15StreamKvEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\"C\n\x16StreamKvEventsResponse\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.baton.api.v1.KvEventBatch\"(\n\x11StreamLoadRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\"<\n\x12StreamLoadResponse\x12&\n\x04load\x18\x01 \x01(\x0b\x32\x18.baton.api.v1.LoadReport\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r2\xff\x04\n\rWorkerService\x12K\n\x08Generate\x12\x1d.baton.api.v1.GenerateRequest\x1a\x1e.baton.api.v1.GenerateResponse0\x01\x12Y\n\x0cGenerateMany\x12!.baton.api.v1.GenerateManyRequest\x1a\".baton.api.v1.GenerateManyResponse(\x01\x30\x01\x12H\n\x07Prefill\x12\x1c.baton.api.v1.PrefillRequest\x1a\x1d.baton.api.v1.PrefillResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.baton.api.v1.AbortRequest\x1a\x1b.baton.api.v1.AbortResponse\x12\x46\n\x07GetInfo\x12\x1c.baton.api.v1.GetInfoRequest\x1a\x1d.baton.api.v1.GetInfoResponse\x12]\n\x0eStreamKvEvents\x12#.baton.api.v1.StreamKvEventsRequest\x1a$.baton.api.v1.StreamKvEventsResponse0\x01\x12Q\n\nStreamLoad\x12\x1f.baton.api.v1.StreamLoadRequest\x1a .baton.api.v1.StreamLoadResponse0\x01\x12@\n\x05\x44rain\x12\x1a.baton.api.v1.DrainRequest\x1a\x1b.baton.api.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,40 +43,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST_TRACECONTEXTENTRY']._serialized_end=465
   _globals['_GENERATERESPONSE']._serialized_start=497
   _globals['_GENERATERESPONSE']._serialized_end=656
-  _globals['_SEQUENCEDELTA']._serialized_start=659
-  _globals['_SEQUENCEDELTA']._serialized_end=866
-  _globals['_PREFILLREQUEST']._serialized_start=869
-  _globals['_PREFILLREQUEST']._serialized_end=1281
+  _globals['_GENERATEMANYREQUEST']._serialized_start=658
+  _globals['_GENERATEMANYREQUEST']._serialized_end=737
+  _globals['_CALLSTART']._serialized_start=739
+  _globals['_CALLSTART']._serialized_end=812
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=815
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=959
+  _globals['_CALLMESSAGE']._serialized_start=961
+  _globals['_CALLMESSAGE']._serialized_end=1038
+  _globals['_CALLEND']._serialized_start=1040
+  _globals['_CALLEND']._serialized_end=1111
+  _globals['_SEQUENCEDELTA']._serialized_start=1114
+  _globals['_SEQUENCEDELTA']._serialized_end=1321
+  _globals['_PREFILLREQUEST']._serialized_start=1324
+  _globals['_PREFILLREQUEST']._serialized_end=1736
   _globals['_PREFILLREQUEST_TRACECONTEXTENTRY']._serialized_start=414
   _globals['_PREFILLREQUEST_TRACECONTEXTENTRY']._serialized_end=465
-  _globals['_HELDBLOCKS']._serialized_start=1283
-  _globals['_HELDBLOCKS']._serialized_end=1375
-  _globals['_PREFILLRESPONSE']._serialized_start=1378
-  _globals['_PREFILLRESPONSE']._serialized_end=1542
-  _globals['_PREFILLACCEPTED']._serialized_start=1544
-  _globals['_PREFILLACCEPTED']._serialized_end=1601
-  _globals['_PREFILLRESULT']._serialized_start=1604
-  _globals['_PREFILLRESULT']._serialized_end=1753
-  _globals['_ABORTREQUEST']._serialized_start=1755
-  _globals['_ABORTREQUEST']._serialized_end=1789
-  _globals['_ABORTRESPONSE']._serialized_start=1791
-  _globals['_ABORTRESPONSE']._serialized_end=1821
-  _globals['_GETINFOREQUEST']._serialized_start=1823
-  _globals['_GETINFOREQUEST']._serialized_end=1839
-  _globals['_GETINFORESPONSE']._serialized_start=1842
-  _globals['_GETINFORESPONSE']._serialized_end=2237
-  _globals['_STREAMKVEVENTSREQUEST']._serialized_start=2239
-  _globals['_STREAMKVEVENTSREQUEST']._serialized_end=2300
-  _globals['_STREAMKVEVENTSRESPONSE']._serialized_start=2302
-  _globals['_STREAMKVEVENTSRESPONSE']._serialized_end=2369
-  _globals['_STREAMLOADREQUEST']._serialized_start=2371
-  _globals['_STREAMLOADREQUEST']._serialized_end=2411
-  _globals['_STREAMLOADRESPONSE']._serialized_start=2413
-  _globals['_STREAMLOADRESPONSE']._serialized_end=2473
-  _globals['_DRAINREQUEST']._serialized_start=2475
-  _globals['_DRAINREQUEST']._serialized_end=2509
-  _globals['_DRAINRESPONSE']._serialized_start=2511
-  _globals['_DRAINRESPONSE']._serialized_end=2550
-  _globals['_WORKERSERVICE']._serialized_start=2553
-  _globals['_WORKERSERVICE']._serialized_end=3101
+  _globals['_HELDBLOCKS']._serialized_start=1738
+  _globals['_HELDBLOCKS']._serialized_end=1830
+  _globals['_PREFILLRESPONSE']._serialized_start=1833
+  _globals['_PREFILLRESPONSE']._serialized_end=1997
+  _globals['_PREFILLACCEPTED']._serialized_start=1999
+  _globals['_PREFILLACCEPTED']._serialized_end=2056
+  _globals['_PREFILLRESULT']._serialized_start=2059
+  _globals['_PREFILLRESULT']._serialized_end=2208
+  _globals['_ABORTREQUEST']._serialized_start=2210
+  _globals['_ABORTREQUEST']._serialized_end=2244
+  _globals['_ABORTRESPONSE']._serialized_start=2246
+  _globals['_ABORTRESPONSE']._serialized_end=2276
+  _globals['_GETINFOREQUEST']._serialized_start=2278
+  _globals['_GETINFOREQUEST']._serialized_end=2294
+  _globals['_GETINFORESPONSE']._serialized_start=2297
+  _globals['_GETINFORESPONSE']._serialized_end=2692
+  _globals['_STREAMKVEVENTSREQUEST']._serialized_start=2694
+  _globals['_STREAMKVEVENTSREQUEST']._serialized_end=2755
+  _globals['_STREAMKVEVENTSRESPONSE']._serialized_start=2757
+  _globals['_STREAMKVEVENTSRESPONSE']._serialized_end=2824
+  _globals['_STREAMLOADREQUEST']._serialized_start=2826
+  _globals['_STREAMLOADREQUEST']._serialized_end=2866
+  _globals['_STREAMLOADRESPONSE']._serialized_start=2868
+  _globals['_STREAMLOADRESPONSE']._serialized_end=2928
+  _globals['_DRAINREQUEST']._serialized_start=2930
+  _globals['_DRAINREQUEST']._serialized_end=2964
+  _globals['_DRAINRESPONSE']._serialized_start=2966
+  _globals['_DRAINRESPONSE']._serialized_end=3005
+  _globals['_WORKERSERVICE']._serialized_start=3008
+  _globals['_WORKERSERVICE']._serialized_end=3647
 # @@protoc_insertion_point(module_scope)

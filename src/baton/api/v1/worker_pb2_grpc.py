@@ -39,6 +39,11 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/baton.api.v1.WorkerService/GenerateMany',
+                request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Prefill = channel.unary_stream(
                 '/baton.api.v1.WorkerService/Prefill',
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
@@ -76,6 +81,14 @@ class WorkerServiceServicer(object):
 
     def Generate(self, request, context):
         """Decode instances: owns the request from admission to its last token. Cancel the call to abort.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Decode instances: Generate for many requests on one stream, so that an engine step is one message whatever the number of requests.
+        Routers keep one per instance. When it breaks, all of its calls are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +143,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateManyRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
@@ -189,6 +207,33 @@ class WorkerService(object):
             '/baton.api.v1.WorkerService/Generate',
             baton_dot_api_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.api.v1.WorkerService/GenerateMany',
+            baton_dot_api_dot_v1_dot_worker__pb2.GenerateManyRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_worker__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

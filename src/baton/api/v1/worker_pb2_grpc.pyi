@@ -33,6 +33,10 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
     """Decode instances: owns the request from admission to its last token. Cancel the call to abort."""
+    GenerateMany: _grpc.StreamStreamMultiCallable[_worker_pb2.GenerateManyRequest, _worker_pb2.GenerateManyResponse]
+    """Decode instances: Generate for many requests on one stream, so that an engine step is one message whatever the number of requests.
+    Routers keep one per instance. When it breaks, all of its calls are aborted.
+    """
     Prefill: _grpc.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
     """Prefill instances: computes the KV of a prompt and offers it. The stream is the lease: blocks are held while it is open."""
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
@@ -51,6 +55,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
     """Decode instances: owns the request from admission to its last token. Cancel the call to abort."""
+    GenerateMany: _aio.StreamStreamMultiCallable[_worker_pb2.GenerateManyRequest, _worker_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Decode instances: Generate for many requests on one stream, so that an engine step is one message whatever the number of requests.
+    Routers keep one per instance. When it breaks, all of its calls are aborted.
+    """
     Prefill: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill instances: computes the KV of a prompt and offers it. The stream is the lease: blocks are held while it is open."""
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
@@ -72,6 +80,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
         """Decode instances: owns the request from admission to its last token. Cancel the call to abort."""
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateManyResponse], _abc.AsyncIterator[_worker_pb2.GenerateManyResponse]]:
+        """Decode instances: Generate for many requests on one stream, so that an engine step is one message whatever the number of requests.
+        Routers keep one per instance. When it breaks, all of its calls are aborted.
+        """
 
     @_abc_1.abstractmethod
     def Prefill(

@@ -1,0 +1,174 @@
+"""The server's half of ``GenerateMany``: many calls of ``Generate`` on one stream.
+
+Each call runs in a task of its own, exactly as it would on a stream of its own. What the calls send in one turn of the
+event loop leaves as one message: an engine hands out the tokens of a step in one turn, so a step is one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from baton.api.v1 import worker_pb2
+from baton.errors import BatonError
+from baton.rpc.errors import status_code, status_details
+
+log = logging.getLogger(__name__)
+
+Generate = Callable[[worker_pb2.GenerateRequest, Any], AsyncIterator[worker_pb2.GenerateResponse]]
+
+MAX_CALLS = 65536
+"""Calls that a stream may have at a time. Instances admit far fewer; this bounds the tasks of those that wait."""
+
+
+async def generate_many(
+    generate: Generate, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
+) -> AsyncGenerator[worker_pb2.GenerateManyResponse, None]:
+    """Serve ``GenerateMany`` with what serves ``Generate``.
+
+    Args:
+        generate: Serves one call; whatever it raises ends that call alone.
+        requests: What the caller sends; when that ends, running calls still go to their end.
+        context: The stream's context, handed on.
+    """
+    calls = _Calls(generate, context)
+    reader = asyncio.create_task(calls.read(requests))
+    try:
+        while (message := await calls.outbox.next()) is not None:
+            yield message
+        await reader
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        await calls.abort()
+
+
+class Outbox:
+    """Gathers what calls send into one message per turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._message = worker_pb2.GenerateManyResponse()
+        self._with_message: set[int] = set()
+        self._filled = asyncio.Event()
+        self._closed = False
+
+    def token(self, call: int, token_id: int) -> None:
+        """Send one token of sequence 0 and nothing else."""
+        if call in self._with_message:  # messages come after tokens: the order within a call stays
+            delta = worker_pb2.SequenceDelta(token_ids=[token_id])
+            self._message.messages.add(call=call, response=worker_pb2.GenerateResponse(deltas=[delta]))
+            return
+        self._message.token_calls.append(call)
+        self._message.token_ids.append(token_id)
+        self._filled.set()
+
+    def send(self, call: int, response: worker_pb2.GenerateResponse) -> None:
+        """Send a message of a call."""
+        token_id = _only_a_token(response)
+        if token_id is not None:
+            self.token(call, token_id)
+            return
+        self._with_message.add(call)
+        self._message.messages.add(call=call, response=response)
+        self._filled.set()
+
+    def end(self, call: int, code: int = 0, message: str = "", details: bytes = b"") -> None:
+        """Send the end of a call."""
+        self._message.ends.add(call=call, code=code, message=message, details=details)
+        self._filled.set()
+
+    def close(self) -> None:
+        """No more comes."""
+        self._closed = True
+        self._filled.set()
+
+    async def next(self) -> worker_pb2.GenerateManyResponse | None:
+        """Wait for something to send and return all of it; ``None`` once closed and empty."""
+        # Who fills it wakes this task at the end of the queue, behind all others that the same step has woken.
+        await self._filled.wait()
+        message = self._message
+        if not (message.token_calls or message.messages or message.ends):
+            return None
+        self._message = worker_pb2.GenerateManyResponse()
+        self._with_message.clear()
+        if not self._closed:
+            self._filled.clear()
+        return message
+
+
+class _Calls:
+    """The calls of one stream."""
+
+    def __init__(self, generate: Generate, context: Any) -> None:
+        self._generate, self._context = generate, context
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._reading = True
+        self.outbox = Outbox()
+
+    async def read(self, requests: AsyncIterator[worker_pb2.GenerateManyRequest]) -> None:
+        """Start and cancel calls as they are told."""
+        try:
+            async for message in requests:
+                for start in message.starts:
+                    self._start(start.call, start.request)
+                for call in message.cancels:
+                    task = self._tasks.get(call)
+                    if task is not None:
+                        task.cancel()
+        finally:
+            self._reading = False
+            self._close_if_done()
+
+    async def abort(self) -> None:
+        """Cancel what still runs, and wait for it."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, call: int, request: worker_pb2.GenerateRequest) -> None:
+        if call in self._tasks or len(self._tasks) >= MAX_CALLS:
+            text = f"call {call} is running" if call in self._tasks else f"this stream has {MAX_CALLS} calls already"
+            code = grpc.StatusCode.ALREADY_EXISTS if call in self._tasks else grpc.StatusCode.RESOURCE_EXHAUSTED
+            self.outbox.end(call, code.value[0], text)
+            return
+        self._tasks[call] = asyncio.create_task(self._run(call, request))
+
+    async def _run(self, call: int, request: worker_pb2.GenerateRequest) -> None:
+        outbox = self.outbox
+        try:
+            responses: Any = self._generate(request, self._context)
+            async with aclosing(responses):
+                async for response in responses:
+                    outbox.send(call, response)
+            outbox.end(call)
+        except BatonError as error:
+            outbox.end(call, status_code(error).value[0], error.message, status_details(error))
+        except asyncio.CancelledError:
+            outbox.end(call, grpc.StatusCode.CANCELLED.value[0], "the call was cancelled")
+        except Exception as error:
+            log.exception("a call failed")
+            outbox.end(call, grpc.StatusCode.INTERNAL.value[0], f"internal error: {type(error).__name__}: {error}")
+        finally:
+            self._tasks.pop(call, None)
+            self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if not self._reading and not self._tasks:
+            self.outbox.close()
+
+
+def _only_a_token(response: worker_pb2.GenerateResponse) -> int | None:
+    """Return the token of a response that is nothing but one token of sequence 0."""
+    deltas = response.deltas
+    if len(deltas) != 1 or response.HasField("trace") or response.prompt_logprobs:
+        return None
+    delta = deltas[0]
+    if len(delta.token_ids) != 1 or delta.index or delta.finish_reason or delta.logprobs or delta.error:
+        return None
+    return None if delta.HasField("stop_token_id") else delta.token_ids[0]
