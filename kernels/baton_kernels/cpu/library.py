@@ -34,6 +34,7 @@ class CpuLibrary:
     """The operators as ctypes functions; a call releases the interpreter's lock.
 
     Attributes:
+        amx: Whether bfloat16 can be multiplied in AMX's tiles: the library, the processor and the kernel allow it.
         instructions: What the library was compiled for, e.g. ``"avx512-bf16"``.
         pairs_are_faster: Whether bfloat16 pairs are multiplied faster than float32 here, measured at load (a
             millisecond): processors that have the instruction differ by a factor of four in its rate.
@@ -56,6 +57,7 @@ class CpuLibrary:
         name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()
         self.instructions: str = name.decode()
         self.pairs_are_faster = bool(_function(library, "baton_pairs_are_faster", ctypes.c_int, 0)())
+        self.amx = bool(_function(library, "baton_amx_ready", ctypes.c_int, 0)())
         self._library = library
 
 

@@ -42,7 +42,7 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in STRIDES),
         *((name, ctypes.c_int32) for name in INTS),
         *((name, ctypes.c_float) for name in FLOATS),
-        ("unused", ctypes.c_int32),
+        ("amx", ctypes.c_int32),
     ]
 
 
@@ -82,7 +82,7 @@ class CpuPagedAttention:
         if library.attention_struct_bytes != ctypes.sizeof(AttentionCall):
             raise ValueError("the library's structure differs from AttentionCall")
         self._run = library.paged_attention
-        self._pairs = library.pairs_are_faster
+        self._pairs, self._amx = library.pairs_are_faster, library.amx
 
     def prepare(self, batch: RaggedBatch) -> CpuPlan:
         """Fill in what all layers share."""
@@ -96,6 +96,7 @@ class CpuPagedAttention:
             block_size=batch.block_size,
             threads=torch.get_num_threads(),
             pairs=self._pairs,
+            amx=self._amx,
         )
         return CpuPlan(batch, call)
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "vec.h"
+#include "amx.h"
 
 namespace baton {
 namespace {
@@ -46,6 +46,15 @@ extern "C" int baton_pairs_are_faster() {
     asm volatile("vpxord %%zmm31,%%zmm31,%%zmm31\n" BATON_CHAINS("vfmadd231ps")::: BATON_CLOBBERED, "xmm31");
   });
   return 2.0 * plain > 1.2 * pairs;
+#else
+  return 0;
+#endif
+}
+
+// 1 if this process may use AMX, and the library was compiled for it. Asks the kernel; harmless if repeated.
+extern "C" int baton_amx_ready() {
+#if defined(BATON_AMX)
+  return baton::amx_permitted();
 #else
   return 0;
 #endif

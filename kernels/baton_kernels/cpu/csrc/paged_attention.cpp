@@ -41,9 +41,9 @@ void add_decode(const Attention& a, int seq, long wanted, Plan& plan) {
   }
 }
 
-void add_tiles(const Attention& a, int seq, int tokens, Plan& plan) {
+void add_tiles(const Attention& a, int seq, int tokens, int rows, Plan& plan) {
   const int group = a.num_heads / a.kv_heads, start = a.context_lens[seq] - tokens;
-  const int step = std::max(1, TILE_ROWS / group);
+  const int step = std::max(1, rows / group);
   for (int head = 0; head < a.kv_heads; ++head)
     for (int at = 0; at < tokens; at += step) {
       const int until = std::min(tokens, at + step);
@@ -52,7 +52,8 @@ void add_tiles(const Attention& a, int seq, int tokens, Plan& plan) {
     }
 }
 
-void make_plan(const Attention& a, Plan& plan) {
+// `rows`: about as many (token, head) rows make a tile.
+void make_plan(const Attention& a, int rows, Plan& plan) {
   plan.items.clear(), plan.splits.clear(), plan.parts = 0;
   const int group = a.num_heads / a.kv_heads;
   long decode_keys = 0;
@@ -65,7 +66,7 @@ void make_plan(const Attention& a, Plan& plan) {
     if (tokens == 1 && group <= MAX_GROUP)
       add_decode(a, seq, std::max(1l, wanted), plan);
     else if (tokens > 0)
-      add_tiles(a, seq, tokens, plan);
+      add_tiles(a, seq, tokens, rows, plan);
   }
   if (a.threads > 1)
     std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
@@ -118,13 +119,14 @@ template <class C, class T>
 void run(const Attention& a) {
   static thread_local Plan plan;
   static thread_local Scratch partial_scratch;
-  make_plan(a, plan);
+  make_plan(a, Products<C>::TILE_ROWS, plan);
   const Plan& work = plan;
   float* partials = partial_scratch.get<float>((size_t)work.parts * (a.num_heads / a.kv_heads) * (a.v_dim + 2));
   const int threads = a.threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local Scratch scratch;
+    const typename Products<C>::Unit unit;
     write<T>(a, omp_get_thread_num(), omp_get_num_threads(), scratch);
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
@@ -146,6 +148,12 @@ extern "C" int baton_paged_attention(const Attention* a) {
       run<ComputeF32, float>(*a);
       return 0;
     case 1:
+#if defined(BATON_AMX)
+      if (a->amx) {
+        run<ComputeAmx, bf16>(*a);
+        return 0;
+      }
+#endif
 #if defined(BATON_AVX512_BF16)
       if (a->pairs) {
         run<ComputeBF16, bf16>(*a);

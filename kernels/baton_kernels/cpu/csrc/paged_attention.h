@@ -11,7 +11,6 @@ namespace baton {
 
 constexpr int KB = 64;          // keys per tile
 constexpr int MAX_GROUP = 8;    // query heads per KV head that the decode kernel takes; more go through tiles
-constexpr int TILE_ROWS = 192;  // about as many (token, head) rows share one packed tile of keys
 
 // The arguments of one call; laid out as the ctypes structure of the same name. Sizes and strides in elements.
 struct Attention {
@@ -26,7 +25,7 @@ struct Attention {
   int32_t dtype, num_seqs, num_heads, kv_heads, k_dim, v_dim, block_size, window, rotary, threads;
   int32_t pairs;  // multiply pairs of bfloat16 (vdpbf16ps) rather than float32: where that is faster
   float scale, softcap, norm_eps, norm_offset;
-  int32_t unused;
+  int32_t amx;  // multiply bfloat16 in AMX's tiles
 };
 
 // Grows, never shrinks; aligned to a cache line. One per thread and use.

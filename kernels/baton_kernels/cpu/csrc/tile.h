@@ -3,6 +3,7 @@
 // Keys and values of a tile are packed once and stay in the first-level cache while all rows go over them, MR rows at a
 // time: scores in registers, softmax kept online, weights times values added to the rows' outputs.
 #pragma once
+#include "amx.h"
 #include "paged_attention.h"
 
 namespace baton {
@@ -123,48 +124,145 @@ inline void multiply(const typename C::elem* a, long lda, const typename C::elem
     for (int c = 0; c < N; ++c) store(out + r * ldo + c * VL, acc[r][c]);
 }
 
+// The two products for ROWS rows at a time, in registers of vectors.
 template <class C>
-inline void multiply_values(const typename C::elem* p, const typename C::elem* v, int padded, const float* factor,
-                            float* out) {
-  constexpr int STEPS = KB / C::PAIR;
-  int d = 0;
-  for (; d + NV * VL <= padded; d += NV * VL)
-    multiply<C, NV, false>(p, STEPS, v + d, padded, STEPS, factor, out + d, padded);
-  for (; d < padded; d += VL) multiply<C, 1, false>(p, STEPS, v + d, padded, STEPS, factor, out + d, padded);
-}
+struct Products {
+  typedef typename C::elem elem;
+  struct Unit {  // what a thread holds while it multiplies
+    Unit() {}
+  };
+  static constexpr int ROWS = MR;
+  static constexpr int STEPS = 1;  // keys have a multiple of so many steps
+  static constexpr int TILE_ROWS = 192;  // about as many (token, head) rows share one packed tile of keys
 
-// The softmax's state of a row: largest score so far, and the weights' sum, lane by lane.
-struct RowState {
-  vf sum;
-  float largest;
+  // q [ROWS][width] x keys [steps][KB] -> s [ROWS][KB]
+  static void scores(const elem* q, int width, const elem* keys, int steps, float* s) {
+    for (int c = 0; c < KB; c += NV * VL) multiply<C, NV, true>(q, width, keys + c, KB, steps, nullptr, s + c, KB);
+  }
+  // out [ROWS][padded] = out * factor [ROWS] + p [ROWS][KB] x v [KB][padded]
+  static void add_values(const elem* p, const elem* v, int padded, const float* factor, float* out) {
+    constexpr int KEYS = KB / C::PAIR;
+    int d = 0;
+    for (; d + NV * VL <= padded; d += NV * VL)
+      multiply<C, NV, false>(p, KEYS, v + d, padded, KEYS, factor, out + d, padded);
+    for (; d < padded; d += VL) multiply<C, 1, false>(p, KEYS, v + d, padded, KEYS, factor, out + d, padded);
+  }
 };
 
-// One row's scores of a tile -> weights; columns outside [low, high] are hidden. Returns the factor for what was summed
-// up before.
+#if defined(BATON_AMX)
+// The same pairs through AMX.
+struct ComputeAmx : ComputeBF16 {};
+
+template <>
+struct Products<ComputeAmx> {
+  typedef ComputeAmx::elem elem;
+  typedef AmxTiles Unit;
+  static constexpr int ROWS = 2 * AMX_ROWS;
+  static constexpr int STEPS = AMX_PAIRS;
+  static constexpr int TILE_ROWS = 384;
+
+  static void scores(const elem* q, int width, const elem* keys, int steps, float* s) {
+    amx_fence();
+    for (int c = 0; c < KB; c += 32) {
+      amx_zero4();
+      for (int t = 0; t < steps; t += AMX_PAIRS)
+        amx_step4(q + t, width * 4l, keys + (long)t * KB + c, KB * 4l);
+      amx_store4(s + c, KB * 4l);
+    }
+    amx_fence();
+  }
+  static void add_values(const elem* p, const elem* v, int padded, const float* factor, float* out) {
+    for (int r = 0; r < ROWS; ++r)
+      if (factor[r] != 1.0f)
+        for (int d = 0; d < padded; d += VL) *(vf*)(out + (long)r * padded + d) *= factor[r];
+    amx_fence();
+    constexpr int KEYS = KB / 2;
+    const long row = padded * 4l;
+    int d = 0;
+    for (; d + 32 <= padded; d += 32) {
+      amx_load4(out + d, row);
+      for (int t = 0; t < KEYS; t += AMX_PAIRS) amx_step4(p + t, KEYS * 4l, v + (long)t * padded + d, row);
+      amx_store4(out + d, row);
+    }
+    if (d < padded) last_values(p, v, padded, d, out);
+    amx_fence();
+  }
+
+  // A last tile of 16 columns at d.
+  static void last_values(const elem* p, const elem* v, int padded, int d, float* out) {
+    constexpr int KEYS = KB / 2;
+    const long row = padded * 4l;
+    float* bottom = out + (long)AMX_ROWS * padded + d;
+    _tile_loadd(0, out + d, row);
+    _tile_loadd(2, bottom, row);
+    for (int t = 0; t < KEYS; t += AMX_PAIRS) {
+      _tile_loadd(4, p + t, KEYS * 4l);
+      _tile_loadd(5, p + AMX_ROWS * KEYS + t, KEYS * 4l);
+      _tile_loadd(6, v + (long)t * padded + d, row);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    _tile_stored(0, out + d, row);
+    _tile_stored(2, bottom, row);
+  }
+};
+#endif
+
+// The softmax's state of rows: largest scores so far, in units of log2, and the weights' sums, lane by lane.
+struct RowStates {
+  float* largest;
+  vf* sum;
+};
+
+// Raw scores [ROWS][KB] -> what makes them units of log2, once they are in the order of those.
+template <int ROWS>
+inline float settle(const Attention& a, float* s) {
+  const float unit = a.scale * LOG2E;
+  if (a.softcap <= 0 && unit >= 0) return unit;
+  for (int i = 0; i < ROWS * KB; i += VL) *(vf*)(s + i) = scaled(a, *(vf*)(s + i));
+  return 1.0f;
+}
+
+// Hide the columns of a row of scores that are not in [low, high].
+inline void hide(float* s, int low, int high) {
+  vi column;
+  for (int i = 0; i < VL; ++i) column[i] = i;
+  for (int i = 0; i < KB; i += VL, column += VL) {
+    vf* at = (vf*)(s + i);
+    *at = select((column >= low) & (column <= high), *at, splat(NEG_INF));
+  }
+}
+
+// Scores [ROWS][KB] of a tile, times `unit` -> weights; `factor` [ROWS] is for what was summed up before. Rows go side by side: what
+// a row does with its largest score is done for a vector of rows, without a branch.
 template <class C>
-inline float soften(const Attention& a, const float* s, int low, int high, RowState& state, typename C::elem* out) {
-  constexpr int N = KB / VL;
-  vf x[N];
-  for (int i = 0; i < N; ++i) x[i] = scaled(a, *(const vf*)(s + i * VL));
-  if (low > 0 || high < KB - 1) {
-    vi column;
-    for (int i = 0; i < VL; ++i) column[i] = i;
-    for (int i = 0; i < N; ++i, column += VL) x[i] = select((column >= low) & (column <= high), x[i], splat(NEG_INF));
+inline void soften(const float* s, float unit, RowStates state, typename C::elem* out, float* factor) {
+  constexpr int ROWS = Products<C>::ROWS, PADDED = (ROWS + VL - 1) / VL * VL, N = KB / VL;
+  alignas(64) float tops[PADDED] = {}, before[PADDED] = {}, shift[PADDED], factors[PADDED];
+  for (int r = 0; r < ROWS; ++r) {
+    const vf* x = (const vf*)(s + r * KB);
+    vf top = x[0];
+    for (int i = 1; i < N; ++i) top = vmax(top, x[i]);
+    tops[r] = largest(top);
+    before[r] = state.largest[r];
   }
-  vf top = x[0];
-  for (int i = 1; i < N; ++i) top = vmax(top, x[i]);
-  const float before = state.largest, now = std::max(before, largest(top));
-  const float base = now == NEG_INF ? 0.0f : now;
-  vf total = vf{};
-  for (int i = 0; i < N; ++i) {
-    x[i] = exp2v<C::ROUGH>(x[i] - base);
-    total += x[i];
+  for (int r = 0; r < PADDED; r += VL) {
+    const vf old = *(vf*)(before + r), now = vmax(old, *(vf*)(tops + r) * unit);
+    const vf base = select(now == splat(NEG_INF), vf{}, now);
+    *(vf*)(factors + r) = select(old == now, splat(1.0f), exp2v<C::ROUGH>(old - base));
+    *(vf*)(shift + r) = -base;
+    *(vf*)(tops + r) = now;
   }
-  C::weights(x, out);
-  const float factor = before == now ? 1.0f : exp2f(before - base);
-  state.sum = state.sum * factor + total;
-  state.largest = now;
-  return factor;
+  for (int r = 0; r < ROWS; ++r) {
+    const vf* from = (const vf*)(s + r * KB);
+    const vf base = splat(shift[r]);
+    vf x[N], total = vf{};
+    for (int i = 0; i < N; ++i) total += x[i] = exp2v<C::ROUGH>(from[i] * unit + base);
+    C::weights(x, out + r * (KB / C::PAIR));
+    state.sum[r] = state.sum[r] * factors[r] + total;
+    state.largest[r] = tops[r];
+    factor[r] = factors[r];
+  }
 }
 
 template <class C, class T>
@@ -175,19 +273,20 @@ class Tile {
   Tile(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item), head(args, item.seq, item.head) {
     group = a.num_heads / a.kv_heads;
     count = (item.q1 - item.q0) * group;
-    padded_count = (int)round_up(count, MR);
-    steps = (a.k_dim + C::PAIR - 1) / C::PAIR;
+    padded_count = (int)round_up(count, ROWS);
+    steps = (int)round_up((a.k_dim + C::PAIR - 1) / C::PAIR, Products<C>::STEPS);
     width = (int)round_up(steps, 16);
     padded = (int)round_up(a.v_dim, VL);
     const size_t sizes[] = {(size_t)padded_count * width * 4, (size_t)steps * KB * 4, (size_t)KB / C::PAIR * padded * 4,
-                            (size_t)padded_count * padded * 4, padded_count * sizeof(RowState)};
+                            (size_t)padded_count * padded * 4, padded_count * sizeof(vf), padded_count * sizeof(float)};
     size_t bytes = 0;
     for (size_t size : sizes) bytes += round_up(size, 64);
     char* at = scratch.get<char>(bytes);
-    void* parts[5];
-    for (int i = 0; i < 5; ++i) parts[i] = at, at += round_up(sizes[i], 64);
+    void* parts[6];
+    for (int i = 0; i < 6; ++i) parts[i] = at, at += round_up(sizes[i], 64);
+    if (Products<C>::STEPS > 1) std::memset(parts[1], 0, sizes[1]);  // packing leaves the steps beyond k_dim alone
     q = (elem*)parts[0], keys = (elem*)parts[1], values = (elem*)parts[2], out = (float*)parts[3];
-    state = (RowState*)parts[4];
+    state = {(float*)parts[5], (vf*)parts[4]};
     start = a.context_lens[item.seq] - (a.query_starts[item.seq + 1] - a.query_starts[item.seq]);
   }
 
@@ -201,12 +300,14 @@ class Tile {
       head.rows(j, n, key_rows, value_rows);
       C::pack_keys(key_rows, n, a.k_dim, keys);
       C::pack_values(value_rows, n, a.v_dim, padded, values);
-      for (int r = 0; r < padded_count; r += MR) rows_of(r, j);
+      for (int r = 0; r < padded_count; r += ROWS) rows_of(r, j);
     }
     finish();
   }
 
  private:
+  static constexpr int ROWS = Products<C>::ROWS;
+
   const Attention& a;
   const Item& item;
   Head<T> head;
@@ -214,7 +315,7 @@ class Tile {
   long start;  // position of the sequence's first new token
   elem *q, *keys, *values;
   float* out;
-  RowState* state;
+  RowStates state;
 
   long position(int row) const { return start + item.q0 + row / group; }
 
@@ -228,34 +329,34 @@ class Tile {
         std::memset(q + (long)r * width, 0, width * sizeof(elem));
       }
       const bool sink = a.sinks && r < count;
-      state[r].largest = sink ? a.sinks[item.head * group + r % group] * LOG2E : NEG_INF;
-      state[r].sum = vf{};
-      if (sink) state[r].sum[0] = 1.0f;
+      state.largest[r] = sink ? a.sinks[item.head * group + r % group] * LOG2E : NEG_INF;
+      state.sum[r] = vf{};
+      if (sink) state.sum[r][0] = 1.0f;
     }
     std::memset(out, 0, (size_t)padded_count * padded * sizeof(float));
   }
 
   void rows_of(int r, long j) {
-    const int end = std::min(r + MR, count);
+    const int end = std::min(r + ROWS, count);
     if (position(end - 1) < j) return;
     if (a.window && position(r) - a.window + 1 > j + KB - 1) return;
-    alignas(64) float s[MR * KB];
-    alignas(64) elem p[MR * (KB / C::PAIR)];
-    float factor[MR];
-    for (int c = 0; c < KB; c += NV * VL)
-      multiply<C, NV, true>(q + (long)r * width, width, keys + c, KB, steps, nullptr, s + c, KB);
-    for (int i = 0; i < MR; ++i) {
-      const long at = position(std::min(r + i, count - 1));
-      const int low = a.window ? (int)std::max<long>(0, at - a.window + 1 - j) : 0;
-      const int high = (int)std::min<long>(KB - 1, at - j);
-      factor[i] = soften<C>(a, s + i * KB, low, high, state[r + i], p + i * (KB / C::PAIR));
-    }
-    multiply_values<C>(p, values, padded, factor, out + (long)r * padded);
+    alignas(64) float s[ROWS * KB];
+    alignas(64) elem p[ROWS * (KB / C::PAIR)];
+    float factor[ROWS];
+    Products<C>::scores(q + (long)r * width, width, keys, steps, s);
+    const float unit = settle<ROWS>(a, s);
+    if (j + KB - 1 > position(r) || (a.window && j < position(end - 1) - a.window + 1))
+      for (int i = 0; i < ROWS; ++i) {
+        const long at = position(std::min(r + i, count - 1));
+        hide(s + i * KB, a.window ? (int)std::max<long>(0, at - a.window + 1 - j) : 0, (int)std::min<long>(KB - 1, at - j));
+      }
+    soften<C>(s, unit, {state.largest + r, state.sum + r}, p, factor);
+    Products<C>::add_values(p, values, padded, factor, out + (long)r * padded);
   }
 
   void finish() {
     for (int r = 0; r < count; ++r) {
-      const float total = sum(state[r].sum), inverse = total > 0 ? 1.0f / total : 0.0f;
+      const float total = sum(state.sum[r]), inverse = total > 0 ? 1.0f / total : 0.0f;
       const long token = a.query_starts[item.seq] + item.q0 + r / group;
       T* to = (T*)a.out + (token * a.num_heads + item.head * group + r % group) * a.v_dim;
       for (int d = 0; d < a.v_dim; d += VL)
