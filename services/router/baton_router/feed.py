@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.api.v1 import events_pb2
 from baton.hashing import HASH_BYTES
@@ -139,8 +139,8 @@ class EventFeed:
         self._index.drop(self._slot)
         self._slot = self._index.add()
 
-    def expect(self, hashes: list[BlockHash]) -> Expectation | None:
-        """Count the blocks of a request that was just placed here; see :meth:`PrefixIndex.expect`."""
+    def expect(self, hashes: Sequence[BlockHash]) -> Expectation | None:
+        """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.expect`."""
         return self._index.expect(self._slot, hashes)
 
     def close(self) -> None:

@@ -1,16 +1,17 @@
 """Exact prefix index: how many leading blocks of a hash chain does each instance hold?
 
-One dictionary maps a block hash to an integer with one bit per *slot*. An instance owns a slot for as long as what
-is known of it stays true; when it restarts, sends a snapshot or leaves, its slot is dropped in O(1) and the dead bits
-are swept out later, a few entries at a time, so that no request waits for it.
+A table maps a block hash to a set with one bit per *slot*. An instance owns a slot (and one more for each lower tier it
+tells of) for as long as what is known of it stays true; when it restarts, sends a snapshot or leaves, its slot is
+dropped in O(1) and the dead bits are swept out later, some entries at a time, so that no request waits for it.
 
-A look-up walks the chain and narrows the set of slots that hold *every* block so far; it ends at the first block that
-nobody holds. So the answer is exact whatever the order in which blocks were stored and removed, also for an instance
-that evicted a parent before its child. The masks are interned: along a run of blocks held by the same slots the walk
-compares object identities only.
+A look-up narrows the set of slots that hold *every* block so far, and ends at the first block that nobody holds. So the
+answer is exact whatever the order in which blocks were stored and removed, also for an instance that evicted a parent
+before its child. Nearly all of its cost would be cache misses of the table; a chain that was stored in one go lies side
+by side and is compared in sequence instead (see ``block_table.c``).
 
-Over this lies an approximate overlay. A request that was just placed has its blocks expected on its instances until it
-ends, so that a burst of one prompt goes to one place instead of everywhere.
+Over this lies what is *expected*: a request that was just placed has its chain expected on its instances until it ends,
+so that a burst of one prompt goes to one place instead of everywhere; and where an instance tells nothing, the router's
+own decisions stand in for its events (see :class:`baton_router.feed.EventFeed`).
 
 Not thread-safe; the router calls it from its event loop only. The block hash names content (model, block size and
 tenant salt are in the chain's root), so tenants, models and instances with blocks of another size cannot be mixed up:
@@ -19,105 +20,95 @@ a prompt has one chain per block size, and each is looked up among the slots of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
+from baton.hashing import HashChain
 from baton.types import BlockHash
+from baton_router.block_table import make_table
+from baton_router.expected import Expectation, ExpectedChains
 
-_MAX_INTERNED = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """Blocks that a placed request will leave on a slot; give it back with :meth:`PrefixIndex.forget`."""
-
-    counts: dict[BlockHash, int]
-    hashes: Sequence[BlockHash]
+__all__ = ["Expectation", "PrefixIndex"]
 
 
 class PrefixIndex:
     """Which slots hold which blocks.
 
     Args:
-        max_blocks: Distinct hashes kept at most (about 170 bytes each). Beyond that new ones are not taken: match
-            rates come out too low, never too high.
+        max_blocks: Distinct hashes kept at most (about 50 bytes each; 170 where no compiler is). Beyond that new ones
+            are not taken: match rates come out too low, never too high.
+        native: Use the table in C if there is a compiler.
     """
 
-    def __init__(self, max_blocks: int = 4_000_000) -> None:
+    def __init__(self, max_blocks: int = 4_000_000, *, native: bool = True) -> None:
         self.max_blocks = max_blocks
-        self._masks: dict[BlockHash, int] = {}
-        self._interned: dict[int, int] = {}
+        self._table = make_table(max_blocks, native=native)
+        self._expected = ExpectedChains()
         self._live = 0
         self._dead = 0
         self._counts: dict[int, int] = {}
-        self._expected: dict[int, dict[BlockHash, int]] = {}
-        self._sweeping: Iterator[BlockHash] | None = None
+        self._owners: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        self._num_owners = 0
+        self._sweep_from = 0
         self._sweep_bits = 0
 
     def __len__(self) -> int:
         """Distinct hashes, those that only dropped slots held included until they are swept."""
-        return len(self._masks)
+        return len(self._table)
+
+    @property
+    def method(self) -> str:
+        """How the table is kept: ``c`` or ``python``."""
+        return self._table.name
 
     def add(self) -> int:
         """Return a new, empty slot."""
-        used = self._live | self._dead
-        slot = (~used & (used + 1)).bit_length() - 1
-        self._live |= 1 << slot
-        self._counts[slot] = 0
-        self._expected[slot] = {}
-        return slot
+        self._num_owners += 1
+        return self._add(self._num_owners)
 
     def drop(self, slot: int) -> None:
-        """Forget a slot and everything it holds."""
-        bit = 1 << slot
-        if not self._live & bit:
-            return
-        self._live &= ~bit
+        """Forget a slot, everything it holds and everything that is expected of it."""
+        owner = self._drop(slot)
+        if owner is not None:
+            del self._slots[owner]
+
+    def replace(self, slot: int) -> int:
+        """Return an empty slot in the place of another one: what was expected of that is expected of it."""
+        owner = self._drop(slot)
+        return self.add() if owner is None else self._add(owner)
+
+    def _add(self, owner: int) -> int:
+        used = self._live | self._dead
+        slot = (~used & (used + 1)).bit_length() - 1
+        self._table.widen(slot + 1)
+        self._live |= 1 << slot
+        self._counts[slot] = 0
+        self._owners[slot] = owner
+        self._slots[owner] = slot
+        return slot
+
+    def _drop(self, slot: int) -> int | None:
+        owner = self._owners.pop(slot, None)
+        if owner is None:
+            return None
+        self._live &= ~(1 << slot)
         held = self._counts.pop(slot)
-        del self._expected[slot]
         if not self._live:
-            self._masks.clear()
-            self._interned.clear()
-            self._dead, self._sweeping = 0, None
+            self._table.clear()
+            self._dead, self._sweep_from, self._sweep_bits = 0, 0, 0
         elif held:
-            self._dead |= bit
+            self._dead |= 1 << slot
+        return owner
 
     def stored(self, slot: int, hashes: Iterable[BlockHash]) -> int:
         """Record blocks; return how many did not fit into the index."""
-        masks, bit, added, refused = self._masks, 1 << slot, 0, 0
-        room = self.max_blocks - len(masks)
-        last_old: int | None = None
-        new = bit
-        for item in hashes:
-            old = masks.get(item, 0)
-            if old & bit:
-                continue
-            if not old:
-                if room <= 0:
-                    refused += 1
-                    continue
-                room -= 1
-            if old is not last_old:
-                last_old, new = old, self._intern(old | bit)
-            masks[item] = new
-            added += 1
+        added, refused = self._table.store(slot, HashChain.of(hashes).data)
         self._counts[slot] += added
         return refused
 
     def removed(self, slot: int, hashes: Iterable[BlockHash]) -> None:
         """Record that blocks are gone; unknown ones are no error."""
-        masks, bit, gone = self._masks, 1 << slot, 0
-        for item in hashes:
-            old = masks.get(item, 0)
-            if not old & bit:
-                continue
-            gone += 1
-            rest = old & ~bit
-            if rest:
-                masks[item] = self._intern(rest)
-            else:
-                del masks[item]
-        self._counts[slot] -= gone
+        self._counts[slot] -= self._table.remove(slot, HashChain.of(hashes).data)
 
     def num_blocks(self, slot: int) -> int:
         """Blocks a slot holds."""
@@ -130,88 +121,47 @@ class PrefixIndex:
             hashes: A chain.
             slots: Bit mask of the slots in question.
         """
-        depths = self._exact(hashes, slots & self._live)
-        for slot, expected in self._expected.items():
-            if expected and slots >> slot & 1:
-                depth = self._extend(hashes, slot, expected, depths.get(slot, 0))
-                if depth:
-                    depths[slot] = depth
+        chain = HashChain.of(hashes)
+        depths = self._table.match(chain.data, slots & self._live)
+        for owner, depth in self._expected.match(chain).items():
+            slot = self._slots.get(owner, -1)
+            if slot >= 0 and slots >> slot & 1 and depth > depths.get(slot, 0):
+                depths[slot] = depth
         return depths
 
-    def _exact(self, hashes: Sequence[BlockHash], alive: int) -> dict[int, int]:
-        get, last, depth = self._masks.get, None, 0
-        depths: dict[int, int] = {}
-        for depth, item in enumerate(hashes):
-            mask = get(item, 0)
-            if mask is last:
-                continue
-            rest = alive & mask
-            if rest != alive:
-                _note(depths, alive & ~rest, depth)
-                alive = rest
-            if not alive:
-                return depths
-            last = mask
-        _note(depths, alive, len(hashes))
-        return depths
+    def match_any(self, hashes: Sequence[BlockHash], groups: Sequence[int]) -> list[int]:
+        """Return how many leading blocks each group of slots holds together, without what is expected.
 
-    def _extend(self, hashes: Sequence[BlockHash], slot: int, expected: dict[BlockHash, int], depth: int) -> int:
-        get, total = self._masks.get, len(hashes)
-        while depth < total and (hashes[depth] in expected or get(hashes[depth], 0) >> slot & 1):
-            depth += 1
-        return depth
+        Args:
+            hashes: A chain.
+            groups: Bit masks; e.g. the slots of one instance's tiers, down to the one in question.
+        """
+        return self._table.match_any(HashChain.of(hashes).data, [group & self._live for group in groups])
 
     def expect(self, slot: int, hashes: Sequence[BlockHash]) -> Expectation | None:
-        """Count blocks as held until :meth:`forget`; ``None`` if the slot is gone."""
-        counts = self._expected.get(slot)
-        if counts is None:
-            return None
-        for item in hashes:
-            counts[item] = counts.get(item, 0) + 1
-        return Expectation(counts, hashes)
+        """Count a whole chain as held until :meth:`forget`; ``None`` if the slot is gone."""
+        owner = self._owners.get(slot)
+        return None if owner is None else self._expected.add(owner, HashChain.of(hashes))
+
+    def num_expected(self, slot: int) -> int:
+        """Distinct blocks that are expected of a slot."""
+        return self._expected.num_blocks(self._owners.get(slot, 0))
 
     @staticmethod
     def forget(expectation: Expectation) -> None:
         """End an expectation; harmless if the slot was dropped meanwhile."""
-        counts = expectation.counts
-        for item in expectation.hashes:
-            left = counts[item] - 1
-            if left:
-                counts[item] = left
-            else:
-                del counts[item]
+        expectation.tree.forget(expectation)
 
-    def sweep(self, budget: int = 10_000) -> bool:
-        """Clear dead bits from up to ``budget`` entries; return whether nothing is left to do."""
-        if self._sweeping is None:
+    def sweep(self, budget: int = 100_000) -> bool:
+        """Clear dead bits from about ``budget`` entries; return whether nothing is left to do."""
+        if not self._sweep_bits:
             if not self._dead:
                 return True
-            self._sweeping, self._sweep_bits = iter(list(self._masks)), self._dead
-        masks, keep = self._masks, ~self._sweep_bits
-        for item in self._sweeping:
-            old = masks.get(item, 0)
-            rest = old & keep
-            if old and not rest:
-                del masks[item]
-            elif rest != old:
-                masks[item] = self._intern(rest)
-            budget -= 1
-            if budget <= 0:
-                return False
+            self._sweep_from, self._sweep_bits = 0, self._dead
+        self._sweep_from = self._table.sweep(self._sweep_bits, self._sweep_from, budget)
+        if self._sweep_from:
+            return False
         # Slots dropped while this pass was under way keep their bits reserved for the next one.
-        self._dead &= keep
-        self._sweeping = None
+        self._dead &= ~self._sweep_bits
+        self._sweep_bits = 0
         return not self._dead
-
-    def _intern(self, mask: int) -> int:
-        if len(self._interned) >= _MAX_INTERNED:
-            self._interned.clear()
-        return self._interned.setdefault(mask, mask)
-
-
-def _note(depths: dict[int, int], bits: int, depth: int) -> None:
-    """Record ``depth`` for every slot in ``bits``; no entry for depth 0."""
-    while bits and depth:
-        low = bits & -bits
-        depths[low.bit_length() - 1] = depth
-        bits ^= low

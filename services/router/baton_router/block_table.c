@@ -1,0 +1,302 @@
+/* Which slots hold which blocks: a hash table from 32-byte block hashes to sets of slots.
+
+   The entries lie one after the other in the order in which they came, hash and set apart, and the table itself holds
+   their numbers only. So a chain that was stored in one go lies side by side, and a look-up compares it with the one
+   that is asked for hash by hash in sequence instead of probing the table for each; where blocks lie scattered it
+   probes, and asks the memory for the probes to come ahead of time. Nothing is assumed of what a slot holds: the answer
+   is exact whatever was stored and removed in which order.
+
+   A set has one bit per slot in `words` words of 64 bits; they become more when more slots are in use. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define HASH 32
+#define NONE UINT32_MAX
+#define AHEAD 12
+
+typedef struct {
+    uint8_t *hashes;    /* of an entry; its number of the next free one while it is free */
+    uint64_t *sets;     /* `words` per entry; empty: the entry is free */
+    uint32_t *buckets;  /* numbers of entries, or NONE */
+    uint64_t factor;    /* secret: nobody can choose tokens whose blocks meet in one bucket */
+    uint64_t count, used, room, limit;
+    uint32_t words, bits, free;
+} table;
+
+static inline const uint8_t *hash_of(const table *t, uint32_t entry) { return t->hashes + (size_t)entry * HASH; }
+static inline uint64_t *set_of(const table *t, uint32_t entry) { return t->sets + (size_t)entry * t->words; }
+
+static inline int same(const uint8_t *a, const uint8_t *b) {
+    uint64_t x[4], y[4];
+    memcpy(x, a, HASH);
+    memcpy(y, b, HASH);
+    return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]));
+}
+
+static inline uint64_t bucket_of(const table *t, const uint8_t *hash) {
+    uint64_t head;
+    memcpy(&head, hash, sizeof head);
+    return (head * t->factor) >> (64 - t->bits);
+}
+
+static inline uint64_t mask_of(const table *t) { return ((uint64_t)1 << t->bits) - 1; }
+
+static inline int empty(const uint64_t *set, uint32_t words) {
+    uint64_t all = 0;
+    for (uint32_t w = 0; w < words; w++) all |= set[w];
+    return !all;
+}
+
+static uint32_t find(const table *t, const uint8_t *hash) {
+    uint64_t mask = mask_of(t);
+    for (uint64_t b = bucket_of(t, hash);; b = (b + 1) & mask) {
+        uint32_t entry = t->buckets[b];
+        if (entry == NONE || same(hash_of(t, entry), hash)) return entry;
+    }
+}
+
+/* Goes along a chain: the entry of its last block, in which direction the next one lay, and where this run began. */
+typedef struct {
+    uint32_t entry;
+    int step;
+    size_t begin;
+} walker;
+
+#define AT_THE_START {NONE, 1, 0}
+
+static inline int beside(const table *t, uint32_t entry, int step, const uint8_t *hash) {
+    int64_t next = (int64_t)entry + step;
+    return next >= 0 && next < (int64_t)t->used && !empty(set_of(t, (uint32_t)next), t->words) &&
+           same(hash_of(t, (uint32_t)next), hash);
+}
+
+/* Ask the memory for what a search will touch, on the guess that runs to come are as long as the last one. */
+static inline void prepare(const table *t, size_t run, const uint8_t *chain, size_t at, size_t length) {
+    size_t ahead = run >= AHEAD ? run : (AHEAD + run - 1) / run * run;
+    if (at + 2 * ahead < length) __builtin_prefetch(&t->buckets[bucket_of(t, chain + (at + 2 * ahead) * HASH)]);
+    if (at + ahead >= length) return;
+    uint32_t likely = t->buckets[bucket_of(t, chain + (at + ahead) * HASH)];
+    if (likely == NONE) return;
+    __builtin_prefetch(hash_of(t, likely));
+    __builtin_prefetch(set_of(t, likely));
+}
+
+/* Return the entry of chain[at]: beside the one of chain[at - 1] if it lies there. */
+static uint32_t walk(const table *t, walker *w, const uint8_t *chain, size_t at, size_t length) {
+    const uint8_t *hash = chain + at * HASH;
+    if (w->entry != NONE) {
+        if (beside(t, w->entry, w->step, hash)) return w->entry += w->step;
+        if (beside(t, w->entry, -w->step, hash)) {
+            w->step = -w->step;
+            return w->entry += w->step;
+        }
+    }
+    if (at) prepare(t, at - w->begin, chain, at, length);
+    w->begin = at;
+    return w->entry = find(t, hash);
+}
+
+static void put(table *t, uint32_t entry) {
+    uint64_t mask = mask_of(t), b = bucket_of(t, hash_of(t, entry));
+    while (t->buckets[b] != NONE) b = (b + 1) & mask;
+    t->buckets[b] = entry;
+}
+
+static int rehash(table *t, uint32_t bits) {
+    uint32_t *buckets = malloc(sizeof *buckets << bits);
+    if (!buckets) return -1;
+    free(t->buckets);
+    t->buckets = buckets;
+    t->bits = bits;
+    memset(buckets, 0xff, sizeof *buckets << bits);
+    for (uint32_t entry = 0; entry < t->used; entry++)
+        if (!empty(set_of(t, entry), t->words)) put(t, entry);
+    return 0;
+}
+
+static int reserve(table *t) {
+    if ((t->count + 1) * 5 > (uint64_t)3 << t->bits && rehash(t, t->bits + 1)) return -1;
+    if (t->free != NONE || t->used < t->room) return 0;
+    uint64_t room = t->room * 2 < t->limit ? t->room * 2 : t->limit;
+    uint8_t *hashes = realloc(t->hashes, room * HASH);
+    if (!hashes) return -1;
+    t->hashes = hashes;
+    uint64_t *sets = realloc(t->sets, room * t->words * sizeof *sets);
+    if (!sets) return -1;
+    t->sets = sets;
+    t->room = room;
+    return 0;
+}
+
+static uint32_t insert(table *t, const uint8_t *hash) {
+    if (reserve(t)) return NONE;
+    uint32_t entry = t->free;
+    if (entry != NONE) memcpy(&t->free, hash_of(t, entry), sizeof t->free);
+    else entry = (uint32_t)t->used++;
+    memcpy(t->hashes + (size_t)entry * HASH, hash, HASH);
+    memset(set_of(t, entry), 0, t->words * sizeof(uint64_t));
+    put(t, entry);
+    t->count++;
+    return entry;
+}
+
+/* Take an entry out, and close the gap it leaves among the buckets. */
+static void erase(table *t, uint32_t entry) {
+    uint64_t mask = mask_of(t), hole = bucket_of(t, hash_of(t, entry));
+    while (t->buckets[hole] != entry) hole = (hole + 1) & mask;
+    for (uint64_t b = (hole + 1) & mask; t->buckets[b] != NONE; b = (b + 1) & mask) {
+        uint64_t home = bucket_of(t, hash_of(t, t->buckets[b]));
+        if (((b - home) & mask) < ((b - hole) & mask)) continue;
+        t->buckets[hole] = t->buckets[b];
+        hole = b;
+    }
+    t->buckets[hole] = NONE;
+    memset(set_of(t, entry), 0, t->words * sizeof(uint64_t));
+    memcpy(t->hashes + (size_t)entry * HASH, &t->free, sizeof t->free);
+    t->free = entry;
+    t->count--;
+}
+
+void baton_table_free(table *t) {
+    if (!t) return;
+    free(t->hashes);
+    free(t->sets);
+    free(t->buckets);
+    free(t);
+}
+
+table *baton_table_new(uint64_t limit, uint64_t factor) {
+    table *t = calloc(1, sizeof *t);
+    if (!t) return NULL;
+    *t = (table){.factor = factor | 1, .room = limit < 1024 ? limit : 1024, .limit = limit, .words = 1, .free = NONE};
+    t->hashes = malloc(t->room * HASH);
+    t->sets = malloc(t->room * sizeof *t->sets);
+    if (t->hashes && t->sets && !rehash(t, 11)) return t;
+    baton_table_free(t);
+    return NULL;
+}
+
+uint64_t baton_table_count(const table *t) { return t->count; }
+
+/* Make sets wide enough for so many words; -1: no memory. */
+int baton_table_widen(table *t, uint32_t words) {
+    if (words <= t->words) return 0;
+    uint64_t *sets = calloc(t->room * words, sizeof *sets);
+    if (!sets) return -1;
+    for (uint64_t entry = 0; entry < t->used; entry++)
+        memcpy(sets + entry * words, t->sets + entry * t->words, t->words * sizeof *sets);
+    free(t->sets);
+    t->sets = sets;
+    t->words = words;
+    return 0;
+}
+
+/* Add a slot to the sets of blocks. result: blocks that it did not hold before, blocks that found no room. */
+int baton_table_store(table *t, uint32_t slot, const uint8_t *chain, size_t length, uint64_t result[2]) {
+    uint32_t word = slot / 64;
+    uint64_t bit = (uint64_t)1 << slot % 64;
+    walker w = AT_THE_START;
+    result[0] = result[1] = 0;
+    for (size_t at = 0; at < length; at++) {
+        uint32_t entry = walk(t, &w, chain, at, length);
+        if (entry == NONE) {
+            if (t->count >= t->limit) {
+                result[1]++;
+                continue;
+            }
+            entry = insert(t, chain + at * HASH);
+            if (entry == NONE) return -1;
+            w.entry = entry;
+        }
+        uint64_t *set = set_of(t, entry);
+        result[0] += !(set[word] & bit);
+        set[word] |= bit;
+    }
+    return 0;
+}
+
+/* Take a slot out of the sets of blocks; returns how many it held. */
+uint64_t baton_table_remove(table *t, uint32_t slot, const uint8_t *chain, size_t length) {
+    uint32_t word = slot / 64;
+    uint64_t bit = (uint64_t)1 << slot % 64, gone = 0;
+    for (size_t at = 0; at < length; at++) {
+        uint32_t entry = find(t, chain + at * HASH);
+        if (entry == NONE || !(set_of(t, entry)[word] & bit)) continue;
+        set_of(t, entry)[word] &= ~bit;
+        gone++;
+        if (empty(set_of(t, entry), t->words)) erase(t, entry);
+    }
+    return gone;
+}
+
+static size_t note(uint64_t bits, uint32_t word, size_t depth, uint32_t *out, size_t found) {
+    for (; bits && depth; bits &= bits - 1) {
+        out[2 * found] = word * 64 + (uint32_t)__builtin_ctzll(bits);
+        out[2 * found++ + 1] = (uint32_t)depth;
+    }
+    return found;
+}
+
+/* How many leading blocks of a chain does each slot hold? slots: those in question, `words` words; out: pairs of slot
+   and depth, none for depth 0. Returns the number of pairs. */
+size_t baton_table_match(const table *t, const uint8_t *chain, size_t length, const uint64_t *slots, uint32_t *out) {
+    walker w = AT_THE_START;
+    size_t at = 0, found = 0;
+    uint64_t alive[t->words];
+    memcpy(alive, slots, sizeof alive);
+    for (; at < length && !empty(alive, t->words); at++) {
+        uint32_t entry = walk(t, &w, chain, at, length);
+        for (uint32_t word = 0; word < t->words; word++) {
+            uint64_t held = entry == NONE ? 0 : set_of(t, entry)[word];
+            if (!(alive[word] & ~held)) continue;
+            found = note(alive[word] & ~held, word, at, out, found);
+            alive[word] &= held;
+        }
+    }
+    for (uint32_t word = 0; word < t->words; word++) found = note(alive[word], word, at, out, found);
+    return found;
+}
+
+/* How many leading blocks does each group of slots hold together? groups: `words` words each; out: a depth each. */
+void baton_table_match_any(const table *t, const uint8_t *chain, size_t length, const uint64_t *groups, size_t number,
+                           uint32_t *out) {
+    walker w = AT_THE_START;
+    size_t left = number;
+    for (size_t g = 0; g < number; g++) out[g] = NONE;
+    for (size_t at = 0; at < length && left; at++) {
+        uint32_t entry = walk(t, &w, chain, at, length);
+        for (size_t g = 0; g < number; g++) {
+            if (out[g] != NONE) continue;
+            uint64_t held = 0;
+            for (uint32_t word = 0; entry != NONE && word < t->words; word++)
+                held |= set_of(t, entry)[word] & groups[g * t->words + word];
+            if (held) continue;
+            out[g] = (uint32_t)at;
+            left--;
+        }
+    }
+    for (size_t g = 0; g < number; g++)
+        if (out[g] == NONE) out[g] = (uint32_t)length;
+}
+
+/* Take slots (`words` words) out of the sets of all entries from `from` on, for about `budget` units of work. Returns
+   where to go on, or 0 at the end. */
+uint64_t baton_table_sweep(table *t, const uint64_t *dead, uint64_t from, uint64_t budget) {
+    for (uint64_t entry = from; entry < t->used; entry++) {
+        uint64_t *set = set_of(t, (uint32_t)entry), before = 0;
+        for (uint32_t word = 0; word < t->words; word++) {
+            before |= set[word];
+            set[word] &= ~dead[word];
+        }
+        uint64_t cost = 1;
+        if (before && empty(set, t->words)) {
+            erase(t, (uint32_t)entry);
+            cost = 20;
+        }
+        if (budget <= cost) return entry + 1 < t->used ? entry + 1 : 0;
+        budget -= cost;
+    }
+    return 0;
+}
