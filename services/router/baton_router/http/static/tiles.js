@@ -1,0 +1,68 @@
+// The row of numbers at the top, each with its last minutes behind it.
+
+import { h, keyed, part, setText, svg } from "./dom.js";
+import { NOTHING, bytes, count, percent, rate, time, timeText } from "./format.js";
+
+const HISTORY_S = 120;
+
+function percentiles(values) {
+  return values ? `p95 ${timeText(values.p95)} · p99 ${timeText(values.p99)}` : "nothing in the last minute";
+}
+
+function tiles(data) {
+  const now = data.now;
+  const kv = bytes(now.kv_bytes_per_s);
+  const decodes = data.instances.filter((x) => x.role === "decode" && x.status === "ready").length;
+  return [
+    { title: "Requests", value: rate(now.requests_per_s), unit: "/s", sub: now.failed ? `${count(now.failed)} failed` : "none failed", bad: now.failed > 0, series: "requests_per_s" },
+    { title: "In flight", value: count(data.running), unit: "", sub: `${count(data.seen)} since start`, series: null },
+    { title: "KV hit rate", value: percent(now.hit_rate), unit: "", sub: "of prompt tokens", series: "hit_rate", top: 1 },
+    { title: "TTFT, median", value: time(now.ttft_ms?.p50)[0], unit: time(now.ttft_ms?.p50)[1], sub: percentiles(now.ttft_ms), series: "ttft_ms" },
+    { title: "ITL, median", value: time(now.itl_ms?.p50)[0], unit: time(now.itl_ms?.p50)[1], sub: percentiles(now.itl_ms), series: "itl_ms" },
+    { title: "Tokens", value: rate(now.tokens_per_s), unit: "/s", sub: decodes ? `${rate(now.tokens_per_s === null ? null : now.tokens_per_s / decodes)} a decode instance` : NOTHING, series: "tokens_per_s" },
+    { title: "KV moved", value: kv[0], unit: kv[1] && `${kv[1]}/s`, sub: "between instances", series: "kv_bytes_per_s" },
+  ];
+}
+
+function make(tile) {
+  return h(
+    "div",
+    { class: "tile", role: "group", "aria-label": tile.title },
+    tile.series && svg("svg", { class: "spark", viewBox: "0 0 120 34", preserveAspectRatio: "none", "aria-hidden": "true" },
+      svg("path", { class: "area", "data-part": "area" }), svg("path", { class: "edge", "data-part": "edge" })),
+    h("h2", {}, tile.title),
+    h("p", { class: "value" }, h("span", { "data-part": "value" }), h("span", { class: "unit", "data-part": "unit" })),
+    h("p", { class: "sub" }, h("span", { "data-part": "sub" })),
+  );
+}
+
+// Steps from the oldest to the newest sample; nothing is drawn where there was nothing to measure.
+function steps(history, tile) {
+  const pieces = history.filter((x) => x[tile.series] !== null && x.ago_s < HISTORY_S);
+  const top = tile.top ?? Math.max(...pieces.map((x) => x[tile.series]), 0) * 1.15;
+  if (!pieces.length || !(top > 0)) return ["", ""];
+  const x = (ago) => Math.max(0, HISTORY_S - ago).toFixed(1);
+  const y = (value) => (33 - 30 * Math.min(1, value / top)).toFixed(1);
+  let edge = "";
+  let area = "";
+  for (const piece of pieces) {
+    const [from, to, height] = [x(piece.ago_s + piece.seconds), x(piece.ago_s), y(piece[tile.series])];
+    edge += `${edge ? "L" : "M"}${from} ${height}H${to}`;
+    area += `M${from} 34V${height}H${to}V34Z`;
+  }
+  return [edge, area];
+}
+
+export function showTiles(list, data) {
+  keyed(list, tiles(data), (tile) => tile.title, make, (node, tile) => {
+    setText(part(node, "value"), tile.value);
+    setText(part(node, "unit"), tile.unit);
+    const sub = part(node, "sub");
+    setText(sub, tile.sub);
+    sub.className = tile.bad ? "chip bad" : "";
+    if (!tile.series) return;
+    const [edge, area] = steps(data.history, tile);
+    part(node, "edge").setAttribute("d", edge);
+    part(node, "area").setAttribute("d", area);
+  });
+}
