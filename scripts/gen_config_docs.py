@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cli import bench, demo, health, up
+from baton.cli import bench, demo, explain, health, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton_kvstore.config import KVStoreConfig
@@ -21,7 +21,13 @@ from baton_router.config import RouterConfig
 DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
 CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "engine": EngineConfig, "kvstore": KVStoreConfig}
-COMMANDS = {"up": up.add_parser, "demo": demo.add_parser, "health": health.add_parser, "bench": bench.add_kv_parser}
+COMMANDS = {
+    "up": up.add_parser,
+    "demo": demo.add_parser,
+    "health": health.add_parser,
+    "explain": explain.add_parser,
+    "bench": bench.add_kv_parser,
+}
 
 
 def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:

@@ -36,7 +36,7 @@ DOCUMENTS = sorted(
     )
 )
 SERVICES = {f"baton-{name}": f"baton_{name}.main" for name in ("router", "prefill", "decode", "kvstore")}
-COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton bench kv"]
+COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton explain", "baton bench kv"]
 SECTIONS = {
     "baton-router": ["router"],
     "baton-prefill": ["worker", "engine"],
@@ -45,6 +45,7 @@ SECTIONS = {
     "baton up": ["up", "engine"],
     "baton demo": ["demo"],
     "baton health": ["health"],
+    "baton explain": ["explain"],
     "baton bench kv": ["bench"],
 }
 FENCE = re.compile(r"^ *(```+|~~~+)([^\n]*)\n(.*?)^ *\1 *$", re.DOTALL | re.MULTILINE)
