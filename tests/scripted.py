@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
 from baton.errors import BatonError
 from baton.text import TextModel
-from baton.types import FinishReason, SamplingParams, TokenLogprob
+from baton.types import FinishReason, InstanceId, Role, SamplingParams, TokenLogprob
 from baton_router.core import ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.decision import Decision
+from baton_router.policy import Ratings, Scores, Side
+from baton_router.policy.choice import Choice
 
 TINY = Path(__file__).parents[1] / "models" / "baton-tiny"
 MODEL = TextModel.load(TINY)
@@ -62,7 +65,7 @@ class ScriptedDispatcher:
             raise self.info_error
         return self.info
 
-    async def route(self, request: RoutedRequest) -> router_pb2.RouteDecision:
+    async def route(self, request: RoutedRequest) -> Decision:
         return self._decision(request)
 
     async def stream(self, request: RoutedRequest) -> AsyncIterator[RoutedChunk]:
@@ -140,16 +143,20 @@ class ScriptedDispatcher:
             transferred_tokens=max(0, tokens - 3),
         )
 
-    def _decision(self, request: RoutedRequest) -> router_pb2.RouteDecision:
-        candidate = router_pb2.RouteCandidate
-        return router_pb2.RouteDecision(
-            prefill_instance="prefill-0",
-            decode_instance="decode-1",
-            prompt_tokens=len(request.prompt_token_ids),
-            candidates=[
-                candidate(instance_id="prefill-0", role=common_pb2.ROLE_PREFILL, match_rate=0.75),
-                candidate(instance_id="decode-1", role=common_pb2.ROLE_DECODE, match_rate=0.25),
-            ],
+    def _decision(self, request: RoutedRequest) -> Decision:
+        total = len(request.prompt_token_ids)
+        prefill = Side(Role.PREFILL, [InstanceId("prefill-0")], [3 * total // 4], [0.75], [0.0], total)
+        decode = Side(Role.DECODE, [InstanceId("decode-1")], [total // 4], [0.25], [0.0], total)
+        return Decision(
+            prompt_tokens=total,
+            policy="scripted",
+            prefill=prefill,
+            decode=decode,
+            ratings=Ratings(Scores.of(match=[0.75]), Scores.of(match=[0.25])),
+            choice=Choice(decode=0, prefill=0, path=None, score=1.0),
+            path=None,
+            prefill_order=[0],
+            prefill_addresses=["prefill-0:1"],
             index_state="exact",
         )
 

@@ -76,8 +76,9 @@ class Router:
         assert self.dispatcher.num_in_flight == 0
         for x in self.registry.instances():
             assert (x.load.requests, x.load.tokens) == (0, 0), x.instance_id
+            assert x.load.prompts == 0, x.instance_id
             assert x._idle.is_set()
-        assert not any(self.registry.index._expected.values())
+            assert self.registry.index.num_expected(x.feed.slot) == 0, x.instance_id
 
 
 @dataclass

@@ -76,7 +76,7 @@ def test_every_field_arrives() -> None:
         "prompt_logprobs": 0,
         "n": 2,
     }
-    extra = {"include_stop_in_output": True, "cache_salt": "t", "priority": -3, "request_id": "r"}
+    extra = {"include_stop_in_output": True, "cache_salt": "t", "priority": -3, "request_id": "r", "session_id": "s"}
     request = build_generate("hi", "m", {**options, **extra})
     expected = SamplingParams(**{**options, "stop": ("a", "b"), "stop_token_ids": (5, 6)})
     assert sampling_from_pb(request.sampling, stop=tuple(request.stop)) == expected

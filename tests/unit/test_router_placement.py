@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.api.v1 import events_pb2
-from baton.hashing import block_hashes, root_hash
+from baton.api.v1 import common_pb2, events_pb2
+from baton.hashing import block_hashes, hash_chain, root_hash
 from baton.kv.fingerprint import Fingerprint
 from baton.testing.fake_worker import FINGERPRINT
 from baton.types import Epoch, InstanceId, Role
@@ -18,7 +18,7 @@ from baton_router.instance import Instance, InstanceInfo, Status
 from baton_router.load import REQUEST_OVERHEAD_TOKENS
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placer
-from baton_router.policy import make_policy
+from baton_router.policy import Policy, make_policy
 from baton_router.registry import Registry
 
 PROMPT = list(range(40))
@@ -42,8 +42,13 @@ class Cluster:
                 InstanceId(x.address), x.role, Epoch(b"e" * 16), fingerprint, 100, 1000, "m", "", 1000, frozenset()
             )
             x.status, x.generation = Status.READY, 1
-        policy = make_policy("match_minus_load", seed=0)
-        self.placer = Placer(self.registry, policy, self.metrics, max_prefills=1, threshold=threshold)
+        self.placer = self.make_placer(threshold=threshold)
+
+    def make_placer(self, policy: str | Policy = "match_minus_load", **options: Any) -> Placer:
+        options = {"max_prefills": 1, "threshold": None, "seed": 0, **options}
+        if isinstance(policy, str):
+            policy = make_policy(policy)
+        return Placer(self.registry, policy, self.metrics, **options)
 
     def get(self, address: str) -> Instance:
         return next(x for x in self.registry.instances() if x.address == address)
@@ -58,6 +63,11 @@ class Cluster:
 
     def loads(self) -> dict[str, tuple[int, int]]:
         return {x.address: (x.load.requests, x.load.tokens) for x in self.registry.instances() if x.load.requests}
+
+
+def nothing_expected(cluster: Cluster) -> bool:
+    index = cluster.registry.index
+    return not any(index.num_expected(x.feed.slot) for x in cluster.registry.instances())
 
 
 @pytest.fixture
@@ -83,13 +93,11 @@ async def test_holds_of_a_placement(cluster: Cluster) -> None:
     placement.release()
     placement.grow(1)
     assert cluster.loads() == {}
-    assert not any(cluster.registry.index._expected.values())
+    assert nothing_expected(cluster)
 
 
 async def test_a_short_rest_is_no_work_for_prefill(cluster: Cluster) -> None:
-    cluster.placer = Placer(
-        cluster.registry, make_policy("match_minus_load", seed=0), cluster.metrics, max_prefills=2, threshold=17
-    )
+    cluster.placer = cluster.make_placer(max_prefills=2, threshold=17)
     cluster.hold("d:2", PROMPT[:24])
     placement = cluster.placer.place(Ask(PROMPT))
     assert placement is not None
@@ -105,7 +113,7 @@ async def test_excluded_and_draining_instances_get_nothing(cluster: Cluster) -> 
         placement = cluster.placer.place(Ask(PROMPT, exclude={one.identity}), reserve=False)
         assert placement is not None
         assert placement.decode is two
-    two.load.report.draining = True
+    two.load.observe(common_pb2.LoadReport(draining=True), 4)
     assert cluster.placer.place(Ask(PROMPT, exclude={one.identity})) is None
     one.generation += 1
     assert cluster.placer.place(Ask(PROMPT, exclude={("d:1", 1)}), reserve=False) is not None
@@ -129,7 +137,7 @@ async def test_a_restart_while_a_request_runs(cluster: Cluster) -> None:
     placement.decode.feed.restarted(Epoch(b"f" * 16))
     placement.release()
     assert cluster.loads() == {}
-    assert not any(cluster.registry.index._expected.values())
+    assert nothing_expected(cluster)
 
 
 async def test_no_decode_instance(cluster: Cluster) -> None:
@@ -168,15 +176,15 @@ async def test_holds_and_expectations_are_made_of_the_instances_own_blocks() -> 
     assert placement is not None
     assert (placement.decode.address, placement.prefill[0].address) == ("d:1", "p:2")
     assert cluster.loads() == {"d:1": (1, 40), "p:2": (1, 20)}
-    expected = cluster.registry.index._expected
-    assert len(expected[cluster.get("d:1").feed.slot]) == 3
-    assert len(expected[cluster.get("p:2").feed.slot]) == 5
+    index = cluster.registry.index
+    assert index.num_expected(cluster.get("d:1").feed.slot) == 5, "blocks of eight"
+    assert index.num_expected(cluster.get("p:2").feed.slot) == 10, "blocks of four"
     again = cluster.placer.place(Ask(PROMPT), reserve=False)
     assert again is not None
     rates = {x.instance_id: x.match_rate for x in again.decision.candidates}
     assert rates == {"p:1": 0.0, "p:2": 1.0, "d:1": 1.0, "d:2": 0.0}
     placement.release()
-    assert not any(expected.values())
+    assert nothing_expected(cluster)
     await cluster.registry.close()
 
 
@@ -206,9 +214,9 @@ async def test_a_prompt_is_hashed_once_per_block_size(
 
     def counted(*args: Any) -> Any:
         calls.append(args[1])
-        return block_hashes(*args)
+        return hash_chain(*args)
 
-    monkeypatch.setattr("baton_router.placement.block_hashes", counted)
+    monkeypatch.setattr("baton_router.placement.hash_chain", counted)
     assert cluster.placer.place(Ask(PROMPT), reserve=False) is not None
     assert len(calls) == len(set(calls)) == chains
     await cluster.registry.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass
 
 from baton.config.flags import option
 from baton.errors import ConfigError
-from baton_router.policy import POLICIES, make_policy
+from baton_router.policy import POLICIES, PolicyContext, make_policy
+from baton_router.policy.match_minus_load import MatchMinusLoad
+from baton_router.policy.plugin import parse_options
+from baton_router.speeds import Speeds
 
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
 
@@ -22,8 +26,13 @@ class RouterConfig:
     prefill: tuple[str, ...] = option((), "prefill instances, host:port")
     decode: tuple[str, ...] = option((), "decode instances, host:port")
     model: str = option("", "directory with the tokenizer; default: the model path that the instances report")
-    policy: str = option("match_minus_load", "placement policy", choices=POLICIES)
+    policy: str = option(
+        MatchMinusLoad.name, f"placement policy: {', '.join(POLICIES)}, or one that a package registered"
+    )
     beta: float = option(0.3, "weight of relative load against KV match rate")
+    temperature: float = option(0.0, "softmax temperature of match_minus_load's choice; 0: the best score wins")
+    session_overload: float = option(3.0, "load relative to the mean from which a session leaves its home")
+    policy_options: tuple[str, ...] = option((), "key=value pairs for a policy that a package registered")
     policy_seed: int | None = option(None, "seed of the policy's random choices; default: random")
     remote_prefill_threshold: int | None = option(
         None, "missing prompt tokens from which a prefill instance is used; default: the decode instance's own"
@@ -60,7 +69,7 @@ class RouterConfig:
         both = set(self.prefill) & set(self.decode)
         if both or len(set(self.prefill)) < len(self.prefill) or len(set(self.decode)) < len(self.decode):
             raise ConfigError("an instance is named twice in --prefill and --decode", field="decode")
-        make_policy(self.policy, beta=self.beta)
+        make_policy(self.policy, self.policy_context(Speeds()))
         for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
             _at_least(self, name, 1)
         _at_least(self, "probe_failures", 1)
@@ -72,6 +81,21 @@ class RouterConfig:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
         for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s"):
             _at_least(self, name, 0)
+
+    def policy_context(self, speeds: Speeds) -> PolicyContext:
+        """Return what the policy is given.
+
+        Raises:
+            ConfigError: ``policy_options`` cannot be read.
+        """
+        return PolicyContext(
+            beta=self.beta,
+            temperature=self.temperature,
+            session_overload=self.session_overload,
+            rng=random.Random(self.policy_seed),
+            speeds=speeds,
+            options=parse_options(self.policy_options),
+        )
 
 
 def check_address(address: str, *, field: str) -> None:

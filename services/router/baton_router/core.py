@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+from baton_router.decision import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class RoutedRequest:
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class RoutedChunk:
 
     deltas: list[RoutedDelta]
     trace: common_pb2.RequestTrace | None = None
-    decision: router_pb2.RouteDecision | None = None
+    decision: Decision | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
@@ -78,5 +80,5 @@ class Dispatcher(Protocol):
             InvalidRequestError: An instance refused the request; names the field.
         """
 
-    async def route(self, request: RoutedRequest) -> router_pb2.RouteDecision:
+    async def route(self, request: RoutedRequest) -> Decision:
         """Say where the request would go, and reserve nothing."""

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
 from baton.types import Role
+from baton_router.decision import Decision, DecisionCandidate
 
 NAME = "baton_router_decision_term"
 _FINE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
@@ -25,7 +26,7 @@ _MAX_TERMS = 32
 _OTHER = "other"
 
 
-def terms_of(candidate: router_pb2.RouteCandidate) -> dict[str, float]:
+def terms_of(candidate: DecisionCandidate) -> dict[str, float]:
     """Return what spoke for a candidate beyond match rate, load and score, by the policy's own names."""
     return {term.name: term.value for term in getattr(candidate, "terms", ())}
 
@@ -47,13 +48,13 @@ class DecisionTerms(Collector):
         self._buckets: dict[tuple[str, str], _Buckets] = {}
         self._names: set[str] = set()
 
-    def observe(self, decision: router_pb2.RouteDecision) -> None:
+    def observe(self, decision: Decision) -> None:
         """Count a decision."""
         winners = {
             common_pb2.ROLE_PREFILL: (Role.PREFILL.value, decision.prefill_instance),
             common_pb2.ROLE_DECODE: (Role.DECODE.value, decision.decode_instance),
         }
-        found: dict[str, router_pb2.RouteCandidate] = {}
+        found: dict[str, DecisionCandidate] = {}
         next_best: dict[str, float] = {}
         for candidate in decision.candidates:
             role, winner = winners.get(candidate.role, ("", ""))

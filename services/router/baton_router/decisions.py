@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
+from baton_router.decision import Decision
 from baton_router.decision_terms import DecisionTerms
 from baton_router.flows import Flows
 from baton_router.generation_metrics import GenerationClock
@@ -43,7 +44,7 @@ class DecisionRecord:
     request_id: str
     began: float
     prompt_tokens: int
-    placements: list[tuple[float, router_pb2.RouteDecision]] = field(default_factory=list)
+    placements: list[tuple[float, Decision]] = field(default_factory=list)
     trace: common_pb2.RequestTrace | None = None
     clock: GenerationClock | None = None
     outcome: str = RUNNING
@@ -51,7 +52,7 @@ class DecisionRecord:
     kept: bool = True
 
     @property
-    def decision(self) -> router_pb2.RouteDecision | None:
+    def decision(self) -> Decision | None:
         """The latest decision; ``None``: it was never placed."""
         return self.placements[-1][1] if self.placements else None
 
@@ -107,7 +108,7 @@ class DecisionLog:
         record.clock = clock
         return record
 
-    def placed(self, request_id: str, decision: router_pb2.RouteDecision) -> None:
+    def placed(self, request_id: str, decision: Decision) -> None:
         """Note that a request was placed, for the first time or again; an unknown one is remembered from here on."""
         record = self._running.get(request_id) or self._append(request_id, decision.prompt_tokens)
         record.placements.append((self._now() - record.began, decision))

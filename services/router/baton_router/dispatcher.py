@@ -6,17 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from baton.api.v1 import router_pb2
 from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
 from baton_router.config import RouterConfig
 from baton_router.core import ModelInfo, RoutedChunk, RoutedRequest
 from baton_router.cut_off import CutOff
+from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placer
 from baton_router.policy import make_policy
 from baton_router.registry import Registry
 from baton_router.run import RequestRun, RunContext
+from baton_router.speeds import Speeds
 
 
 class PlacingDispatcher:
@@ -35,12 +36,15 @@ class PlacingDispatcher:
         self._registry = registry
         self._metrics = metrics
         self._config = config
+        speeds = Speeds()
         self._placer = Placer(
             registry,
-            make_policy(config.policy, beta=config.beta, seed=config.policy_seed),
+            make_policy(config.policy, config.policy_context(speeds)),
             metrics,
             max_prefills=config.prefill_candidates,
             threshold=config.remote_prefill_threshold,
+            speeds=speeds,
+            seed=config.policy_seed,
         )
         self._context = RunContext(
             registry, self._placer, metrics, config, decisions or DecisionLog(metrics.decision_terms)
@@ -82,13 +86,19 @@ class PlacingDispatcher:
         """End every running stream with ``UnavailableError``, and refuse new ones: the router ends."""
         self._cut_off.close()
 
-    async def route(self, request: RoutedRequest) -> router_pb2.RouteDecision:
+    async def route(self, request: RoutedRequest) -> Decision:
         """Say where the request would go; see ``Dispatcher.route``.
 
         Raises:
             UnavailableError: No decode instance is ready.
         """
-        ask = Ask(request.prompt_token_ids, request.cache_salt, request.sampling.n)
+        ask = Ask(
+            request.prompt_token_ids,
+            request.cache_salt,
+            request.sampling.n,
+            session=request.session,
+            max_tokens=request.sampling.max_tokens,
+        )
         placement = self._placer.place(ask, reserve=False)
         if placement is None:
             raise UnavailableError("no decode instance is ready", retry_after_s=1.0)

@@ -6,8 +6,9 @@ import math
 from datetime import UTC, datetime
 from typing import Any
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
+from baton_router.decision import Decision
 from baton_router.decision_terms import terms_of
 from baton_router.decisions import RUNNING, DecisionRecord
 
@@ -78,7 +79,7 @@ def _match_rate(record: DecisionRecord, trace: common_pb2.RequestTrace) -> float
     return next((x.match_rate for x in decision.candidates if x.instance_id == name), None)
 
 
-def _placement(at: float, decision: router_pb2.RouteDecision) -> dict[str, Any]:
+def _placement(at: float, decision: Decision) -> dict[str, Any]:
     rows = []
     for candidate in decision.candidates:
         role = _ROLES.get(candidate.role, "unknown")
@@ -150,7 +151,7 @@ def _why(record: DecisionRecord) -> list[str]:
     return lines
 
 
-def _choice(decision: router_pb2.RouteDecision, role: str) -> str:
+def _choice(decision: Decision, role: str) -> str:
     rivals = [x for x in decision.candidates if _ROLES.get(x.role) == role]
     name = decision.prefill_instance if role == "prefill" else decision.decode_instance
     chosen = next((x for x in rivals if x.instance_id == name), None)

@@ -38,6 +38,7 @@ async def generate(
         include_stop=request.include_stop_in_output,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        session=request.session_id,
         prompt_field=request.WhichOneof("prompt") or "prompt",
         field_prefix="sampling.",
     )
@@ -59,10 +60,11 @@ async def route(pipeline: TextPipeline, request: router_pb2.RouteRequest, contex
         model=request.model,
         add_special_tokens=request.WhichOneof("prompt") == "text",
         cache_salt=request.cache_salt,
+        session=request.session_id,
         prompt_field=request.WhichOneof("prompt") or "prompt",
     )
     prepared = await pipeline.prepare(text_request)
-    return router_pb2.RouteResponse(decision=await pipeline.route(prepared))
+    return router_pb2.RouteResponse(decision=(await pipeline.route(prepared)).to_pb())
 
 
 def list_models(pipeline: TextPipeline) -> router_pb2.ListModelsResponse:
@@ -97,7 +99,7 @@ def _response(request_id: str, chunk: TextChunk) -> router_pb2.RouterGenerateRes
         request_id=request_id,
         deltas=[_delta(delta) for delta in chunk.deltas],
         trace=chunk.trace,
-        decision=chunk.decision,
+        decision=chunk.decision.to_pb() if chunk.decision is not None else None,
     )
     if chunk.prompt_logprobs is not None:
         response.prompt_logprobs.extend(prompt_logprobs_to_pb(chunk.prompt_logprobs))

@@ -13,6 +13,7 @@ from baton.api.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from baton.kv.fingerprint import Fingerprint
 from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
 from baton.types import Epoch, InstanceId, Role
+from baton_router.decision import Decision
 from baton_router.feed import EventFeed
 from baton_router.load import LoadBook
 
@@ -91,7 +92,7 @@ class Instance:
         self.admitted = False
         """Whether a session is open with an instance that is what it should be."""
         self.generation = 0
-        self.last_scores: dict[str, float] = {}
+        self.last_score: tuple[Decision, int] | None = None
         self._lost: set[Callable[[], None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()

@@ -28,9 +28,15 @@ class LoadBook:
     """Sequences placed here by this router."""
     tokens: int = 0
     """Their tokens of work."""
+    prompts: int = 0
+    """Prompt tokens that a decode instance has yet to compute by itself, for requests that were placed so."""
     foreign: float = 0.0
     """Work placed here by others, from the last report."""
     report: common_pb2.LoadReport = field(default_factory=common_pb2.LoadReport)
+    draining: bool = False
+    """Whether the instance said that it takes no new requests."""
+    prompts_reported: int = 0
+    """Prompt tokens that it has yet to compute, from its last report."""
 
     @property
     def work(self) -> float:
@@ -38,13 +44,14 @@ class LoadBook:
         return self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests + self.foreign
 
     @property
-    def draining(self) -> bool:
-        """Whether the instance said that it takes no new requests."""
-        return self.report.draining
+    def prompts_waiting(self) -> int:
+        """Prompt tokens that it has yet to compute, as far as is known: ours at once, others' from the report."""
+        return max(self.prompts, self.prompts_reported)
 
     def observe(self, report: common_pb2.LoadReport, block_size: int) -> None:
         """Take a report of the instance."""
         self.report = report
+        self.draining, self.prompts_reported = report.draining, report.waiting_prompt_tokens
         if self.role is Role.PREFILL:
             tokens = float(report.waiting_prompt_tokens)
         else:
@@ -59,20 +66,32 @@ class LoadBook:
         """The process behind the reports is gone."""
         self.report = common_pb2.LoadReport()
         self.foreign = 0.0
+        self.draining, self.prompts_reported = False, 0
 
 
 @dataclass(slots=True)
 class Hold:
-    """A share of one instance's load; ``release`` may be called any number of times."""
+    """A share of one instance's load; ``release`` may be called any number of times.
+
+    Attributes:
+        prompt: Prompt tokens that a decode instance is to compute by itself, until :meth:`prefilled`.
+    """
 
     book: LoadBook
     tokens: int
     requests: int = 1
+    prompt: int = 0
     released: bool = False
 
     def __post_init__(self) -> None:
         self.book.tokens += self.tokens
         self.book.requests += self.requests
+        self.book.prompts += self.prompt
+
+    def prefilled(self) -> None:
+        """The prompt was computed."""
+        self.book.prompts -= self.prompt
+        self.prompt = 0
 
     def grow(self, tokens: int) -> None:
         """Add tokens that the request generated."""
@@ -84,5 +103,6 @@ class Hold:
         """Give the share back."""
         if not self.released:
             self.released = True
+            self.prefilled()
             self.book.tokens -= self.tokens
             self.book.requests -= self.requests

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
+from baton_router.decision import scores_of
 from baton_router.decision_terms import DecisionTerms
 
 if TYPE_CHECKING:
@@ -134,7 +135,9 @@ class InstanceCollector(Collector):
             "baton_router_index_state", "1 for the state that holds: exact, stale or off", labels=[*labels, "state"]
         )
         terms = GaugeMetricFamily(
-            "baton_router_instance_score", "Terms of the latest score: match, load, score", labels=[*labels, "term"]
+            "baton_router_instance_score",
+            "Terms of the latest score",
+            labels=[*labels, "term"],
         )
         for x in {x.instance_id: x for x in self._instances()}.values():
             key = [x.instance_id, x.role.value]
@@ -145,7 +148,7 @@ class InstanceCollector(Collector):
             families["index_blocks"].add_metric(key, x.feed.num_blocks)
             families["index_age_seconds"].add_metric(key, x.feed.age_s)
             state.add_metric([*key, x.feed.state.value], 1.0)
-            for term, value in x.last_scores.items():
+            for term, value in scores_of(x.last_score, x.role):
                 terms.add_metric([*key, term], value)
         yield from families.values()
         yield state

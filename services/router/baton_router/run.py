@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from baton.api.v1 import router_pb2, worker_pb2
+from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableError
 from baton.rpc.convert import sampling_to_pb
 from baton.seeds import sequence_seed
@@ -27,6 +27,7 @@ from baton_router.attempt import Attempt, AttemptFailed, Message
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig
 from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
 from baton_router.merge import merge
 from baton_router.metrics import RouterMetrics
@@ -208,6 +209,8 @@ class RequestRun:
             token_ids=tokens,
             cache_salt=self._request.cache_salt,
             num_sequences=len(group.sequences),
+            session=self._request.session,
+            max_tokens=self._request.sampling.max_tokens,
             local_only=self._wants_prompt_logprobs(),
             exclude=group.excluded,
         )
@@ -238,6 +241,7 @@ class RequestRun:
                 group.full = None
                 if message.trace is not None:
                     self._traces.update(number, message.trace)
+                    placement.trace = message.trace
                 deltas = self._record(message, placement)
                 if deltas or not self._begun or not self._open:
                     yield self._chunk(deltas, placement.decision, message)
@@ -260,8 +264,8 @@ class RequestRun:
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
-        if self._context.config.remote_prefill_threshold is not None:
-            message.remote_prefill_threshold = self._context.config.remote_prefill_threshold
+        if (threshold := placement.remote_threshold) is not None:
+            message.remote_prefill_threshold = threshold
         return message
 
     def _sampling(self, group: _Group) -> SamplingParams:
@@ -292,9 +296,7 @@ class RequestRun:
     def _open(self) -> bool:
         return any(not s.finished for s in self._sequences)
 
-    def _chunk(
-        self, deltas: list[RoutedDelta], decision: router_pb2.RouteDecision | None, message: Message | None
-    ) -> RoutedChunk:
+    def _chunk(self, deltas: list[RoutedDelta], decision: Decision | None, message: Message | None) -> RoutedChunk:
         first, self._begun = not self._begun, True
         return RoutedChunk(
             deltas=deltas,

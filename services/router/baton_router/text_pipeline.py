@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from baton.api.v1 import router_pb2
 from baton.errors import (
     BatonError,
     ContextLengthError,
@@ -23,6 +22,7 @@ from baton.errors import (
 from baton.text import StopStrings, TextModel
 from baton.types import FinishReason, RequestId, SamplingParams
 from baton_router.core import Dispatcher, ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
 from baton_router.generation_metrics import GenerationClock, GenerationMetrics, cached_tokens
 from baton_router.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextDelta, TextRequest
@@ -159,6 +159,7 @@ class TextPipeline:
             sampling=sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            session=request.session,
         )
         return PreparedRequest(request, routed, info, text_model, stops, arrived)
 
@@ -202,7 +203,7 @@ class TextPipeline:
             clock.end(outcome)
             self._decisions.end(record, outcome)
 
-    async def route(self, prepared: PreparedRequest) -> router_pb2.RouteDecision:
+    async def route(self, prepared: PreparedRequest) -> Decision:
         """Say where a request would go, and reserve nothing."""
         return await self._dispatcher.route(prepared.routed)
 
@@ -321,6 +322,8 @@ def _check_bounds(request: TextRequest) -> None:
         raise InvalidRequestError(f"priority must fit into 32 bits, got {request.priority}", field="priority")
     if len(request.cache_salt) > MAX_SALT_CHARS:
         raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
+    if len(request.session) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"session_id must have at most {MAX_SALT_CHARS} characters", field="session_id")
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
 from baton.text import StopStrings, TextModel
 from baton.types import FinishReason, SamplingParams, TokenLogprob
 from baton_router.core import ModelInfo, RoutedRequest
+from baton_router.decision import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class TextRequest:
             has its special tokens already.
         include_stop: Whether the stop string or token that ended a sequence belongs to its text.
         cache_salt: Separates the prefix caches of tenants.
+        session: Whose conversation it belongs to; empty: nobody's.
         priority: Lower runs first.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -62,6 +64,7 @@ class TextRequest:
     include_stop: bool = False
     cache_salt: str = ""
     priority: int = 0
+    session: str = ""
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
     field_prefix: str = ""
@@ -122,5 +125,5 @@ class TextChunk:
 
     deltas: list[TextDelta]
     trace: common_pb2.RequestTrace | None = None
-    decision: router_pb2.RouteDecision | None = None
+    decision: Decision | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -47,6 +47,8 @@ class Options(TypedDict, total=False):
     """Keeps this tenant's prefix cache apart from others'."""
     priority: int
     """Lower runs first."""
+    session_id: str
+    """Whose conversation this is, for routers that keep one in one place."""
     request_id: str
 
 
@@ -55,6 +57,7 @@ _REQUEST_KINDS: dict[str, type] = {
     "include_stop_in_output": bool,
     "cache_salt": str,
     "priority": int,
+    "session_id": str,
     "request_id": str,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -50,11 +51,15 @@ class RouteCandidate:
     match_rate: float
     load: float
     score: float
+    terms: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """A placement, and what spoke for it. ``prefill_instance`` is empty if decode prefills by itself."""
+    """A placement, and what spoke for it. ``prefill_instance`` is empty if decode prefills by itself.
+
+    ``path`` is ``None`` where the decode instance decides about that by its threshold. ``terms`` add up to ``score``.
+    """
 
     prefill_instance: str
     decode_instance: str
@@ -63,6 +68,9 @@ class RouteDecision:
     policy: str
     prefill_addresses: tuple[str, ...]
     index_state: str
+    path: PrefillPath | None
+    score: float
+    terms: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +196,21 @@ def read_trace(message: common_pb2.RequestTrace) -> Trace:
 
 def read_decision(message: router_pb2.RouteDecision) -> RouteDecision:
     """Placement from the wire."""
-    candidates = tuple(_read(RouteCandidate, item, role=_role(item.role)) for item in message.candidates)
-    return _read(RouteDecision, message, candidates=candidates, prefill_addresses=tuple(message.prefill_addresses))
+    candidates = tuple(
+        _read(RouteCandidate, item, role=_role(item.role), terms=_terms(item.terms)) for item in message.candidates
+    )
+    return _read(
+        RouteDecision,
+        message,
+        candidates=candidates,
+        prefill_addresses=tuple(message.prefill_addresses),
+        path=path_from_pb(message.path),
+        terms=_terms(message.terms),
+    )
+
+
+def _terms(terms: Iterable[router_pb2.ScoreTerm]) -> Mapping[str, float]:
+    return {term.name: term.value for term in terms}
 
 
 def read_instance(message: router_pb2.InstanceStatus) -> Instance:

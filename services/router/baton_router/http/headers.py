@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
+from baton_router.decision import Decision
 from baton_router.generation_metrics import cached_tokens
 from baton_router.text_request import TextChunk
 
@@ -19,7 +20,7 @@ class Route:
 
     def __init__(self) -> None:
         self.trace: common_pb2.RequestTrace | None = None
-        self.decision: router_pb2.RouteDecision | None = None
+        self.decision: Decision | None = None
 
     def add(self, chunk: TextChunk) -> None:
         """Take what a chunk tells; later traces are more complete."""

@@ -143,6 +143,7 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
+        session=body.session_id or "",
         priority=body.priority or 0,
         request_id=body.request_id or "",
         **more,

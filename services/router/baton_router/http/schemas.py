@@ -61,6 +61,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     priority: int | None = None
     request_id: str | None = None
 

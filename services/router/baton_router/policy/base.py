@@ -1,13 +1,18 @@
-"""What a policy sees and what it answers."""
+"""What a policy sees and what it answers.
+
+A policy scores, it does not choose: it gives each prefill instance, each decode instance and, if it wants, each pair a
+number made of named terms, and ``baton_router.policy.choice`` takes the best pair. Most of what speaks for a pair
+speaks for one of its two alone, so 16 x 16 pairs cost a policy 32 numbers, not 256.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.types import InstanceId
+from baton.types import InstanceId, Role
+from baton_router.load import LoadBook
 
 _SMOOTHING = 0.25
 """Share of a request's own work in the relative load. In simulations 0.1 to 0.5 gave the lowest time to first token:
@@ -15,72 +20,145 @@ _SMOOTHING = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One instance as a policy sees it.
+class Request:
+    """The request that is to be placed.
 
     Attributes:
-        instance_id: Its name.
-        match_rate: Matched prompt tokens / prompt tokens, 0 to 1.
-        load: Work in flight there, in tokens (see ``baton_router.load``).
-        cost: Work that this request would add if nothing matched, in the same unit.
+        tokens: Prompt tokens, output generated so far included.
+        sequences: Sequences from this prompt.
+        session: Whose conversation it belongs to; empty: nobody said.
+        max_tokens: Tokens it may generate; ``None``: nobody said.
+        kv_bytes_per_token: What a token's KV weighs on the wire.
+        threshold: Missing tokens below which decode prefills by itself, where the operator set that; overrides costs.
     """
 
-    instance_id: InstanceId
-    match_rate: float
-    load: float
+    tokens: int
+    sequences: int = 1
+    session: str = ""
+    max_tokens: int | None = None
+    kv_bytes_per_token: float = 0.0
+    threshold: int | None = None
+
+
+@dataclass(slots=True)
+class Side:
+    """The instances of one role that can be chosen, as parallel lists: entry ``i`` of each is of instance ``i``.
+
+    Attributes:
+        role: Theirs.
+        ids: Their names.
+        matched: Leading prompt tokens that lie in the instance's own memory.
+        match_rates: Matched prompt tokens / prompt tokens, 0 to 1; tokens in slower tiers count by the tier's weight.
+        work: Work in flight, in tokens (see ``baton_router.load``).
+        cost: Work that this request would add to any of them if nothing matched, in the same unit.
+        books: The whole of what is known of their load.
+        loadable: Leading prompt tokens that the instance holds or can load from a slower tier or the KV store;
+            ``None``: nobody holds more than ``matched``.
+    """
+
+    role: Role
+    ids: list[InstanceId]
+    matched: list[int]
+    match_rates: list[float]
+    work: list[float]
     cost: float
+    books: Sequence[LoadBook] = ()
+    loadable: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A candidate's place in a ranking: which one (its position in the policy's input), and what spoke for it."""
+@dataclass(slots=True)
+class Scores:
+    """One number per instance of a side, higher is better, and the named terms that add up to it."""
 
-    position: int
-    match_rate: float
-    load: float
-    """Relative to the mean of its role."""
-    score: float
+    terms: dict[str, list[float]]
+    totals: list[float]
+
+    @classmethod
+    def of(cls, **terms: list[float]) -> Scores:
+        """Add up terms, each a list with an entry per instance; a cost is a negative term."""
+        columns = list(terms.values())
+        if len(columns) == 1:
+            return cls(terms, columns[0])
+        if len(columns) == 2:
+            return cls(terms, [a + b for a, b in zip(*columns, strict=True)])
+        return cls(terms, [sum(values) for values in zip(*columns, strict=True)])
+
+    def explain(self, at: int) -> dict[str, float]:
+        """Return one instance's terms."""
+        return {name: values[at] for name, values in self.terms.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """Both roles in order of preference, best first."""
+@dataclass(slots=True)
+class Pairs:
+    """What speaks for a pair beyond what speaks for each of its two.
 
-    prefill: list[Scored]
-    decode: list[Scored]
+    Attributes:
+        rows: ``rows[d][p]`` is added to the scores of decode instance ``d`` and prefill instance ``p``.
+        explain: Returns the named terms of ``(p, d)``, which add up to ``rows[d][p]``; called when somebody looks.
+    """
+
+    rows: list[list[float]]
+    explain: Callable[[int, int], dict[str, float]]
+
+
+@dataclass(slots=True)
+class Ratings:
+    """A policy's answer.
+
+    The score of the pair ``(p, d)`` is ``prefill[p] + decode[d] + pairs[d][p]``; of the prefill on ``d`` itself
+    ``decode[d] + local[d]``; of loading from the KV store and computing the rest on ``d`` ``decode[d] + store[d]``.
+    Entries of ``-inf`` cannot be had.
+
+    Attributes:
+        prefill: Per prefill instance.
+        decode: Per decode instance.
+        pairs: Per pair; ``None``: nothing to add.
+        local: Per decode instance; ``None``: whether to prefill locally is left to the decode instance's threshold.
+        store: Per decode instance; ``None``: not a candidate.
+        temperature: Of the softmax by which the winner is drawn, in units of the score; 0: the best wins.
+    """
+
+    prefill: Scores
+    decode: Scores
+    pairs: Pairs | None = None
+    local: Scores | None = None
+    store: Scores | None = None
+    temperature: float = 0.0
 
 
 class Policy(Protocol):
-    """Ranks the instances for one request. Called for every request, on the event loop: must not block."""
+    """Scores the instances for one request. Called for every request, on the event loop: must not block."""
 
     name: str
 
-    def rank(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Ranking:
-        """Order the candidates of both roles, either of which may be empty; changes nothing."""
+    def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
+        """Score both sides, either of which may be empty; changes nothing."""
 
-    def chosen(self, instances: Sequence[InstanceId]) -> None:
-        """Tell which instances the request went to."""
+    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
+        """Tell which instances the request went to: decode first, then prefill if one was chosen."""
 
 
-def relative_loads(candidates: Sequence[Candidate]) -> list[float]:
-    """Return each candidate's load relative to the mean of all, smoothed by a part of the request's own work.
+def relative_loads(side: Side) -> list[float]:
+    """Return each instance's load relative to the mean of all, smoothed by a part of the request's own work.
 
-    ``(load_i + s) / (mean(load) + s)`` with ``s = cost_i / 4``: 1.0 for all on an idle cluster and in perfect balance.
+    ``(work_i + s) / (mean(work) + s)`` with ``s = cost / 4``: 1.0 for all on an idle cluster and in perfect balance.
     The smoothing keeps the ratio tame while there is little in flight (without it the only busy one of eight instances
     stands at 8 times the mean after a single request) and vanishes beside the queues of a busy cluster.
     """
-    if not candidates:
+    work = side.work
+    if not work:
         return []
-    mean = sum(c.load for c in candidates) / len(candidates)
-    loads = []
-    for c in candidates:
-        smoothing = _SMOOTHING * c.cost
-        loads.append((c.load + smoothing) / (mean + smoothing) if mean + smoothing > 0 else 1.0)
-    return loads
+    smoothing = _SMOOTHING * side.cost
+    mean = sum(work) / len(work) + smoothing
+    if mean <= 0:
+        return [1.0] * len(work)
+    scale, offset = 1.0 / mean, smoothing / mean
+    return [load * scale + offset for load in work]
 
 
-def ordered(scored: list[Scored], rng: random.Random) -> list[Scored]:
-    """Sort by score, best first, ties at random."""
-    rng.shuffle(scored)
-    scored.sort(key=lambda s: -s.score)
-    return scored
+def scaled(values: Iterable[float], factor: float) -> list[float]:
+    """Return the values times a factor."""
+    return [value * factor for value in values]

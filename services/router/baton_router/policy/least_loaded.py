@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from baton.types import InstanceId
-from baton_router.policy.base import Candidate, Ranking, Scored, ordered, relative_loads
+from baton_router.policy.base import Ratings, Request, Scores, Side, relative_loads, scaled
 
 
 class LeastLoaded:
@@ -17,16 +16,13 @@ class LeastLoaded:
 
     name = "least_loaded"
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
+        """Score both roles by load."""
+        return Ratings(_score(prefill), _score(decode))
 
-    def rank(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Ranking:
-        """Order both roles by load, least first."""
-        return Ranking(prefill=self._order(prefill), decode=self._order(decode))
-
-    def chosen(self, instances: Sequence[InstanceId]) -> None:
+    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
         """Nothing to remember."""
 
-    def _order(self, candidates: Sequence[Candidate]) -> list[Scored]:
-        loads = relative_loads(candidates)
-        return ordered([Scored(at, c.match_rate, loads[at], -loads[at]) for at, c in enumerate(candidates)], self._rng)
+
+def _score(side: Side) -> Scores:
+    return Scores.of(load=scaled(relative_loads(side), -1.0))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 
 from baton.errors import ConfigError
 from baton.types import InstanceId
-from baton_router.policy.base import Candidate, Ranking, Scored, ordered, relative_loads
+from baton_router.policy.base import Ratings, Request, Scores, Side, relative_loads, scaled
 
 
 class MatchMinusLoad:
@@ -37,30 +36,28 @@ class MatchMinusLoad:
 
     Args:
         beta: Weight of load, 0 to 100.
-        rng: Breaks ties.
+        temperature: Softmax temperature, 0 to 100; 0: the best wins. With several routers that see the same scores,
+            0.05 keeps them from all choosing the same instance at once.
 
     Raises:
-        ConfigError: ``beta`` is out of range.
+        ConfigError: One is out of range.
     """
 
     name = "match_minus_load"
 
-    def __init__(self, beta: float, rng: random.Random) -> None:
-        if not (math.isfinite(beta) and 0.0 <= beta <= 100.0):
-            raise ConfigError(f"beta must be between 0 and 100, got {beta}", field="beta")
+    def __init__(self, beta: float = 0.3, temperature: float = 0.0) -> None:
+        for field, value in (("beta", beta), ("temperature", temperature)):
+            if not (math.isfinite(value) and 0.0 <= value <= 100.0):
+                raise ConfigError(f"{field} must be between 0 and 100, got {value}", field=field)
         self.beta = beta
-        self._rng = rng
+        self.temperature = temperature
 
-    def rank(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Ranking:
-        """Order both roles by their scores."""
-        return Ranking(prefill=self._order(prefill), decode=self._order(decode))
+    def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
+        """Score both roles."""
+        return Ratings(self._score(prefill), self._score(decode), temperature=self.temperature)
 
-    def chosen(self, instances: Sequence[InstanceId]) -> None:
+    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
         """Nothing to remember."""
 
-    def _order(self, candidates: Sequence[Candidate]) -> list[Scored]:
-        scored = [
-            Scored(at, c.match_rate, load, c.match_rate - self.beta * load)
-            for at, (c, load) in enumerate(zip(candidates, relative_loads(candidates), strict=True))
-        ]
-        return ordered(scored, self._rng)
+    def _score(self, side: Side) -> Scores:
+        return Scores.of(match=side.match_rates, load=scaled(relative_loads(side), -self.beta))

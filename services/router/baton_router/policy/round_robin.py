@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.types import InstanceId
-from baton_router.policy.base import Candidate, Ranking, Scored, relative_loads
+from baton_router.policy.base import Ratings, Request, Scores, Side
 
 _MAX_REMEMBERED = 4096
 
@@ -23,11 +23,11 @@ class RoundRobin:
         self._turn = 0
         self._chosen: dict[InstanceId, int] = {}
 
-    def rank(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Ranking:
-        """Order both roles by their turn."""
-        return Ranking(prefill=self._order(prefill), decode=self._order(decode))
+    def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
+        """Score both roles by how many stand before each in the queue of turns."""
+        return Ratings(self._score(prefill), self._score(decode))
 
-    def chosen(self, instances: Sequence[InstanceId]) -> None:
+    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
         """Their turn is over; the names remembered are bounded, the oldest are forgotten first."""
         self._turn += 1
         for name in instances:
@@ -36,8 +36,9 @@ class RoundRobin:
         while len(self._chosen) > _MAX_REMEMBERED:
             del self._chosen[next(iter(self._chosen))]
 
-    def _order(self, candidates: Sequence[Candidate]) -> list[Scored]:
-        loads = relative_loads(candidates)
-        turns = [(self._chosen.get(c.instance_id, 0), c.instance_id, at) for at, c in enumerate(candidates)]
-        order = [at for _, _, at in sorted(turns)]
-        return [Scored(at, candidates[at].match_rate, loads[at], -float(i)) for i, at in enumerate(order)]
+    def _score(self, side: Side) -> Scores:
+        turns = sorted((self._chosen.get(name, 0), name, at) for at, name in enumerate(side.ids))
+        before = [0.0] * len(turns)
+        for place, (_, _, at) in enumerate(turns):
+            before[at] = -float(place)
+        return Scores.of(turn=before)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from baton.types import InstanceId
-from baton_router.policy.base import Candidate, Ranking, Scored, ordered, relative_loads
+from baton_router.policy.base import Ratings, Request, Scores, Side
 
 
 class Uniform:
-    """Choose uniformly at random: the baseline that others must beat."""
+    """Choose uniformly at random: the baseline that others must beat. Everybody ties, and ties are random."""
 
     name = "random"
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
+        """Score everybody alike."""
+        return Ratings(Scores.of(none=[0.0] * len(prefill)), Scores.of(none=[0.0] * len(decode)))
 
-    def rank(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Ranking:
-        """Shuffle both roles."""
-        return Ranking(prefill=self._order(prefill), decode=self._order(decode))
-
-    def chosen(self, instances: Sequence[InstanceId]) -> None:
+    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
         """Nothing to remember."""
-
-    def _order(self, candidates: Sequence[Candidate]) -> list[Scored]:
-        loads = relative_loads(candidates)
-        return ordered([Scored(at, c.match_rate, loads[at], 0.0) for at, c in enumerate(candidates)], self._rng)

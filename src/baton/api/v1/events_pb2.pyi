@@ -26,12 +26,15 @@ class KvEventBatch(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.bytes
     """of the process that sends"""
     sequence: _builtins.int
     """rises by one per batch; a gap means events were lost"""
     snapshot: _builtins.bool
     """the receiver forgets what it knew of this instance before applying the batch"""
+    heartbeat: _builtins.bool
+    """Only a sign of life: nothing has happened since batch `sequence`. A receiver that has not applied that one missed it."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]: ...
     def __init__(
@@ -41,10 +44,11 @@ class KvEventBatch(_message.Message):
         sequence: _builtins.int = ...,
         events: _abc.Iterable[Global___KvEvent] | None = ...,
         snapshot: _builtins.bool = ...,
+        heartbeat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "heartbeat", b"heartbeat", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -92,7 +96,7 @@ class KvBlocksStored(_message.Message):
     parent_hash: _builtins.bytes
     """of the first block's parent; empty: the first block has none"""
     tier: _builtins.str
-    """"device", "host", "disk", "remote" """
+    """"device" (or empty), "host", "disk", "remote": nearest first; a block may lie in several at once"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """32 bytes each"""
@@ -139,12 +143,17 @@ Global___KvBlocksRemoved: _TypeAlias = KvBlocksRemoved  # noqa: Y015
 class KvCleared(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    TIER_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """empty: all of them"""
     def __init__(
         self,
+        *,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

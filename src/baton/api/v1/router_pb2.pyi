@@ -96,6 +96,7 @@ class RouterGenerateRequest(_message.Message):
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the router makes one"""
     model: _builtins.str
@@ -104,6 +105,8 @@ class RouterGenerateRequest(_message.Message):
     include_stop_in_output: _builtins.bool
     cache_salt: _builtins.str
     priority: _builtins.int
+    session_id: _builtins.str
+    """whose conversation this is, for the policy "session"; empty: nobody's"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -129,10 +132,11 @@ class RouterGenerateRequest(_message.Message):
         include_stop_in_output: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -229,9 +233,11 @@ class RouteRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     cache_salt: _builtins.str
+    session_id: _builtins.str
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -244,10 +250,11 @@ class RouteRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         chat: Global___ChatMessages | None = ...,
         cache_salt: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "prompt", b"prompt", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -288,6 +295,9 @@ class RouteDecision(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESSES_FIELD_NUMBER: _builtins.int
     INDEX_STATE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
     prefill_instance: _builtins.str
     """empty: prefill on the decode instance"""
     decode_instance: _builtins.str
@@ -295,11 +305,19 @@ class RouteDecision(_message.Message):
     policy: _builtins.str
     index_state: _builtins.str
     """"exact", "stale", "off" """
+    path: _common_pb2.PrefillPath.ValueType
+    """where the prompt is to be computed; unspecified: the decode instance decides by its threshold"""
+    score: _builtins.float
+    """of the pair that was chosen"""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCandidate]: ...
     @_builtins.property
     def prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """candidates in order, best first"""
+
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreTerm]:
+        """they add up to the score"""
 
     def __init__(
         self,
@@ -311,14 +329,41 @@ class RouteDecision(_message.Message):
         policy: _builtins.str = ...,
         prefill_addresses: _abc.Iterable[_builtins.str] | None = ...,
         index_state: _builtins.str = ...,
+        path: _common_pb2.PrefillPath.ValueType = ...,
+        score: _builtins.float = ...,
+        terms: _abc.Iterable[Global___ScoreTerm] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "decode_instance", b"decode_instance", "index_state", b"index_state", "policy", b"policy", "prefill_addresses", b"prefill_addresses", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "decode_instance", b"decode_instance", "index_state", b"index_state", "path", b"path", "policy", b"policy", "prefill_addresses", b"prefill_addresses", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "score", b"score", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteDecision: _TypeAlias = RouteDecision  # noqa: Y015
+
+@_typing.final
+class ScoreTerm(_message.Message):
+    """A named part of a score; a cost is negative."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTerm: _TypeAlias = ScoreTerm  # noqa: Y015
 
 @_typing.final
 class RouteCandidate(_message.Message):
@@ -329,6 +374,7 @@ class RouteCandidate(_message.Message):
     MATCH_RATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
     match_rate: _builtins.float
@@ -336,7 +382,11 @@ class RouteCandidate(_message.Message):
     load: _builtins.float
     """relative to the mean of its role"""
     score: _builtins.float
-    """match_rate - beta * load"""
+    """the policy's: of the instance, or of the best pair with it where the policy rates pairs"""
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreTerm]:
+        """they add up to the score"""
+
     def __init__(
         self,
         *,
@@ -345,10 +395,11 @@ class RouteCandidate(_message.Message):
         match_rate: _builtins.float = ...,
         load: _builtins.float = ...,
         score: _builtins.float = ...,
+        terms: _abc.Iterable[Global___ScoreTerm] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "load", b"load", "match_rate", b"match_rate", "role", b"role", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "load", b"load", "match_rate", b"match_rate", "role", b"role", "score", b"score", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,195 @@
+"""Speeds learnt online from what completed requests report: how long prefill, transfer and decode really took.
+
+Each is a line ``milliseconds = base + slope * amount``, fitted by least squares over the latest requests:
+
+- prefill, per prefill instance: from arrival to the first token, without decode's queue and the rest of the transfer,
+  over the prompt tokens that were computed and those in flight before them;
+- local prefill, per decode instance: to the first token without the queue, over the prompt tokens computed;
+- transfer, per pair: what it added after the computation (what overlapped costs nothing), over the KV bytes fetched;
+- store, per decode instance: time in fetches, over the KV bytes loaded;
+- decode, per decode instance: time between two tokens, over the sequences that ran there.
+
+An instance of which nothing recent is known counts as the mean of its like; before anything is known at all, the priors
+hold. So one that was slow once gets another chance after a minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from baton.api.v1 import common_pb2
+from baton.types import InstanceId
+
+K = TypeVar("K", bound=Hashable)
+_KEEP = 0.97
+"""Weight of the past per new observation: about the latest 33 count."""
+_MIN_WEIGHT = 3.0
+_MIN_SPREAD = 0.3
+"""Standard deviation of the amounts over their mean from which a base can be told from a slope."""
+_FRESH_S = 60.0
+_MAX_KEYS = 65_536
+_MIN_OUTPUT = 2
+
+
+class Fit(NamedTuple):
+    """``milliseconds = base + slope * amount``."""
+
+    base: float
+    slope: float
+
+    def at(self, amount: float) -> float:
+        """Return the milliseconds that an amount takes."""
+        return self.base + self.slope * amount
+
+
+class Line:
+    """Least squares over observations whose weight decays with each new one.
+
+    Args:
+        flat: While the amounts hardly differ, take the time as all base instead of all slope.
+    """
+
+    __slots__ = ("_flat", "_sum", "_x", "_xx", "_xy", "_y", "at", "fit")
+
+    def __init__(self, *, flat: bool, at: float) -> None:
+        self._flat = flat
+        self._sum = self._x = self._y = self._xx = self._xy = 0.0
+        self.at = at
+        self.fit = Fit(0.0, 0.0)
+
+    @property
+    def weight(self) -> float:
+        """How many observations it stands on."""
+        return self._sum
+
+    def add(self, amount: float, ms: float, at: float) -> None:
+        """Take an observation."""
+        self._sum = _KEEP * self._sum + 1.0
+        self._x = _KEEP * self._x + amount
+        self._y = _KEEP * self._y + ms
+        self._xx = _KEEP * self._xx + amount * amount
+        self._xy = _KEEP * self._xy + amount * ms
+        self.at = at
+        self.fit = self._solve()
+
+    def _solve(self) -> Fit:
+        n, x, y = self._sum, self._x / self._sum, self._y / self._sum
+        variance = max(0.0, self._xx / n - x * x)
+        if n < _MIN_WEIGHT or variance < (_MIN_SPREAD * x) ** 2 or variance == 0.0:
+            return Fit(y, 0.0) if self._flat or x <= 0 else Fit(0.0, y / x)
+        slope = (self._xy / n - x * y) / variance
+        if slope <= 0.0:
+            return Fit(y, 0.0)
+        base = y - slope * x
+        return Fit(base, slope) if base >= 0.0 else Fit(0.0, self._xy / self._xx)
+
+
+class Lines(Generic[K]):
+    """One line per key and one over all keys.
+
+    Args:
+        prior: Holds until anything is known.
+        now: Monotonic clock, in seconds.
+        flat: See :class:`Line`.
+    """
+
+    def __init__(self, prior: Fit, now: Callable[[], float], *, flat: bool = False) -> None:
+        self._prior = prior
+        self._now = now
+        self._flat = flat
+        self._all = Line(flat=flat, at=0.0)
+        self._lines: OrderedDict[K, Line] = OrderedDict()
+
+    def add(self, key: K, amount: float, ms: float) -> None:
+        """Take an observation; the number of keys is bounded, those not heard of for longest go first."""
+        now = self._now()
+        line = self._lines.get(key)
+        if line is None or now - line.at > _FRESH_S:
+            line = self._lines[key] = Line(flat=self._flat, at=now)
+        self._lines.move_to_end(key)
+        line.add(amount, ms, now)
+        self._all.add(amount, ms, now)
+        while len(self._lines) > _MAX_KEYS:
+            self._lines.popitem(last=False)
+
+    def get(self, key: K, now: float) -> Fit:
+        """Return what is known of a key at a time."""
+        line = self._lines.get(key)
+        if line is not None and now - line.at <= _FRESH_S and line.weight >= _MIN_WEIGHT - 1:
+            return line.fit
+        return self._all.fit if self._all.weight else self._prior
+
+
+@dataclass(slots=True)
+class Served:
+    """A request as the router saw it, from placement to its end.
+
+    Attributes:
+        trace: What the instances said of it.
+        prefill: The prefill instance it was placed on; empty: none.
+        decode: The decode instance.
+        ahead: Work in flight on the prefill instance when it was placed, in tokens.
+        running: Sequences in flight on the decode instance when it was placed, its own included.
+        tokens: Tokens generated, per sequence.
+        decode_s: From the first tokens to the last ones.
+    """
+
+    trace: common_pb2.RequestTrace
+    prefill: InstanceId | str
+    decode: InstanceId
+    ahead: float
+    running: int
+    tokens: float = 0.0
+    decode_s: float = 0.0
+
+
+class Speeds:
+    """What is known of everybody's speed.
+
+    Args:
+        now: Monotonic clock, in seconds; tests and replays bring their own.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
+        self.prefill: Lines[str] = Lines(Fit(5.0, 0.2), now)
+        self.local: Lines[str] = Lines(Fit(2.0, 0.2), now)
+        self.transfer: Lines[tuple[str, str]] = Lines(Fit(2.0, 1e-6), now)
+        self.store: Lines[str] = Lines(Fit(2.0, 1e-6), now)
+        self.decode: Lines[str] = Lines(Fit(20.0, 0.0), now, flat=True)
+        self.output = Line(flat=True, at=0.0)
+
+    @property
+    def output_tokens(self) -> float:
+        """Tokens that a request generates, on average."""
+        return self.output.fit.base if self.output.weight else 128.0
+
+    def observe(self, served: Served) -> None:
+        """Learn from a request that was served."""
+        trace = served.trace
+        if trace.path == common_pb2.PREFILL_PATH_REMOTE and trace.prefill_instance:
+            self._remote(served, trace)
+        elif trace.path == common_pb2.PREFILL_PATH_LOCAL:
+            if trace.recomputed_tokens and trace.ttft_us:
+                self.local.add(served.decode, trace.recomputed_tokens, max(0, trace.ttft_us - trace.queue_us) / 1000)
+        elif trace.path == common_pb2.PREFILL_PATH_STORE and trace.kv_bytes and trace.transfer_us:
+            self.store.add(served.decode, trace.kv_bytes, trace.transfer_us / 1000)
+        if served.tokens >= _MIN_OUTPUT and served.decode_s > 0:
+            self.decode.add(served.decode, served.running, 1000 * served.decode_s / (served.tokens - 1))
+        if served.tokens:
+            self.output.add(0.0, served.tokens, self.now())
+
+    def _remote(self, served: Served, trace: common_pb2.RequestTrace) -> None:
+        if trace.kv_bytes:
+            pair = (trace.prefill_instance, served.decode)
+            self.transfer.add(pair, trace.kv_bytes, trace.exposed_us / 1000)
+        if trace.prefill_instance != served.prefill or not trace.ttft_us or trace.failed_prefills:
+            return  # another one took it: nobody noted what was ahead of it there
+        computed = trace.prompt_tokens - max(trace.prefill_cached_tokens, trace.cached_tokens)
+        ms = (trace.ttft_us - trace.queue_us - trace.exposed_us) / 1000
+        if computed > 0 and ms > 0:
+            self.prefill.add(served.prefill, computed + served.ahead, ms)
