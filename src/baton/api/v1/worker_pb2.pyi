@@ -600,6 +600,7 @@ class GetInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
     epoch: _builtins.bytes
@@ -615,6 +616,8 @@ class GetInfoResponse(_message.Message):
     vocab_size: _builtins.int
     model_path: _builtins.str
     """where tokenizer files can be found, as the instance sees it"""
+    tokenizer_digest: _builtins.str
+    """hex digest of the model's tokenizer.json; empty: it has none"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -639,10 +642,11 @@ class GetInfoResponse(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         vocab_size: _builtins.int = ...,
         model_path: _builtins.str = ...,
+        tokenizer_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -654,19 +658,23 @@ class StreamKvEventsRequest(_message.Message):
 
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     from_sequence: _builtins.int
     """first sequence number wanted; 0: begin with a snapshot"""
     epoch: _builtins.bytes
     """of which process; another one than the current: begin with a snapshot"""
+    heartbeat_ms: _builtins.int
+    """longest silence wanted: without news a heartbeat is sent; 0: none"""
     def __init__(
         self,
         *,
         from_sequence: _builtins.int = ...,
         epoch: _builtins.bytes = ...,
+        heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_sequence", b"from_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_sequence", b"from_sequence", "heartbeat_ms", b"heartbeat_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
