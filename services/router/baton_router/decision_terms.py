@@ -1,7 +1,7 @@
-"""A histogram of every term that spoke for the instances that were chosen.
+"""Histograms of what spoke for the winners: each role's match rate and relative load, and every term of their score.
 
-Which terms there are is the policy's affair: they are taken from the decision by name. Counted by hand, since a
-decision has a dozen values and the client library's histogram takes a microsecond for each.
+Which terms a score has is the policy's affair: they are taken from the decision by name. Counted by hand, since a
+decision has half a dozen values and the client library's histogram takes a microsecond for each.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.api.v1 import common_pb2
 from baton.types import Role
-from baton_router.decision import Decision, DecisionCandidate
+from baton_router.decision import Decision
 
 NAME = "baton_router_decision_term"
 _FINE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
@@ -24,11 +23,7 @@ _BOUNDS = (*(-x for x in reversed(_WIDE)), -1.0, -0.5, -0.2, *_FINE, *_WIDE)
 """Rates are between 0 and 1, relative loads around 1, costs in milliseconds or tokens anywhere."""
 _MAX_TERMS = 32
 _OTHER = "other"
-
-
-def terms_of(candidate: DecisionCandidate) -> dict[str, float]:
-    """Return what spoke for a candidate beyond match rate, load and score, by the policy's own names."""
-    return {term.name: term.value for term in getattr(candidate, "terms", ())}
+_PAIR = "pair"
 
 
 class _Buckets:
@@ -42,7 +37,7 @@ class _Buckets:
 
 
 class DecisionTerms(Collector):
-    """Counts the winners' terms; ``match``, ``load``, ``score``, ``margin`` (to the next best) and the policy's own."""
+    """Counts, for role ``prefill`` and ``decode``, ``match`` and ``load``; for the ``pair`` its score and its terms."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str], _Buckets] = {}
@@ -50,28 +45,16 @@ class DecisionTerms(Collector):
 
     def observe(self, decision: Decision) -> None:
         """Count a decision."""
-        winners = {
-            common_pb2.ROLE_PREFILL: (Role.PREFILL.value, decision.prefill_instance),
-            common_pb2.ROLE_DECODE: (Role.DECODE.value, decision.decode_instance),
-        }
-        found: dict[str, DecisionCandidate] = {}
-        next_best: dict[str, float] = {}
-        for candidate in decision.candidates:
-            role, winner = winners.get(candidate.role, ("", ""))
-            if not winner:
-                continue
-            if candidate.instance_id == winner and role not in found:
-                found[role] = candidate
-            else:
-                next_best[role] = max(next_best.get(role, -math.inf), candidate.score)
-        for role, candidate in found.items():
-            self._add(role, "match", candidate.match_rate)
-            self._add(role, "load", candidate.load)
-            self._add(role, "score", candidate.score)
-            if role in next_best:
-                self._add(role, "margin", candidate.score - next_best[role])
-            for name, value in terms_of(candidate).items():
-                self._add(role, self._label(name), value)
+        at = decision.choice.decode
+        self._add(Role.DECODE.value, "match", decision.decode.match_rates[at])
+        self._add(Role.DECODE.value, "load", decision.loads(Role.DECODE)[at])
+        if decision.prefill_instance:
+            at = decision.prefill_order[0]
+            self._add(Role.PREFILL.value, "match", decision.prefill.match_rates[at])
+            self._add(Role.PREFILL.value, "load", decision.loads(Role.PREFILL)[at])
+        self._add(_PAIR, "score", decision.score)
+        for name, value in decision.terms:
+            self._add(_PAIR, self._label(name), value)
 
     def _label(self, name: str) -> str:
         """Policies can be anybody's, so the number of names is bounded."""
@@ -107,4 +90,4 @@ class DecisionTerms(Collector):
 
     @staticmethod
     def _family() -> HistogramMetricFamily:
-        return HistogramMetricFamily(NAME, "Terms of the chosen instances' scores", labels=["role", "term"])
+        return HistogramMetricFamily(NAME, "What spoke for the chosen instances", labels=["role", "term"])

@@ -21,8 +21,9 @@ from baton_router.generation_metrics import GenerationClock
 
 RUNNING = "running"
 _MAX_RECORDS = 1000
-_MAX_CANDIDATES = 65_536
-"""Candidates of all decisions kept, about 100 bytes each: with a thousand instances there are fewer decisions."""
+_MAX_NUMBERS = 500_000
+"""What the policies said of candidates and pairs, in all decisions kept; some 30 bytes each. With hundreds of instances
+there are fewer decisions."""
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class DecisionLog:
     Args:
         terms: Counts what spoke for each winner.
         max_records: Requests kept at most.
-        max_candidates: Candidates of all of them kept at most.
+        max_numbers: Candidates and pairs in all of them kept at most.
         now: Wall clock, in seconds; tests bring their own.
     """
 
@@ -83,18 +84,18 @@ class DecisionLog:
         terms: DecisionTerms | None = None,
         *,
         max_records: int = _MAX_RECORDS,
-        max_candidates: int = _MAX_CANDIDATES,
+        max_numbers: int = _MAX_NUMBERS,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.flows = Flows()
         self.on_end: Callable[[], None] | None = None
         self._terms = terms
         self._max_records = max_records
-        self._max_candidates = max_candidates
+        self._max_numbers = max_numbers
         self._now = now
         self._records: deque[DecisionRecord] = deque()
         self._running: dict[str, DecisionRecord] = {}
-        self._candidates = 0
+        self._numbers = 0
         self.num_begun = 0
 
     @property
@@ -113,8 +114,8 @@ class DecisionLog:
         record = self._running.get(request_id) or self._append(request_id, decision.prompt_tokens)
         record.placements.append((self._now() - record.began, decision))
         if record.kept:
-            self._candidates += len(decision.candidates)
-        while self._candidates > self._max_candidates and len(self._records) > 1:
+            self._numbers += _size(decision)
+        while self._numbers > self._max_numbers and len(self._records) > 1:
             self._forget_oldest()
         if self._terms is not None:
             self._terms.observe(decision)
@@ -157,4 +158,10 @@ class DecisionLog:
     def _forget_oldest(self) -> None:
         oldest = self._records.popleft()
         oldest.kept = False
-        self._candidates -= sum(len(decision.candidates) for _, decision in oldest.placements)
+        self._numbers -= sum(_size(decision) for _, decision in oldest.placements)
+
+
+def _size(decision: Decision) -> int:
+    """How many numbers a decision keeps, roughly."""
+    prefills, decodes = len(decision.prefill), len(decision.decode)
+    return prefills + decodes + (prefills * decodes if decision.ratings.pairs is not None else 0)

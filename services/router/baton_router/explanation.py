@@ -8,8 +8,8 @@ from typing import Any
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
+from baton.types import PrefillPath
 from baton_router.decision import Decision
-from baton_router.decision_terms import terms_of
 from baton_router.decisions import RUNNING, DecisionRecord
 
 _ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
@@ -76,7 +76,8 @@ def _match_rate(record: DecisionRecord, trace: common_pb2.RequestTrace) -> float
         return None
     decision = record.placements[0][1]
     name = _prefill(record, trace) or decision.decode_instance
-    return next((x.match_rate for x in decision.candidates if x.instance_id == name), None)
+    sides = (decision.prefill, decision.decode)
+    return next((rate for x in sides for known, rate in zip(x.ids, x.match_rates, strict=True) if known == name), None)
 
 
 def _placement(at: float, decision: Decision) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _placement(at: float, decision: Decision) -> dict[str, Any]:
                 "match_rate": _number(candidate.match_rate),
                 "load": _number(candidate.load),
                 "score": _number(candidate.score),
-                "terms": {name: _number(value) for name, value in terms_of(candidate).items()},
+                "terms": {name: _number(value) for name, value in candidate.terms},
                 "winner": candidate.instance_id == winner,
             }
         )
@@ -103,6 +104,9 @@ def _placement(at: float, decision: Decision) -> dict[str, Any]:
         "prefill": decision.prefill_instance or None,
         "decode": decision.decode_instance,
         "prefill_order": list(decision.prefill_addresses),
+        "path": decision.path.value if decision.path is not None else None,
+        "score": _number(decision.score),
+        "terms": {name: _number(value) for name, value in decision.terms},
         "candidates": rows,
     }
 
@@ -156,7 +160,8 @@ def _choice(decision: Decision, role: str) -> str:
     name = decision.prefill_instance if role == "prefill" else decision.decode_instance
     chosen = next((x for x in rivals if x.instance_id == name), None)
     if not name:
-        return "prefill: none was chosen, decode computes the prompt by itself"
+        what = "loads from the KV store" if decision.path is PrefillPath.STORE else "computes the prompt by itself"
+        return f"prefill: none, decode {what}"
     if chosen is None:
         return f"{role}: {name}, by {decision.policy}"
     others = [x for x in rivals if x is not chosen]

@@ -179,7 +179,7 @@ def _candidates(at: int, placement: dict[str, Any], role: str, rows: list[dict[s
     table = Table(caption=Text(title), caption_justify="left")
     terms = list(dict.fromkeys(name for row in rows for name in row["terms"]))
     table.add_column("instance")
-    for name in ("match", "load", *terms, "score"):
+    for name in ("match", "load x mean", *(f"+ {term}" for term in terms), "= score"):
         table.add_column(_cell(name), justify="right")
     table.add_column("")
     for row in rows:

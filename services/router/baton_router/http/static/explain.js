@@ -52,11 +52,21 @@ function timeline(x) {
   return h("section", {}, h("h3", {}, "Where the time went"), bar, h("ul", { class: "times" }, legend));
 }
 
+const term = (name) => `+ ${name.replaceAll("_", " ")}`;
+
+// What the score of the winner is made of.
+function sum(placement) {
+  const parts = Object.entries(placement.terms);
+  if (!parts.length || placement.score === null) return null;
+  const text = parts.map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value)}`).join(" + ");
+  return h("p", { class: "hint" }, `Score of what was chosen: ${text} = `, h("b", {}, number(placement.score)));
+}
+
 function candidates(placement, role) {
   const rows = placement.candidates.filter((x) => x.role === role);
   if (!rows.length) return null;
   const terms = [...new Set(rows.flatMap((x) => Object.keys(x.terms)))];
-  const head = ["Instance", "Match", "Load", ...terms.map((name) => name.replaceAll("_", " ")), "Score"];
+  const head = ["Instance", "Match", "Load × mean", ...terms.map(term), "= Score"];
   const body = rows.map((x) => h("tr", { class: x.winner ? "winner" : null },
     h("th", { scope: "row" }, x.instance, x.winner && h("span", { class: "chip good" }, "chosen")),
     h("td", { class: "num" }, share(x.match_rate, role)),
@@ -78,6 +88,7 @@ function share(rate, role) {
 function placements(x) {
   return x.placements.map((placement, at) => h("section", {},
     h("h3", {}, x.placements.length > 1 ? `Placement ${at + 1}, after ${timeText(placement.at_ms)}` : "Candidates", h("span", { class: "hint" }, ` by ${placement.policy}`)),
+    sum(placement),
     candidates(placement, "decode"), candidates(placement, "prefill")));
 }
 
