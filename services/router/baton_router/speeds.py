@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -28,6 +28,8 @@ K = TypeVar("K", bound=Hashable)
 _KEEP = 0.97
 """Weight of the past per new observation: about the latest 33 count."""
 _MIN_WEIGHT = 3.0
+_MIN_OWN = 1.9
+"""Observations from which an instance is judged by its own and no longer by its like."""
 _MIN_SPREAD = 0.3
 """Standard deviation of the amounts over their mean from which a base can be told from a slope."""
 _FRESH_S = 60.0
@@ -51,24 +53,25 @@ class Line:
 
     Args:
         flat: While the amounts hardly differ, take the time as all base instead of all slope.
+        at: When it began.
+
+    Attributes:
+        weight: How many observations it stands on.
+        at: When the latest one came.
+        fit: The line.
     """
 
-    __slots__ = ("_flat", "_sum", "_x", "_xx", "_xy", "_y", "at", "fit")
+    __slots__ = ("_flat", "_x", "_xx", "_xy", "_y", "at", "fit", "weight")
 
     def __init__(self, *, flat: bool, at: float) -> None:
         self._flat = flat
-        self._sum = self._x = self._y = self._xx = self._xy = 0.0
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
         self.at = at
         self.fit = Fit(0.0, 0.0)
 
-    @property
-    def weight(self) -> float:
-        """How many observations it stands on."""
-        return self._sum
-
     def add(self, amount: float, ms: float, at: float) -> None:
         """Take an observation."""
-        self._sum = _KEEP * self._sum + 1.0
+        self.weight = _KEEP * self.weight + 1.0
         self._x = _KEEP * self._x + amount
         self._y = _KEEP * self._y + ms
         self._xx = _KEEP * self._xx + amount * amount
@@ -77,7 +80,7 @@ class Line:
         self.fit = self._solve()
 
     def _solve(self) -> Fit:
-        n, x, y = self._sum, self._x / self._sum, self._y / self._sum
+        n, x, y = self.weight, self._x / self.weight, self._y / self.weight
         variance = max(0.0, self._xx / n - x * x)
         if n < _MIN_WEIGHT or variance < (_MIN_SPREAD * x) ** 2 or variance == 0.0:
             return Fit(y, 0.0) if self._flat or x <= 0 else Fit(0.0, y / x)
@@ -116,12 +119,14 @@ class Lines(Generic[K]):
         while len(self._lines) > _MAX_KEYS:
             self._lines.popitem(last=False)
 
-    def get(self, key: K, now: float) -> Fit:
-        """Return what is known of a key at a time."""
-        line = self._lines.get(key)
-        if line is not None and now - line.at <= _FRESH_S and line.weight >= _MIN_WEIGHT - 1:
-            return line.fit
-        return self._all.fit if self._all.weight else self._prior
+    def get(self, keys: Iterable[K]) -> list[Fit]:
+        """Return what is known of each key."""
+        known, oldest = self._lines.get, self._now() - _FRESH_S
+        like = self._all.fit if self._all.weight else self._prior
+        return [
+            line.fit if (line := known(key)) is not None and line.at >= oldest and line.weight >= _MIN_OWN else like
+            for key in keys
+        ]
 
 
 @dataclass(slots=True)

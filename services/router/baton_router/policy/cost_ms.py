@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.types import InstanceId
 from baton_router.policy.base import Pairs, Ratings, Request, Scores, Side
-from baton_router.speeds import Speeds
+from baton_router.speeds import Fit, Speeds
 
 _STALL_SHARE = 0.1
 """What a millisecond of local prefill costs per sequence that decodes there, in milliseconds of this request: their
@@ -43,80 +43,68 @@ class CostMs:
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both sides, their pairs, and what decode can do by itself."""
-        speeds, now = self._speeds, self._speeds.now()
-        computing = [speeds.prefill.get(name, now) for name in prefill.ids]
-        queue = [-work * fit.slope for work, fit in zip(prefill.work, computing, strict=True)]
+        speeds = self._speeds
+        computing = speeds.prefill.get(prefill.ids)
         expected = speeds.output_tokens
         if request.max_tokens is not None:
             expected = min(expected, request.max_tokens)
         running = [book.requests + request.sequences for book in decode.books] or [request.sequences] * len(decode)
-        per_token = [speeds.decode.get(name, now) for name in decode.ids]
-        decoding = [-expected * (f.base + f.slope * r) for f, r in zip(per_token, running, strict=True)]
+        per_token = speeds.decode.get(decode.ids)
         return Ratings(
-            prefill=Scores.of(queue_ms=queue),
-            decode=Scores.of(decode_ms=decoding),
-            pairs=self._pairs(request, prefill, decode) if prefill.ids else None,
-            local=self._local(request, decode, running, now),
-            store=self._store(request, decode, running, now) if decode.loadable is not None else None,
+            prefill=Scores.of(queue_ms=[-work * fit.slope for work, fit in zip(prefill.work, computing, strict=True)]),
+            decode=Scores.of(
+                decode_ms=[-expected * fit.at(count) for fit, count in zip(per_token, running, strict=True)]
+            ),
+            pairs=self._pairs(request, prefill, decode, computing) if prefill.ids else None,
+            local=self._alone(request, decode, running),
+            store=self._alone(request, decode, running, decode.loadable) if decode.loadable is not None else None,
         )
 
     def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
         """Nothing to remember."""
 
-    def _pairs(self, request: Request, prefill: Side, decode: Side) -> Pairs:
-        speeds, now, kv = self._speeds, self._speeds.now(), request.kv_bytes_per_token
-        computing = [(m, *speeds.prefill.get(name, now)) for name, m in zip(prefill.ids, prefill.matched, strict=True)]
-        transfer, names, total = speeds.transfer.get, prefill.ids, request.tokens
-
-        def parts(p: int, d: int) -> tuple[float, float]:
-            matched, base, slope = computing[p]
-            held = decode.matched[d]
-            moving = transfer((names[p], decode.ids[d]), now)
-            return (
-                -(base + slope * (total - (matched if matched > held else held))),
-                -(moving.base + moving.slope * kv * (total - held)),
-            )
-
+    def _pairs(self, request: Request, prefill: Side, decode: Side, computing: list[Fit]) -> Pairs:
+        total, kv = request.tokens, request.kv_bytes_per_token
+        instances = [(matched, *fit) for matched, fit in zip(prefill.matched, computing, strict=True)]
+        moving = self._speeds.transfer.get([(p, d) for d in decode.ids for p in prefill.ids])
         rows = []
-        for d in range(len(decode)):
-            if request.threshold is not None and total - decode.matched[d] < request.threshold:
-                rows.append([-math.inf] * len(names))
-            else:
-                rows.append([sum(parts(p, d)) for p in range(len(names))])
+        for at, held in enumerate(decode.matched):
+            if request.threshold is not None and total - held < request.threshold:
+                rows.append([-math.inf] * len(prefill))
+                continue
+            moved = kv * (total - held)
+            fits = moving[at * len(prefill) : (at + 1) * len(prefill)]
+            rows.append(
+                [
+                    -(base + slope * (total - (matched if matched > held else held)) + fixed + per_byte * moved)
+                    for (matched, base, slope), (fixed, per_byte) in zip(instances, fits, strict=True)
+                ]
+            )
 
         def explain(p: int, d: int) -> dict[str, float]:
             if rows[d][p] == -math.inf:
                 return {"below_threshold": -math.inf}
-            computed, moved = parts(p, d)
-            return {"prefill_ms": computed, "transfer_ms": moved}
+            transfer_ms = moving[d * len(prefill) + p].at(kv * (total - decode.matched[d]))
+            return {"prefill_ms": rows[d][p] + transfer_ms, "transfer_ms": -transfer_ms}
 
         return Pairs(rows, explain)
 
-    def _local(self, request: Request, decode: Side, running: list[int], now: float) -> Scores:
+    def _alone(self, request: Request, decode: Side, running: list[int], loadable: list[int] | None = None) -> Scores:
+        """Score the prefill on the decode instance itself, of what is missing after it loaded what it can."""
+        held = decode.matched if loadable is None else loadable
         queue, computed, stalled = [], [], []
-        for at, name in enumerate(decode.ids):
-            missing = request.tokens - decode.matched[at]
-            fit = self._speeds.local.get(name, now)
-            ms = fit.at(missing) if request.threshold is None or missing < request.threshold else math.inf
-            queue.append(-_waiting(decode, at) * fit.slope)
-            computed.append(-ms)
+        for at, fit in enumerate(self._speeds.local.get(decode.ids)):
+            missing = request.tokens - held[at]
+            allowed = loadable is not None or request.threshold is None or missing < request.threshold
+            queue.append(-fit.slope * (decode.books[at].prompts_waiting if decode.books else 0))
+            computed.append(-fit.at(missing) if allowed else -math.inf)
             stalled.append(-_STALL_SHARE * (running[at] - request.sequences) * fit.slope * missing)
-        return Scores.of(queue_ms=queue, prefill_ms=computed, stall_ms=stalled)
-
-    def _store(self, request: Request, decode: Side, running: list[int], now: float) -> Scores:
-        queue, loaded, computed, stalled = [], [], [], []
-        loadable = decode.loadable or decode.matched
-        for at, name in enumerate(decode.ids):
-            more = loadable[at] - decode.matched[at]
-            fit, missing = self._speeds.local.get(name, now), request.tokens - loadable[at]
-            moving = self._speeds.store.get(name, now)
-            queue.append(-_waiting(decode, at) * fit.slope)
-            loaded.append(-moving.at(more * request.kv_bytes_per_token) if more > 0 else -math.inf)
-            computed.append(-fit.at(missing))
-            stalled.append(-_STALL_SHARE * (running[at] - request.sequences) * fit.slope * missing)
+        if loadable is None:
+            return Scores.of(queue_ms=queue, prefill_ms=computed, stall_ms=stalled)
+        loaded = [
+            -fit.at(request.kv_bytes_per_token * (loadable[at] - decode.matched[at]))
+            if loadable[at] > decode.matched[at]
+            else -math.inf
+            for at, fit in enumerate(self._speeds.store.get(decode.ids))
+        ]
         return Scores.of(queue_ms=queue, load_ms=loaded, prefill_ms=computed, stall_ms=stalled)
-
-
-def _waiting(decode: Side, at: int) -> float:
-    """Return the prompt tokens that a decode instance is already to compute by itself."""
-    return decode.books[at].prompts_waiting if decode.books else 0.0
