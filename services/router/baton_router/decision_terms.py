@@ -81,11 +81,14 @@ class DecisionTerms(Collector):
         """Yield the histogram of every role and term."""
         family = self._family()
         for (role, term), buckets in list(self._buckets.items()):
-            pairs, sum_so_far = [], 0
+            labels, so_far = {"role": role, "term": term}, 0
             for bound, count in zip((*_BOUNDS, math.inf), buckets.counts, strict=True):
-                sum_so_far += count
-                pairs.append(("+Inf" if math.isinf(bound) else str(bound), float(sum_so_far)))
-            family.add_metric([role, term], pairs, buckets.total)
+                so_far += count
+                le = "+Inf" if math.isinf(bound) else str(bound)
+                family.add_sample(f"{NAME}_bucket", {**labels, "le": le}, float(so_far))
+            # By hand: the library leaves these two out where there are buckets below zero.
+            family.add_sample(f"{NAME}_count", labels, float(so_far))
+            family.add_sample(f"{NAME}_sum", labels, buckets.total)
         yield family
 
     @staticmethod

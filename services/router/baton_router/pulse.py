@@ -88,11 +88,8 @@ class Pulse:
         """Return what happened in the window: rates, hit rate, percentiles in milliseconds; ``None``: nothing did."""
         self.beat()
         newest = self._samples[-1]
-        oldest = self._samples[0]
-        for sample in self._samples:
-            if sample.at > newest.at - self._window_s:
-                break
-            oldest = sample
+        inside = (x for x in self._samples if x.at >= newest.at - self._window_s and x is not newest)
+        oldest = next(inside, self._samples[-2] if len(self._samples) > 1 else newest)
         seconds = min(self._window_s, newest.at - oldest.at)
         return {
             "window_s": round(seconds, 1),
