@@ -66,10 +66,10 @@ function candidates(placement, role) {
   const rows = placement.candidates.filter((x) => x.role === role);
   if (!rows.length) return null;
   const terms = [...new Set(rows.flatMap((x) => Object.keys(x.terms)))];
-  const head = ["Instance", "Match", "Load × mean", ...terms.map(term), "= Score"];
+  const head = ["Instance", "Match", "Load", ...terms.map(term), "= Score"];
   const body = rows.map((x) => h("tr", { class: x.winner ? "winner" : null },
     h("th", { scope: "row" }, x.instance, x.winner && h("span", { class: "chip good" }, "chosen")),
-    h("td", { class: "num" }, share(x.match_rate, role)),
+    h("td", { class: "num" }, terms.length > 2 ? percent(x.match_rate) : share(x.match_rate, role)),
     h("td", { class: "num" }, number(x.load)),
     terms.map((name) => h("td", { class: "num" }, number(x.terms[name]))),
     h("td", { class: "num strong" }, number(x.score))));

@@ -61,8 +61,8 @@ function updateCard(node, x, busiest, own) {
   const index = part(node, "index");
   index.className = `chip ${stateMood}`;
   index.title = `Index: ${meaning}`;
-  setText(index, state);
-  index.hidden = out;
+  setText(index, `Index ${state.toLowerCase()}`);
+  index.hidden = out || x.index.state === "exact"; // as it should be: the table below says so
   const local = part(node, "own");
   local.hidden = !own || out;
   local.title = "prompts that it computed by itself in the last seconds";
