@@ -127,3 +127,127 @@ def test_a_full_index_is_not_exact(clock: Clock) -> None:
     assert (feed.state, feed.num_blocks) == (IndexState.STALE, 3)
     feed.apply(batch(2, stored(HASHES[:2]), snapshot=True))
     assert feed.state is IndexState.EXACT
+
+
+def beat(sequence: int, epoch: bytes = A) -> events_pb2.KvEventBatch:
+    return events_pb2.KvEventBatch(epoch=epoch, sequence=sequence, heartbeat=True)
+
+
+def test_silence_after_heartbeats_is_stale(feed: EventFeed, clock: Clock) -> None:
+    feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
+    clock.now = 5
+    assert feed.state is IndexState.EXACT, "who never sent a heartbeat may be silent"
+    feed.heartbeat(beat(1), 0.875)
+    clock.now = 5.8
+    assert (feed.state, feed.age_s) == (IndexState.EXACT, 0)
+    clock.now = 5.9
+    assert feed.state is IndexState.STALE
+    assert feed.age_s == pytest.approx(0.9)
+    feed.stood_still(0.5)
+    assert feed.state is IndexState.EXACT, "the router itself did not listen"
+    clock.now = 7
+    assert feed.age_s == pytest.approx(1.5)
+    feed.broken()
+    assert feed.age_s == pytest.approx(1.5), "it broke when it fell silent"
+    feed.heartbeat(beat(1), 0.875)
+    assert (feed.state, feed.age_s) == (IndexState.EXACT, 0)
+
+
+def test_a_heartbeat_tells_of_events_that_did_not_come(feed: EventFeed) -> None:
+    with pytest.raises(EventGapError):
+        feed.heartbeat(beat(3), 1)
+    feed.apply(batch(3, stored(HASHES[:2]), snapshot=True))
+    feed.heartbeat(beat(3), 1)
+    with pytest.raises(EventGapError):
+        feed.heartbeat(beat(5), 1)
+    assert (feed.state, feed.num_gaps, feed.resume_from(A)) == (IndexState.STALE, 2, 3)
+    with pytest.raises(EventGapError):
+        feed.heartbeat(beat(3, B), 1)
+    assert (feed.state, feed.num_blocks) == (IndexState.OFF, 0)
+
+
+def test_what_is_too_old_goes(feed: EventFeed, clock: Clock) -> None:
+    feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
+    feed.broken()
+    clock.now = 9
+    feed.tick()
+    assert feed.num_blocks == 2
+    clock.now = 11
+    feed.tick()
+    assert (feed.state, feed.usable, feed.num_blocks, feed.resume_from(A)) == (IndexState.OFF, True, 0, 0)
+
+
+def depth(feed: EventFeed, hashes: list[BlockHash]) -> int:
+    return feed._index.match(hashes, 1 << feed.slot).get(feed.slot, 0)
+
+
+def place(feed: EventFeed, hashes: list[BlockHash]) -> None:
+    """A request came and ended."""
+    expectation = feed.expect(hashes)
+    assert expectation is not None
+    PrefixIndex.forget(expectation)
+
+
+def chain_of(first: int, length: int) -> list[BlockHash]:
+    return block_hashes([first] * length, 1, root_hash(b"test"))
+
+
+def test_own_decisions_stand_in_for_events(feed: EventFeed, clock: Clock) -> None:
+    feed.restarted(A, num_blocks=10)
+    place(feed, chain_of(1, 4))
+    assert (feed.state, depth(feed, chain_of(1, 6)), feed.num_decided) == (IndexState.OFF, 4, 1)
+    clock.now = 119
+    place(feed, chain_of(2, 4))
+    clock.now = 121
+    feed.tick()
+    assert (depth(feed, chain_of(1, 4)), depth(feed, chain_of(2, 4))) == (0, 4), "the first one's time is up"
+    for first in (3, 2, 4):
+        place(feed, chain_of(first, 4))
+    found = [depth(feed, chain_of(first, 4)) for first in (1, 2, 3, 4)]
+    assert found == [0, 4, 0, 4], "the one sent longest ago makes room; one sent again is young"
+    feed.apply(batch(1, stored(chain_of(5, 2)), snapshot=True))
+    assert [depth(feed, chain_of(first, 4)) for first in (2, 4, 5)] == [0, 0, 2], "events are better"
+    place(feed, chain_of(6, 4))
+    assert (depth(feed, chain_of(6, 4)), feed.num_decided) == (0, 0)
+
+
+def test_own_decisions_end_with_the_process(feed: EventFeed) -> None:
+    feed.apply(batch(1, snapshot=True))
+    feed.apply(batch(1, epoch=B, snapshot=True))
+    feed.restarted(A)
+    place(feed, chain_of(1, 4))
+    assert depth(feed, chain_of(1, 4)) == 4
+    feed.apply(batch(1, epoch=A, snapshot=True))
+    feed.restarted(B)
+    assert depth(feed, chain_of(1, 4)) == 0
+    feed.close()
+    assert feed._index._expected._root.children == {}
+
+
+def test_a_request_in_flight_is_expected_across_a_snapshot(feed: EventFeed) -> None:
+    feed.apply(batch(1, snapshot=True))
+    expectation = feed.expect(HASHES)
+    assert expectation is not None
+    feed.apply(batch(7, stored(HASHES[:2]), snapshot=True))
+    assert depth(feed, HASHES) == len(HASHES)
+    PrefixIndex.forget(expectation)
+    assert depth(feed, HASHES) == 2
+
+
+def test_tiers(feed: EventFeed) -> None:
+    feed.apply(batch(1, stored(HASHES[:2]), stored(HASHES[2:5], tier="host"), snapshot=True))
+    feed.apply(batch(2, stored(HASHES[4:7], tier="remote"), stored(HASHES, tier="no such tier")))
+
+    def found() -> dict[str, int]:
+        names, slots = zip(*feed.tiers, strict=True)
+        return dict(zip(names, feed._index.match_any(HASHES, slots), strict=True))
+
+    assert found() == {"device": 2, "host": 5, "remote": 7}
+    assert depth(feed, HASHES) == 2
+    removed = events_pb2.KvEvent(removed=events_pb2.KvBlocksRemoved(block_hashes=HASHES[2:4], tier="host"))
+    feed.apply(batch(3, removed, stored(HASHES[2:3])))
+    assert found() == {"device": 3, "host": 3, "remote": 3}
+    feed.apply(batch(4, events_pb2.KvEvent(cleared=events_pb2.KvCleared(tier="remote"))))
+    assert found() == {"device": 3, "host": 3}
+    feed.apply(batch(5, events_pb2.KvEvent(cleared=events_pb2.KvCleared())))
+    assert found() == {"device": 0}

@@ -31,7 +31,8 @@ class Cluster:
     def __init__(self, threshold: int | None = None, **fingerprints: Fingerprint) -> None:
         """Make instances p:1, p:2, d:1 and d:2; ``fingerprints`` (``p1=...``) are of those that differ."""
         self.metrics = RouterMetrics()
-        config = RouterConfig(prefill=("p:1", "p:2"), decode=("d:1", "d:2"))
+        # Without events, what was placed is remembered; here caches hold what a test says.
+        config = RouterConfig(prefill=("p:1", "p:2"), decode=("d:1", "d:2"), index_decision_ttl_s=0)
         self.registry = Registry(config, self.metrics, now=lambda: 0.0)
         self.registry.start()
         for _, task in self.registry._links.values():

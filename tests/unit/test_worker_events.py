@@ -106,3 +106,18 @@ async def test_admission_counts_and_drains():
         assert not waiting.done()
     assert await waiting == 0
     assert admission.active == 0
+
+
+async def test_silence_is_filled_with_heartbeats():
+    log = KvEventLog(EPOCH)
+    log.append([BlocksStored(None, (block(1),))])
+    stream = log.follow(2, EPOCH, Follower(log, []).snapshot, heartbeat_s=0.01)
+    async with asyncio.timeout(5):
+        beat = await anext(stream)
+        assert (beat.heartbeat, beat.sequence, beat.epoch, len(beat.events)) == (True, 1, EPOCH, 0)
+        assert (await anext(stream)).heartbeat
+        log.append([BlocksStored(block(1), (block(2),))])
+        news = await anext(stream)
+        assert (news.heartbeat, news.sequence) == (False, 2)
+        beat = await anext(stream)
+        assert (beat.heartbeat, beat.sequence) == (True, 2)

@@ -39,8 +39,15 @@ class RouterConfig:
     )
     prefill_candidates: int = option(3, "prefill instances that a request may try, one after the other")
     kv_events: bool = option(True, "keep an exact index from the instances' KV events")
-    index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 170 bytes each")
+    index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 50 bytes each")
     index_stale_limit_s: float = option(30.0, "seconds without events after which an instance's index is not used")
+    index_heartbeat_ms: int = option(
+        250, "longest silence asked of an instance's events; after 3.5 times as long its index is stale; 0: none"
+    )
+    index_decision_ttl_s: float = option(
+        120.0, "seconds that a prompt counts as cached where it was sent, for instances without KV events"
+    )
+    block_size: int | None = option(None, "tokens per block that instances must have; default: any sizes")
     strict_fields: bool = option(False, "refuse requests with unknown fields")
     api_key_file: str = option("", "file with the API keys that HTTP clients must show, one per line")
     open_http: bool = option(False, "serve HTTP off loopback although there are no API keys")
@@ -74,12 +81,15 @@ class RouterConfig:
             _at_least(self, name, 1)
         _at_least(self, "probe_failures", 1)
         _at_least(self, "max_retries", 0)
+        _at_least(self, "index_heartbeat_ms", 0)
+        if self.block_size is not None:
+            _at_least(self, "block_size", 1)
         if self.remote_prefill_threshold is not None:
             _at_least(self, "remote_prefill_threshold", 0)
         for name in ("request_timeout_s", "lease_ttl_s", "probe_interval_s", "probe_timeout_s", "reconnect_max_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
-        for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s"):
+        for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"):
             _at_least(self, name, 0)
 
     def policy_context(self, speeds: Speeds) -> PolicyContext:

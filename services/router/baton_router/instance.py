@@ -47,6 +47,7 @@ class InstanceInfo:
     model_path: str
     vocab_size: int
     eos_token_ids: frozenset[int]
+    tokenizer_digest: str = ""
     content_key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class InstanceInfo:
             model_path=message.model_path,
             vocab_size=message.vocab_size,
             eos_token_ids=frozenset(message.eos_token_ids),
+            tokenizer_digest=message.tokenizer_digest,
         )
 
 

@@ -30,6 +30,9 @@ from baton_router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 
+_SILENT_BEATS = 3.5
+"""Heartbeats that may be missing before an event stream counts as cut."""
+
 Admit = Callable[[Instance, InstanceInfo], None]
 """Checks an instance's identity; raises a BatonError that names what does not fit."""
 
@@ -106,7 +109,7 @@ class Link:
         except (grpc.RpcError, LinkLostError) as error:
             self._set(Status.DOWN, _reason(error))
             return
-        if instance.feed.restarted(info.epoch):
+        if instance.feed.restarted(info.epoch, info.num_blocks):
             log.info("instance %s restarted", info.instance_id)
         instance.info, instance.admitted = info, True
         instance.generation += 1
@@ -182,12 +185,17 @@ class Link:
             return
         backoff = Backoff(self._config.reconnect_max_s, self._rng)
         feed, name = self._instance.feed, self._instance.instance_id
+        heartbeat_ms = self._config.index_heartbeat_ms
         while True:
-            request = worker_pb2.StreamKvEventsRequest(from_sequence=feed.resume_from(epoch), epoch=epoch)
+            request = worker_pb2.StreamKvEventsRequest(
+                from_sequence=feed.resume_from(epoch), epoch=epoch, heartbeat_ms=heartbeat_ms
+            )
             call = self._instance.stub.StreamKvEvents(request)
             try:
                 async for answer in call:
-                    if feed.apply(answer.batch):
+                    if answer.batch.heartbeat:
+                        feed.heartbeat(answer.batch, _SILENT_BEATS * heartbeat_ms / 1000)
+                    elif feed.apply(answer.batch):
                         self._metrics.index_events.labels(instance=name).inc(len(answer.batch.events))
                     backoff.reset()
             except EventGapError as error:
@@ -195,7 +203,7 @@ class Link:
                 self._metrics.sequence_gaps.labels(instance=name).inc()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    log.warning("instance %s has no KV events; its index is off", name)
+                    log.warning("instance %s has no KV events: the router goes by its own decisions there", name)
                     return
                 log.warning("KV events of %s broke: %s", name, _reason(error))
             finally:

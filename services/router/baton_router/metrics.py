@@ -128,7 +128,8 @@ class InstanceCollector(Collector):
                 ("instance_in_flight", "Sequences this router has placed there"),
                 ("instance_work_tokens", "Work in flight as the policy counts it, in tokens"),
                 ("index_blocks", "Blocks in the index"),
-                ("index_age_seconds", "Time since the event stream broke; 0: whole"),
+                ("index_age_seconds", "Time since the event stream broke or fell silent; 0: whole"),
+                ("index_decided_prompts", "Prompts that stand in for events where there are none"),
             )
         }
         state = GaugeMetricFamily(
@@ -147,6 +148,7 @@ class InstanceCollector(Collector):
             families["instance_work_tokens"].add_metric(key, x.load.work)
             families["index_blocks"].add_metric(key, x.feed.num_blocks)
             families["index_age_seconds"].add_metric(key, x.feed.age_s)
+            families["index_decided_prompts"].add_metric(key, x.feed.num_decided)
             state.add_metric([*key, x.feed.state.value], 1.0)
             for term, value in scores_of(x.last_score, x.role):
                 terms.add_metric([*key, term], value)

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 from baton.api.v1 import router_pb2
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError, UnavailableError
-from baton.kv.fingerprint import Fingerprint
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
+from baton.text.digest import tokenizer_digest
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
 from baton_router.core import ModelInfo
 from baton_router.feed import EventFeed
+from baton_router.identity import IdentityCheck
 from baton_router.index import PrefixIndex
 from baton_router.instance import Instance, InstanceInfo, Status
 from baton_router.link import Link
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _STALL_S = 0.5
-_SWEEP_BUDGET = 20_000
+_SWEEP_BUDGET = 200_000
 
 
 class Registry:
@@ -63,7 +64,8 @@ class Registry:
         self._links: dict[str, tuple[Link, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._change = asyncio.Event()
-        self._reference: Fingerprint | None = None
+        tokenizer = tokenizer_digest(config.model) if config.model else ""
+        self._identity = IdentityCheck(tokenizer, config.block_size)
         self._ticker: asyncio.Task[None] | None = None
         metrics.registry.register(InstanceCollector(self.instances))
 
@@ -213,7 +215,12 @@ class Registry:
     # --- inside ---
 
     def _add(self, address: str, role: Role) -> None:
-        feed = EventFeed(self.index, now=self._now, stale_limit_s=self._config.index_stale_limit_s)
+        feed = EventFeed(
+            self.index,
+            now=self._now,
+            stale_limit_s=self._config.index_stale_limit_s,
+            decision_ttl_s=self._config.index_decision_ttl_s,
+        )
         instance = Instance(address, role, open_channel(address, token=self._token), feed)
         link = Link(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)
         self._instances[address] = instance
@@ -257,17 +264,10 @@ class Registry:
 
         Raises:
             ConfigError: Another role than expected.
-            FingerprintMismatchError: Its KV has another content than the others'; names the field.
+            FingerprintMismatchError: Its KV, its hashes or its token ids are other than the others'; names the field.
         """
-        if info.role is not instance.role:
-            raise ConfigError(f"role is {info.role}, expected {instance.role}", field="role")
         others = any(x.admitted for x in self._instances.values() if x is not instance)
-        if self._reference is None or not others:
-            self._reference = info.fingerprint
-        self._reference.require_compatible(info.fingerprint, who="instance")
-        size = info.fingerprint.block_size
-        if size != self._reference.block_size:
-            log.info("%s has blocks of %d tokens, others of %d", info.instance_id, size, self._reference.block_size)
+        self._identity.admit(info, instance.role, first=not others)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -279,5 +279,9 @@ class Registry:
                 # Heartbeats that came meanwhile are still unread: nobody may lose a lease for our own standstill.
                 log.warning("the router stood still for %.1f s", late)
                 self.leases.extend(late)
+                for x in self.instances():
+                    x.feed.stood_still(late)
             self.expire()
+            for x in self.instances():
+                x.feed.tick()
             self.index.sweep(_SWEEP_BUDGET)

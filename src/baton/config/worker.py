@@ -34,6 +34,7 @@ class WorkerConfig:
     lease_s: float = option(120.0, "seconds that finished blocks are kept for a reader that does not come")
     max_leases: int = option(256, "Prefill calls that may be open at once; more are refused with 429")
     load_interval_ms: int = option(100, "shortest time between two load reports")
+    kv_events: bool = option(True, "tell routers what the prefix cache holds; else they go by their own decisions")
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 

@@ -36,7 +36,7 @@ class KvEventLog:
         changed.set()
 
     async def follow(
-        self, from_sequence: int, epoch: bytes, snapshot: Snapshot
+        self, from_sequence: int, epoch: bytes, snapshot: Snapshot, *, heartbeat_s: float = 0.0
     ) -> AsyncIterator[events_pb2.KvEventBatch]:
         """Yield batches from ``from_sequence`` on, for ever.
 
@@ -47,6 +47,8 @@ class KvEventLog:
             from_sequence: First sequence number wanted; 0: begin with a snapshot.
             epoch: The process the follower knew.
             snapshot: Returns the sequence number it stands for, and the events that rebuild the cache.
+            heartbeat_s: Without news for so long a heartbeat is sent: who hears none knows that the stream is cut, also
+                where no connection broke. 0: none.
         """
         position = from_sequence
         if from_sequence == 0 or epoch != self._epoch or not self._reaches(from_sequence):
@@ -62,8 +64,8 @@ class KvEventLog:
             while position <= self.sequence and self._reaches(position):
                 yield self._ring[position - self.sequence - 1]
                 position += 1
-            if position > self.sequence:
-                await changed.wait()
+            while position > self.sequence and not await _set_within(changed, heartbeat_s):
+                yield events_pb2.KvEventBatch(epoch=self._epoch, sequence=self.sequence, heartbeat=True)
 
     def _reaches(self, sequence: int) -> bool:
         return self.sequence - len(self._ring) < sequence <= self.sequence + 1
@@ -72,6 +74,16 @@ class KvEventLog:
         batch = events_pb2.KvEventBatch(epoch=self._epoch, sequence=sequence)
         batch.events.extend(_to_pb(event) for event in events)
         return batch
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, for ever if ``seconds`` is 0; ``False``: the time is up."""
+    try:
+        async with asyncio.timeout(seconds or None):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _to_pb(event: KVEvent) -> events_pb2.KvEvent:

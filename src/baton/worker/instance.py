@@ -19,12 +19,14 @@ from baton.engine.batch import Runner
 from baton.engine.build import load_runner, make_arena
 from baton.engine.core import EngineCore
 from baton.errors import ConfigError
+from baton.hashing import native_chain
 from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
 from baton.kv.shards import KVShards
 from baton.rpc.auth import read_token, require_safe_bind
 from baton.rpc.server import GrpcServer, require_free_port
+from baton.text.digest import tokenizer_digest
 from baton.transport.blocks import BlockServer, BlockSource, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.types import InstanceId, Role
 from baton.worker.admission import Admission
@@ -199,7 +201,9 @@ class WorkerInstance:
             events=events,
             admission=Admission(),
             metrics=WorkerMetrics(),
+            tokenizer_digest=tokenizer_digest(self._engine_config.model),
         )
+        native_chain()  # compiled now, not by the first long prompt
         self.context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
         engine.start()
         self._stack.push_async_callback(engine.stop)

@@ -9,6 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
@@ -47,6 +49,7 @@ class WorkerContext:
     events: KvEventLog
     admission: Admission
     metrics: WorkerMetrics
+    tokenizer_digest: str
 
 
 class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
@@ -103,13 +106,18 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=sorted(worker.runner.eos_token_ids),
             vocab_size=worker.runner.vocab_size,
             model_path=worker.engine_config.model,
+            tokenizer_digest=worker.tokenizer_digest,
         )
 
     async def StreamKvEvents(
         self, request: worker_pb2.StreamKvEventsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.StreamKvEventsResponse]:
         """Follow the prefix cache."""
-        batches = self._worker.events.follow(request.from_sequence, request.epoch, self._snapshot)
+        if not self._worker.config.kv_events:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this instance was started with --no-kv-events")
+        batches = self._worker.events.follow(
+            request.from_sequence, request.epoch, self._snapshot, heartbeat_s=request.heartbeat_ms / 1000
+        )
         async for batch in batches:
             yield worker_pb2.StreamKvEventsResponse(batch=batch)
 
