@@ -1,4 +1,7 @@
-/* Which slots hold which blocks: a hash table from 32-byte block hashes to sets of slots.
+/* Which slots hold which blocks: a hash table from block hashes to sets of slots.
+
+   Of a hash of 32 bytes 16 are kept. Two blocks are confused after 2^64 others, also if somebody looks for such a pair,
+   and then a match rate is wrong: what a request may use is decided by the instance, which compares all 32.
 
    The entries lie one after the other in the order in which they came, hash and set apart, and the table itself holds
    their numbers only. So a chain that was stored in one go lies side by side, and a look-up compares it with the one
@@ -8,16 +11,25 @@
 
    A set has one bit per slot in `words` words of 64 bits; they become more when more slots are in use. */
 
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #define HASH 32
+#define KEY 16
+#define LINE 64
 #define NONE UINT32_MAX
-#define AHEAD 12
+#define AHEAD 32
+#define MOST_LINES 8
+#define PAGE 4096
+#define BIG_PAGE (2 << 20)
 
 typedef struct {
-    uint8_t *hashes;    /* of an entry; its number of the next free one while it is free */
+    uint8_t *keys;      /* `KEY` bytes per entry; the number of the next free one while it is free */
     uint64_t *sets;     /* `words` per entry; empty: the entry is free */
     uint32_t *buckets;  /* numbers of entries, or NONE */
     uint64_t factor;    /* secret: nobody can choose tokens whose blocks meet in one bucket */
@@ -25,14 +37,14 @@ typedef struct {
     uint32_t words, bits, free;
 } table;
 
-static inline const uint8_t *hash_of(const table *t, uint32_t entry) { return t->hashes + (size_t)entry * HASH; }
+static inline uint8_t *key_of(const table *t, uint32_t entry) { return t->keys + (size_t)entry * KEY; }
 static inline uint64_t *set_of(const table *t, uint32_t entry) { return t->sets + (size_t)entry * t->words; }
 
 static inline int same(const uint8_t *a, const uint8_t *b) {
-    uint64_t x[4], y[4];
-    memcpy(x, a, HASH);
-    memcpy(y, b, HASH);
-    return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]));
+    uint64_t x[2], y[2];
+    memcpy(x, a, KEY);
+    memcpy(y, b, KEY);
+    return !((x[0] ^ y[0]) | (x[1] ^ y[1]));
 }
 
 static inline uint64_t bucket_of(const table *t, const uint8_t *hash) {
@@ -53,7 +65,7 @@ static uint32_t find(const table *t, const uint8_t *hash) {
     uint64_t mask = mask_of(t);
     for (uint64_t b = bucket_of(t, hash);; b = (b + 1) & mask) {
         uint32_t entry = t->buckets[b];
-        if (entry == NONE || same(hash_of(t, entry), hash)) return entry;
+        if (entry == NONE || same(key_of(t, entry), hash)) return entry;
     }
 }
 
@@ -69,7 +81,7 @@ typedef struct {
 static inline int beside(const table *t, uint32_t entry, int step, const uint8_t *hash) {
     int64_t next = (int64_t)entry + step;
     return next >= 0 && next < (int64_t)t->used && !empty(set_of(t, (uint32_t)next), t->words) &&
-           same(hash_of(t, (uint32_t)next), hash);
+           same(key_of(t, (uint32_t)next), hash);
 }
 
 /* Ask the memory for what a search will touch, on the guess that runs to come are as long as the last one. */
@@ -79,8 +91,10 @@ static inline void prepare(const table *t, size_t run, const uint8_t *chain, siz
     if (at + ahead >= length) return;
     uint32_t likely = t->buckets[bucket_of(t, chain + (at + ahead) * HASH)];
     if (likely == NONE) return;
-    __builtin_prefetch(hash_of(t, likely));
-    __builtin_prefetch(set_of(t, likely));
+    for (size_t line = 0; line < MOST_LINES && line * LINE <= run * KEY; line++)
+        __builtin_prefetch(key_of(t, likely) + line * LINE);
+    for (size_t line = 0; line < MOST_LINES && line * LINE <= run * t->words * sizeof(uint64_t); line++)
+        __builtin_prefetch((const uint8_t *)set_of(t, likely) + line * LINE);
 }
 
 /* Return the entry of chain[at]: beside the one of chain[at - 1] if it lies there. */
@@ -98,14 +112,44 @@ static uint32_t walk(const table *t, walker *w, const uint8_t *chain, size_t at,
     return w->entry = find(t, hash);
 }
 
+/* How many blocks after chain[at] lie beside each other and are held by the very same slots as it is. */
+static size_t alike(const table *t, walker *w, const uint8_t *chain, size_t at, size_t length) {
+    if (w->entry == NONE) return 0;
+    size_t most = length - at - 1, room = w->step > 0 ? t->used - w->entry - 1 : w->entry, run = 0;
+    if (room < most) most = room;
+    const uint64_t *set = set_of(t, w->entry), *next = set;
+    const uint8_t *key = key_of(t, w->entry), *hash = chain + at * HASH;
+    ptrdiff_t key_step = w->step * KEY, set_step = w->step * (ptrdiff_t)t->words;
+    for (; run < most; run++) {
+        key += key_step;
+        next += set_step;
+        hash += HASH;
+        if (!same(key, hash) || *next != *set) break;
+        if (t->words > 1 && memcmp(next, set, t->words * sizeof *set)) break;
+    }
+    w->entry += (int64_t)w->step * (int64_t)run;
+    return run;
+}
+
+/* Ask for big pages: half of what a look-up waits for is where pages lie. Refusal does no harm. */
+static void *spread(void *memory, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    uintptr_t begin = ((uintptr_t)memory + PAGE - 1) & ~(uintptr_t)(PAGE - 1), end = (uintptr_t)memory + bytes;
+    if (memory && end > begin + BIG_PAGE) (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)bytes;
+#endif
+    return memory;
+}
+
 static void put(table *t, uint32_t entry) {
-    uint64_t mask = mask_of(t), b = bucket_of(t, hash_of(t, entry));
+    uint64_t mask = mask_of(t), b = bucket_of(t, key_of(t, entry));
     while (t->buckets[b] != NONE) b = (b + 1) & mask;
     t->buckets[b] = entry;
 }
 
 static int rehash(table *t, uint32_t bits) {
-    uint32_t *buckets = malloc(sizeof *buckets << bits);
+    uint32_t *buckets = spread(malloc(sizeof *buckets << bits), sizeof *buckets << bits);
     if (!buckets) return -1;
     free(t->buckets);
     t->buckets = buckets;
@@ -120,10 +164,11 @@ static int reserve(table *t) {
     if ((t->count + 1) * 5 > (uint64_t)3 << t->bits && rehash(t, t->bits + 1)) return -1;
     if (t->free != NONE || t->used < t->room) return 0;
     uint64_t room = t->room * 2 < t->limit ? t->room * 2 : t->limit;
-    uint8_t *hashes = realloc(t->hashes, room * HASH);
-    if (!hashes) return -1;
-    t->hashes = hashes;
-    uint64_t *sets = realloc(t->sets, room * t->words * sizeof *sets);
+    uint8_t *keys = spread(realloc(t->keys, room * KEY), room * KEY);
+    if (!keys) return -1;
+    t->keys = keys;
+    size_t bytes = room * t->words * sizeof *t->sets;
+    uint64_t *sets = spread(realloc(t->sets, bytes), bytes);
     if (!sets) return -1;
     t->sets = sets;
     t->room = room;
@@ -133,9 +178,9 @@ static int reserve(table *t) {
 static uint32_t insert(table *t, const uint8_t *hash) {
     if (reserve(t)) return NONE;
     uint32_t entry = t->free;
-    if (entry != NONE) memcpy(&t->free, hash_of(t, entry), sizeof t->free);
+    if (entry != NONE) memcpy(&t->free, key_of(t, entry), sizeof t->free);
     else entry = (uint32_t)t->used++;
-    memcpy(t->hashes + (size_t)entry * HASH, hash, HASH);
+    memcpy(key_of(t, entry), hash, KEY);
     memset(set_of(t, entry), 0, t->words * sizeof(uint64_t));
     put(t, entry);
     t->count++;
@@ -144,24 +189,24 @@ static uint32_t insert(table *t, const uint8_t *hash) {
 
 /* Take an entry out, and close the gap it leaves among the buckets. */
 static void erase(table *t, uint32_t entry) {
-    uint64_t mask = mask_of(t), hole = bucket_of(t, hash_of(t, entry));
+    uint64_t mask = mask_of(t), hole = bucket_of(t, key_of(t, entry));
     while (t->buckets[hole] != entry) hole = (hole + 1) & mask;
     for (uint64_t b = (hole + 1) & mask; t->buckets[b] != NONE; b = (b + 1) & mask) {
-        uint64_t home = bucket_of(t, hash_of(t, t->buckets[b]));
+        uint64_t home = bucket_of(t, key_of(t, t->buckets[b]));
         if (((b - home) & mask) < ((b - hole) & mask)) continue;
         t->buckets[hole] = t->buckets[b];
         hole = b;
     }
     t->buckets[hole] = NONE;
     memset(set_of(t, entry), 0, t->words * sizeof(uint64_t));
-    memcpy(t->hashes + (size_t)entry * HASH, &t->free, sizeof t->free);
+    memcpy(key_of(t, entry), &t->free, sizeof t->free);
     t->free = entry;
     t->count--;
 }
 
 void baton_table_free(table *t) {
     if (!t) return;
-    free(t->hashes);
+    free(t->keys);
     free(t->sets);
     free(t->buckets);
     free(t);
@@ -171,9 +216,9 @@ table *baton_table_new(uint64_t limit, uint64_t factor) {
     table *t = calloc(1, sizeof *t);
     if (!t) return NULL;
     *t = (table){.factor = factor | 1, .room = limit < 1024 ? limit : 1024, .limit = limit, .words = 1, .free = NONE};
-    t->hashes = malloc(t->room * HASH);
+    t->keys = malloc(t->room * KEY);
     t->sets = malloc(t->room * sizeof *t->sets);
-    if (t->hashes && t->sets && !rehash(t, 11)) return t;
+    if (t->keys && t->sets && !rehash(t, 11)) return t;
     baton_table_free(t);
     return NULL;
 }
@@ -254,6 +299,7 @@ size_t baton_table_match(const table *t, const uint8_t *chain, size_t length, co
             found = note(alive[word] & ~held, word, at, out, found);
             alive[word] &= held;
         }
+        at += alike(t, &w, chain, at, length);
     }
     for (uint32_t word = 0; word < t->words; word++) found = note(alive[word], word, at, out, found);
     return found;
@@ -276,6 +322,7 @@ void baton_table_match_any(const table *t, const uint8_t *chain, size_t length, 
             out[g] = (uint32_t)at;
             left--;
         }
+        at += alike(t, &w, chain, at, length);
     }
     for (size_t g = 0; g < number; g++)
         if (out[g] == NONE) out[g] = (uint32_t)length;

@@ -89,7 +89,7 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
 
 
 class NativeTable:
-    """The table in C (``block_table.c``): about 45 bytes per block, and no object per block."""
+    """The table in C (``block_table.c``): about 35 bytes per block and slot word, and no object per block."""
 
     name = "c"
 

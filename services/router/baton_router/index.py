@@ -34,7 +34,7 @@ class PrefixIndex:
     """Which slots hold which blocks.
 
     Args:
-        max_blocks: Distinct hashes kept at most (about 50 bytes each; 170 where no compiler is). Beyond that new ones
+        max_blocks: Distinct hashes kept at most (about 40 bytes each; 170 where no compiler is). Beyond that new ones
             are not taken: match rates come out too low, never too high.
         native: Use the table in C if there is a compiler.
     """
