@@ -56,7 +56,9 @@ export function drawFlows(data, prefills, decodes) {
   const box = place.getBoundingClientRect();
   box.x -= place.scrollLeft;
   box.y -= place.scrollTop;
-  const [width, height] = [place.scrollWidth, place.scrollHeight];
+  // Not the scroll size: the picture itself would keep that from ever shrinking.
+  const width = place.clientWidth;
+  const height = Math.max(...[...place.children].filter((x) => x !== picture).map((x) => x.offsetTop + x.offsetHeight));
   if (picture.getAttribute("width") !== String(width) || picture.getAttribute("height") !== String(height)) {
     picture.setAttribute("width", width);
     picture.setAttribute("height", height);
