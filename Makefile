@@ -26,6 +26,7 @@ up: $(STAMP) ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
 	$(BIN)/baton up $(ARGS)
 
 test: $(STAMP) ## the whole test suite
+	@scripts/install_browser.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
