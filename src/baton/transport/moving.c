@@ -1,28 +1,45 @@
 /* Scatter and gather over a stream socket for baton.transport.moving: thousands of spans of memory without a Python
- * object for each, and without the interpreter lock.
+ * object for each, and without the interpreter lock; checksums while the bytes lie in the cache.
  */
 #include <errno.h>
-#include <stddef.h>
-#include <stdint.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "xxh3.h"
+
 enum { MAX_PIECES = 512 };
+/* Bytes that are hashed, then moved, in one go: they should stay in a core's own cache in between. */
+#define HASHED_BYTES (256u << 10)
+/* Naps of a receiver, a tick at most each, before its caller looks at the deadline. */
+enum { MAX_NAPS = 8 };
+/* A receiver is woken when so much is there, or all that is to come: waking it costs more than copying 16 KiB. */
+#define WAKE_BYTES (256 << 10)
 
 struct span {
     uint64_t address, bytes;
 };
 
-/* The next byte to move. All zero at the beginning. */
+/* The next byte to move, and to hash. */
 struct state {
-    uint64_t span, at;
+    uint64_t span, at, left; /* left: bytes of all spans from here on */
+    uint64_t hashed;         /* bytes from here on that were hashed already */
 };
 
-static size_t gather(const struct state *s, const struct span *spans, size_t count, uint64_t room, struct iovec *pieces)
+/* Checksums of a stream of equally big blocks. */
+struct hasher {
+    uint64_t block_bytes, block;
+    uint64_t *sums; /* one per block */
+    stripes_function take;
+    struct digest digest;
+};
+
+static size_t gather(const struct state *s, const struct span *spans, uint64_t room, struct iovec *pieces)
 {
     size_t n = 0;
-    for (uint64_t i = s->span, at = s->at; i < count && n < MAX_PIECES && room; i++, at = 0, n++) {
+    for (uint64_t i = s->span, at = s->at, left = s->left; left && n < MAX_PIECES && room; i++, at = 0, n++) {
         uint64_t bytes = spans[i].bytes - at;
+        left -= bytes;
         pieces[n].iov_base = (void *)(uintptr_t)(spans[i].address + at);
         pieces[n].iov_len = bytes < room ? bytes : room;
         room -= pieces[n].iov_len;
@@ -32,6 +49,7 @@ static size_t gather(const struct state *s, const struct span *spans, size_t cou
 
 static void advance(struct state *s, const struct span *spans, uint64_t bytes)
 {
+    s->left -= bytes;
     while (bytes) {
         uint64_t left = spans[s->span].bytes - s->at;
         if (bytes < left) {
@@ -44,29 +62,118 @@ static void advance(struct state *s, const struct span *spans, uint64_t bytes)
     }
 }
 
-/* Move spans, none of them empty, until `limit` bytes have gone. Returns how many went; `error` is 0, EAGAIN (the socket's
- * time-out passed), EPIPE (the peer ended) or the kernel's reason. */
-int64_t baton_move_spans(int fd, int sending, const struct span *spans, size_t count, struct state *s, uint64_t limit,
-                         int *error)
+static void hash_bytes(struct hasher *h, const uint8_t *data, uint64_t bytes)
+{
+    while (bytes) {
+        uint64_t room = h->block_bytes - h->digest.total, part = bytes < room ? bytes : room;
+        digest_add(&h->digest, data, part, h->take);
+        data += part, bytes -= part;
+        if (part == room) {
+            h->sums[h->block++] = digest_end(&h->digest);
+            digest_begin(&h->digest);
+        }
+    }
+}
+
+static void hash_pieces(struct hasher *h, const struct iovec *pieces, uint64_t bytes)
+{
+    for (; bytes; pieces++) {
+        uint64_t part = bytes < pieces->iov_len ? bytes : pieces->iov_len;
+        hash_bytes(h, pieces->iov_base, part);
+        bytes -= part;
+    }
+}
+
+static uint64_t total_of(const struct iovec *pieces, size_t count)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < count; i++)
+        bytes += pieces[i].iov_len;
+    return bytes;
+}
+
+/* Wait until enough can be received. Returns 0, EAGAIN (nothing within `tick_ms`) or the kernel's reason. */
+static int await_bytes(int fd, uint64_t left, int *mark, int tick_ms)
+{
+    int wanted = left < WAKE_BYTES ? (int)left : WAKE_BYTES;
+    /* Not every kind of socket has the mark; without it the wake-ups are just more. */
+    if (wanted != *mark && setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted) == 0)
+        *mark = wanted;
+    struct pollfd entry = {.fd = fd, .events = POLLIN};
+    int ready = poll(&entry, 1, tick_ms);
+    if (ready < 0)
+        return errno == EINTR ? 0 : errno;
+    return ready ? 0 : EAGAIN;
+}
+
+void baton_begin_blocks(struct hasher *h, uint64_t block_bytes, uint64_t *sums, int vector_bits)
+{
+    h->block_bytes = block_bytes, h->block = 0, h->sums = sums, h->take = choose_take(vector_bits);
+    digest_begin(&h->digest);
+}
+
+/* Send spans, none of them empty, until `limit` bytes have gone; `h` may be null. Returns how many went; `error` is 0,
+ * EAGAIN (the socket's time-out passed) or the kernel's reason. */
+int64_t baton_send_spans(int fd, const struct span *spans, struct state *s, struct hasher *h, uint64_t limit, int *error)
 {
     uint64_t moved = 0;
     *error = 0;
-    while (s->span < count && moved < limit) {
+    while (s->left && moved < limit) {
         struct iovec pieces[MAX_PIECES];
-        struct msghdr message = {.msg_iov = pieces, .msg_iovlen = gather(s, spans, count, limit - moved, pieces)};
-        uint64_t asked = 0;
-        for (size_t i = 0; i < message.msg_iovlen; i++)
-            asked += pieces[i].iov_len;
-        ssize_t got = sending ? sendmsg(fd, &message, MSG_NOSIGNAL) : recvmsg(fd, &message, MSG_WAITALL);
-        if (got > 0) {
-            advance(s, spans, (uint64_t)got);
-            moved += (uint64_t)got;
-            if ((uint64_t)got < asked)
-                break; /* slow: the caller looks at its deadline */
-        } else if (got == 0 || errno != EINTR) {
-            *error = got == 0 ? EPIPE : errno == EWOULDBLOCK ? EAGAIN : errno;
+        uint64_t most = !h ? limit - moved : s->hashed ? s->hashed : HASHED_BYTES;
+        struct msghdr message = {.msg_iov = pieces, .msg_iovlen = gather(s, spans, most, pieces)};
+        uint64_t asked = total_of(pieces, message.msg_iovlen);
+        if (h && !s->hashed) {
+            hash_pieces(h, pieces, asked);
+            s->hashed = asked;
+        }
+        ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+        if (sent < 0 && errno == EINTR)
+            continue;
+        if (sent < 0) {
+            *error = errno == EWOULDBLOCK ? EAGAIN : errno;
             break;
         }
+        advance(s, spans, (uint64_t)sent);
+        moved += (uint64_t)sent;
+        if (h)
+            s->hashed -= (uint64_t)sent;
+        if ((uint64_t)sent < asked)
+            break; /* slow: the caller looks at its deadline */
+    }
+    return (int64_t)moved;
+}
+
+/* Fill spans as `baton_send_spans` sends them; `error` is also EPIPE if the peer ended, and EAGAIN if little came in a
+ * tick. Several calls may be needed although there is no error. */
+int64_t baton_recv_spans(int fd, const struct span *spans, struct state *s, struct hasher *h, uint64_t limit, int tick_ms,
+                         int *error)
+{
+    uint64_t moved = 0;
+    int mark = 1, naps = 0;
+    *error = 0;
+    while (s->left && moved < limit && !*error && naps < MAX_NAPS) {
+        struct iovec pieces[MAX_PIECES];
+        uint64_t most = h ? HASHED_BYTES : limit - moved;
+        struct msghdr message = {.msg_iov = pieces, .msg_iovlen = gather(s, spans, most, pieces)};
+        ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT);
+        if (got > 0) {
+            if (h)
+                hash_pieces(h, pieces, (uint64_t)got);
+            advance(s, spans, (uint64_t)got);
+            moved += (uint64_t)got;
+        } else if (got == 0) {
+            *error = EPIPE;
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            *error = await_bytes(fd, s->left, &mark, tick_ms);
+            naps++;
+        } else if (errno != EINTR) {
+            *error = errno;
+        }
+    }
+    if (mark != 1) {
+        mark = 1; /* the next word may be a short one; a socket that is broken will say so then */
+        (void)setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &mark, sizeof mark);
     }
     return (int64_t)moved;
 }

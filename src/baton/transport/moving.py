@@ -1,4 +1,4 @@
-"""Moves spans of memory over stream sockets in C: thousands of blocks cost Python one call."""
+"""Moves spans of memory over stream sockets in C, checksums included: thousands of blocks cost Python one call."""
 
 from __future__ import annotations
 
@@ -6,22 +6,43 @@ import ctypes
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from baton.native import address_of, load_helper
-from baton.transport.read_wire import Spans
+from baton.transport.read_wire import Checksums, Spans
 from baton.transport.sockets import BATCH_BYTES, Stream
-from baton.transport.waiting import Wait
+from baton.transport.waiting import TICK_S, Wait
+
+MIN_HASHED_BYTES = 241
+"""XXH3 has other ways for fewer bytes."""
+_DIGEST_BYTES = 64 + 8 + 8 + 8 + 64 + 64
+_HASHER_BYTES = 4 * 8 + _DIGEST_BYTES
+_WIDEST_BITS = 512
+
+
+class BlockHasher:
+    """Checksums of a stream of equally big blocks, however it is cut up.
+
+    Attributes:
+        sums: uint64 [blocks]; complete once all their bytes have been seen.
+    """
+
+    def __init__(self, library: Any, num_blocks: int, block_bytes: int, vector_bits: int) -> None:
+        self.sums: Checksums = np.zeros(num_blocks, np.uint64)
+        self._memory = np.zeros(_HASHER_BYTES // 8, np.uint64)
+        self.address = address_of(self._memory)
+        library.baton_begin_blocks(self.address, block_bytes, address_of(self.sums), vector_bits)
 
 
 class SpanMover:
-    """Sends and fills spans of memory; thread safe."""
+    """Sends and fills spans of memory, and hashes them on the way; thread safe."""
 
-    def __init__(self, function: Any) -> None:
-        self._move = function
+    def __init__(self, library: Any) -> None:
+        self._library = library
 
     @classmethod
     def load(cls) -> SpanMover | None:
@@ -29,33 +50,65 @@ class SpanMover:
         library = load_helper(Path(__file__).with_name("moving.c"))
         if library is None:
             return None
-        function, pointer = library.baton_move_spans, ctypes.c_void_p
-        function.argtypes = [
-            *(ctypes.c_int, ctypes.c_int, pointer, ctypes.c_size_t, pointer, ctypes.c_uint64, pointer),
-        ]
-        function.restype = ctypes.c_int64
-        return cls(function)
+        pointer, number = ctypes.c_void_p, ctypes.c_uint64
+        library.baton_begin_blocks.argtypes = [pointer, number, pointer, ctypes.c_int]
+        library.baton_begin_blocks.restype = None
+        library.baton_send_spans.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, pointer]
+        library.baton_send_spans.restype = ctypes.c_int64
+        library.baton_recv_spans.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, ctypes.c_int, pointer]
+        library.baton_recv_spans.restype = ctypes.c_int64
+        return cls(library)
 
-    def send(self, stream: Stream, spans: Spans, wait: Wait, what: str, *, stall_s: float) -> None:
+    def hasher(self, num_blocks: int, block_bytes: int, *, vector_bits: int = _WIDEST_BITS) -> BlockHasher | None:
+        """Return a hasher of so many blocks; ``None`` if they are too small to be hashed here.
+
+        Args:
+            num_blocks: That will pass.
+            block_bytes: Of each.
+            vector_bits: Bound on the vector registers that are used.
+        """
+        if block_bytes < MIN_HASHED_BYTES:
+            return None
+        return BlockHasher(self._library, num_blocks, block_bytes, vector_bits)
+
+    def send(self, stream: Stream, spans: Spans, wait: Wait, hasher: BlockHasher | None, *, stall_s: float) -> None:
         """Send spans one after the other; see :meth:`Stream.send_all`."""
-        self._run(stream, spans, wait, what, stall_s)
+        function, place = self._library.baton_send_spans, address_of(spans)
 
-    def recv(self, stream: Stream, spans: Spans, wait: Wait, what: str) -> None:
+        def once(fd: int, state: int, code: int) -> int:
+            return int(function(fd, place, state, _address(hasher), BATCH_BYTES, code))
+
+        _until_done(once, stream, spans, wait, "sending blocks", stall_s)
+
+    def recv(self, stream: Stream, spans: Spans, wait: Wait, hasher: BlockHasher | None) -> None:
         """Fill spans one after the other; see :meth:`Stream.recv_into`."""
-        self._run(stream, spans, wait, what, None)
+        function, place, tick_ms = self._library.baton_recv_spans, address_of(spans), int(TICK_S * 1000)
 
-    def _run(self, stream: Stream, spans: Spans, wait: Wait, what: str, stall_s: float | None) -> None:
-        state, code = np.zeros(2, np.uint64), ctypes.c_int()
-        places = (address_of(spans), len(spans), address_of(state), BATCH_BYTES, ctypes.addressof(code))
-        with stream.in_use():
-            fd = stream.sock.fileno()
-            while int(state[0]) < len(spans):
-                moved = self._move(fd, stall_s is not None, *places)
-                if code.value == errno.EPIPE:
-                    raise stream.gone(what)
-                if code.value not in (0, errno.EAGAIN):
-                    raise stream.gone(what, OSError(code.value, os.strerror(code.value)))
-                if stall_s is not None and moved:
-                    wait = Wait(time.monotonic() + stall_s, wait.cancelled)
-                elif int(state[0]) < len(spans):
-                    wait.check(what)
+        def once(fd: int, state: int, code: int) -> int:
+            return int(function(fd, place, state, _address(hasher), BATCH_BYTES, tick_ms, code))
+
+        _until_done(once, stream, spans, wait, "receiving blocks", None)
+
+
+def _address(hasher: BlockHasher | None) -> int | None:
+    return None if hasher is None else hasher.address
+
+
+def _until_done(
+    once: Callable[[int, int, int], int], stream: Stream, spans: Spans, wait: Wait, what: str, stall_s: float | None
+) -> None:
+    """Call with a descriptor, a state and a place for an error number until no bytes are left."""
+    state, code = np.array([0, 0, spans[:, 1].sum(), 0], np.uint64), ctypes.c_int()
+    places = address_of(state), ctypes.addressof(code)
+    with stream.in_use():
+        fd = stream.sock.fileno()
+        while int(state[2]):
+            moved = once(fd, *places)
+            if code.value == errno.EPIPE:
+                raise stream.gone(what)
+            if code.value not in (0, errno.EAGAIN):
+                raise stream.gone(what, OSError(code.value, os.strerror(code.value)))
+            if stall_s is not None and moved:
+                wait = Wait(time.monotonic() + stall_s, wait.cancelled)
+            elif int(state[2]):
+                wait.check(what)

@@ -30,6 +30,7 @@ from baton.transport.moving import SpanMover
 from baton.transport.pipe.pool import WORD, PooledReadPipe
 from baton.transport.read_wire import (
     MAX_READ_BYTES,
+    Checksums,
     check_request,
     checksums_of,
     pack_bits,
@@ -156,17 +157,20 @@ def send_blocks(
     tail = tail_bytes(len(reads), len(ids), checksums=checksums)
     header = pack_header(FrameKind.BLOCKS, len(sent) + len(ids) * reads.bytes_per_block(blocks.shape[1]) + tail)
     wait = Wait(time.monotonic() + limits.frame_s)
+    sums: Checksums | None = None
     mover = SpanMover.load() if send is None else None
     if mover is not None:
         stream.send_all([header, sent], wait, "sending blocks", stall_s=limits.frame_s)
-        spans = source_spans(blocks, ids, segments)
-        mover.send(stream, spans, wait, "sending blocks", stall_s=limits.frame_s)
+        hasher = mover.hasher(len(ids), reads.bytes_per_block(blocks.shape[1])) if checksums else None
+        mover.send(stream, source_spans(blocks, ids, segments), wait, hasher, stall_s=limits.frame_s)
+        sums = None if hasher is None else hasher.sums
     elif send is None:
         views = source_views(blocks, ids, segments)
         stream.send_all([header, sent, *views], wait, "sending blocks", stall_s=limits.frame_s)
     else:
         send([header, sent], source_views(blocks, ids, segments), wait)
-    sums = checksums_of(blocks, ids, segments[:, 0], segments[:, 2]) if checksums else None
+    if checksums and sums is None:
+        sums = checksums_of(blocks, ids, segments[:, 0], segments[:, 2])
     # The kernel has its own copy of every byte now, so a generation that still holds held for all of them.
     fence()
     unchanged = pack_bits(before & current(shards.primary, reads))
@@ -279,15 +283,18 @@ def request_blocks(
     tail = tail_bytes(count, len(targets), checksums=checksums)
     if length != bitmap + len(targets) * each + tail:
         raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
+    found: Checksums | None = None
     mover = SpanMover.load() if recv is None else None
     if mover is not None:
-        mover.recv(stream, target_spans(local, targets, segments), wait, "receiving blocks")
+        hasher = mover.hasher(len(targets), each) if checksums else None
+        mover.recv(stream, target_spans(local, targets, segments), wait, hasher)
+        found = None if hasher is None else hasher.sums
     elif recv is None:
         stream.recv_into(target_views(local, targets, segments), wait, "receiving blocks")
     else:
         recv(target_views(local, targets, segments), wait)
-    # Before the tail is there: the server hashes at the same time.
-    found = checksums_of(local, targets, segments[:, 1], segments[:, 2]) if checksums else None
+    if checksums and found is None:  # before the tail is there: the server hashes at the same time
+        found = checksums_of(local, targets, segments[:, 1], segments[:, 2])
     unchanged, sums = parse_tail(
         sent_bits, stream.recv_exact(tail, wait, "receiving blocks"), count, checksums=checksums
     )
