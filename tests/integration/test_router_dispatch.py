@@ -174,6 +174,12 @@ async def run(router: Router, request: RoutedRequest) -> Answer:
     return answer
 
 
+async def read(stream: AsyncIterator[RoutedChunk], answer: Answer, count: int) -> None:
+    """Read until every sequence has so many tokens; steps that came together are one chunk."""
+    while not answer.tokens or min(map(len, answer.tokens.values())) < count:
+        answer.add(await anext(stream))
+
+
 def assert_right(answer: Answer, request: RoutedRequest) -> None:
     sampling = request.sampling
     for index in range(sampling.n):
@@ -298,8 +304,7 @@ async def test_stream_goes_on_after_a_reset_connection(world: World, delivered: 
         worker.state.pause_after = delivered
     request, answer = make_request(n=n, logprobs=0), Answer()
     stream = router.dispatcher.stream(request)
-    for _ in range(delivered):
-        answer.add(await anext(stream))
+    await read(stream, answer, delivered)
     victim = next(w for w in decodes if w.state.running)
     for worker in decodes:
         worker.state.pause_after = None
@@ -329,8 +334,7 @@ async def test_two_instances_die_one_after_the_other(world: World) -> None:
         for worker in decodes:
             worker.state.pause_after = stop_at
             worker.changed()
-        while len(answer.tokens.get(0, [])) < stop_at:
-            answer.add(await anext(stream))
+        await read(stream, answer, stop_at)
         victim = next(w for w in decodes if w.state.running)
         await victim.stop()
     for worker in decodes:
@@ -347,7 +351,7 @@ async def test_two_instances_die_one_after_the_other(world: World) -> None:
 async def test_right_answers_while_instances_die_and_come_back(world: World, seed: int) -> None:
     rng = random.Random(seed)
     decodes = await world.decodes(3)
-    router = await world.cluster([], decodes, max_retries=1000, no_instance_wait_s=20.0)
+    router = await world.cluster([], decodes, max_retries=1000, retry_budget=1000.0, no_instance_wait_s=20.0)
     requests = [
         make_request(f"r{i}", prompt=[*range(i % 7, i % 7 + rng.randint(8, 40))], max_tokens=rng.randint(200, 900))
         for i in range(40)
@@ -378,8 +382,7 @@ async def test_the_only_instance_restarts_in_mid_stream(world: World) -> None:
     decode.state.pause_after = 3
     request, answer = make_request(), Answer()
     stream = router.dispatcher.stream(request)
-    for _ in range(3):
-        answer.add(await anext(stream))
+    await read(stream, answer, 3)
     decode.state.pause_after = None
     await decode.restart()
     async for chunk in stream:
@@ -399,8 +402,7 @@ async def test_a_hung_instance_is_found_out_by_probes(world: World) -> None:
         worker.state.pause_after = 2
     request, answer = make_request(), Answer()
     stream = router.dispatcher.stream(request)
-    for _ in range(2):
-        answer.add(await anext(stream))
+    await read(stream, answer, 2)
     victim = next(w for w in decodes if w.state.running)
     proxies[victim.instance_id].freeze()
     for worker in decodes:
@@ -421,8 +423,7 @@ async def test_an_instance_that_gives_up_a_stream_is_replaced(world: World, erro
         worker.state.pause_after = 4
     request, answer = make_request(), Answer()
     stream = router.dispatcher.stream(request)
-    for _ in range(4):
-        answer.add(await anext(stream))
+    await read(stream, answer, 4)
     victim = next(w for w in decodes if w.state.running)
     for worker in decodes:
         worker.state.pause_after = None
@@ -538,8 +539,7 @@ async def test_closing_a_migrated_stream_of_many_cancels_all(world: World) -> No
     for worker in decodes:
         worker.state.pause_after = 2
     stream, answer = router.dispatcher.stream(make_request(n=3)), Answer()
-    for _ in range(2):
-        answer.add(await anext(stream))
+    await read(stream, answer, 2)
     victim, other = sorted(decodes, key=lambda w: not w.state.running)
     other.state.pause_after = 3
     await victim.stop()
@@ -680,8 +680,7 @@ async def test_an_instance_that_left_and_hangs_keeps_no_request(world: World, ex
     await router.ready(*decodes)
     request, answer = make_request(), Answer()
     stream = router.dispatcher.stream(request)
-    for _ in range(2):
-        answer.add(await anext(stream))
+    await read(stream, answer, 2)
     victim, other = sorted(decodes, key=lambda w: not w.state.running)
     proxies[victim.instance_id].freeze()
     if expires:
@@ -852,13 +851,11 @@ async def test_cancel_and_migration_with_a_token(world: World) -> None:
         worker.state.pause_after = 2
     request, answer = make_request(), Answer()
     stream = router.dispatcher.stream(request)
-    for _ in range(2):
-        answer.add(await anext(stream))
+    await read(stream, answer, 2)
     victim, other = sorted(decodes, key=lambda w: not w.state.running)
     other.state.pause_after = 5
     await victim.stop()
-    while len(answer.tokens[0]) < 5:
-        answer.add(await anext(stream))
+    await read(stream, answer, 5)
     assert answer.tokens[0] == expected_tokens(PROMPT, 5, seed=5)
     await stream.aclose()
     await other.wait_until(lambda: bool(other.state.cancelled), timeout_s=1.0)

@@ -84,6 +84,7 @@ class RouterApp:
                 ws="none",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # nothing looks at the client's address
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),

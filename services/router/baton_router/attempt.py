@@ -92,8 +92,8 @@ class Attempt:
             item = await self._call.read()
         except CallEnded as end:
             raise _failed(end, self._instance) from end
-        if type(item) is int:
-            return Message([RoutedDelta(self._first, [item])])
+        if type(item) is list:
+            return Message([RoutedDelta(self._first, item)])
         return None if item is None else _read(item, self._indices, self._instance)  # type: ignore[arg-type]
 
     @property

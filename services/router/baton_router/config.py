@@ -54,6 +54,11 @@ class RouterConfig:
     token_file: str = option("", "file with the token that services show each other")
     max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
     max_retries: int = option(3, "times a request goes to another decode instance after a failure")
+    retry_budget: float = option(0.2, "second tries per recent request; an instance that went away costs none")
+    breaker_failures: int = option(
+        5, "failures in a row after which an instance gets no requests for a while; 0: never"
+    )
+    breaker_open_s: float = option(1.0, "seconds that an instance gets nothing then; doubles up to 30")
     request_timeout_s: float = option(600.0, "seconds a request may take")
     no_instance_wait_s: float = option(5.0, "seconds a request waits for a decode instance when none is ready")
     lease_ttl_s: float = option(10.0, "seconds without heartbeat after which a registered instance is forgotten")
@@ -80,13 +85,14 @@ class RouterConfig:
         for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
             _at_least(self, name, 1)
         _at_least(self, "probe_failures", 1)
-        _at_least(self, "max_retries", 0)
-        _at_least(self, "index_heartbeat_ms", 0)
+        for name in ("max_retries", "retry_budget", "breaker_failures", "index_heartbeat_ms"):
+            _at_least(self, name, 0)
         if self.block_size is not None:
             _at_least(self, "block_size", 1)
         if self.remote_prefill_threshold is not None:
             _at_least(self, "remote_prefill_threshold", 0)
-        for name in ("request_timeout_s", "lease_ttl_s", "probe_interval_s", "probe_timeout_s", "reconnect_max_s"):
+        more_than_0 = ("request_timeout_s", "lease_ttl_s", "probe_interval_s", "probe_timeout_s", "reconnect_max_s")
+        for name in (*more_than_0, "breaker_open_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
         for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
+from typing import TypeVar
 
 from baton.errors import UnavailableError
+
+T = TypeVar("T")
 
 
 class CutOff:
@@ -16,25 +18,23 @@ class CutOff:
         self._closed = asyncio.Event()
         self._waiting: set[asyncio.Task[object]] = set()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Surround a wait of the current task that :meth:`close` shall break off.
+    async def next(self, items: AsyncGenerator[T, None]) -> T | None:
+        """Return the next item, or ``None`` at the end; a wait for it is one that :meth:`close` breaks off.
 
         Raises:
             UnavailableError: It was, or would be by now.
         """
-        error = UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)
         if self._closed.is_set():
-            raise error
+            raise _cut_off()
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)
         try:
-            yield
+            return await anext(items, None)
         except asyncio.CancelledError:
             # Cancelled by somebody else as well: then that goes first.
             if self._closed.is_set() and task.uncancel() == 0:
-                raise error from None
+                raise _cut_off() from None
             raise
         finally:
             self._waiting.discard(task)
@@ -45,3 +45,7 @@ class CutOff:
             self._closed.set()
             for task in self._waiting:
                 task.cancel()
+
+
+def _cut_off() -> UnavailableError:
+    return UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)

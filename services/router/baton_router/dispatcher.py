@@ -15,6 +15,7 @@ from baton_router.decisions import DecisionLog
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placer
 from baton_router.policy import make_policy
+from baton_router.recovery import Breakers, RetryBudget
 from baton_router.registry import Registry
 from baton_router.run import RequestRun, RunContext
 from baton_router.speeds import Speeds
@@ -47,7 +48,13 @@ class PlacingDispatcher:
             seed=config.policy_seed,
         )
         self._context = RunContext(
-            registry, self._placer, metrics, config, decisions or DecisionLog(metrics.decision_terms)
+            registry,
+            self._placer,
+            metrics,
+            config,
+            breakers=Breakers(config.breaker_failures, config.breaker_open_s, metrics.registry),
+            budget=RetryBudget(config.retry_budget, metrics.registry),
+            decisions=decisions or DecisionLog(metrics.decision_terms),
         )
         self._cut_off = CutOff()
         self.num_in_flight = 0
@@ -64,11 +71,7 @@ class PlacingDispatcher:
         self.num_in_flight += 1
         try:
             async with contextlib.aclosing(RequestRun(self._context, request).chunks()) as chunks:
-                while True:
-                    with self._cut_off.waiting():
-                        chunk = await anext(chunks, None)
-                    if chunk is None:
-                        break
+                while (chunk := await self._cut_off.next(chunks)) is not None:
                     yield chunk
         except BatonError as error:
             self._metrics.failures.labels(code=error.code).inc()

@@ -32,6 +32,7 @@ from baton_router.decisions import DecisionLog
 from baton_router.merge import merge
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placement, Placer
+from baton_router.recovery import Breakers, RetryBudget
 from baton_router.registry import Registry
 from baton_router.session import Sessions
 from baton_router.trace import TraceMerge
@@ -52,6 +53,8 @@ class RunContext:
     placer: Placer
     metrics: RouterMetrics
     config: RouterConfig
+    breakers: Breakers
+    budget: RetryBudget
     decisions: DecisionLog = field(default_factory=DecisionLog)
     sessions: Sessions = field(default_factory=Sessions)
 
@@ -86,12 +89,8 @@ class _Group:
     def open(self) -> list[_Sequence]:
         return [s for s in self.sequences if not s.finished]
 
-    @property
-    def is_open(self) -> bool:
-        for s in self.sequences:
-            if not s.finished:
-                return True
-        return False
+    def has_open(self) -> bool:
+        return any(not s.finished for s in self.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -117,8 +116,8 @@ class RequestRun:
         self._traces = TraceMerge()
         self._sequences = [_Sequence(index) for index in range(request.sampling.n)]
         self._calls = 0
+        context.budget.count_request()
         self._begun = False
-        self._rng = random.Random()
 
     async def chunks(self) -> AsyncGenerator[RoutedChunk, None]:
         """Yield the request's chunks; closing the generator cancels everything it runs.
@@ -135,7 +134,7 @@ class RequestRun:
                 self._context.metrics.observe_trace(trace)
 
     async def _run_group(self, group: _Group) -> AsyncGenerator[RoutedChunk, None]:
-        while group.is_open:
+        while group.has_open():
             if exhausted := self._exhausted(group):
                 yield exhausted
                 continue
@@ -147,10 +146,11 @@ class RequestRun:
                     async for chunk in chunks:
                         yield chunk
             except AttemptFailed as failure:
-                if not group.is_open:
+                if not group.has_open():
                     return
                 self._note_failure(group, placement, failure, in_mid_stream=group.num_tokens > before)
             finally:
+                self._context.breakers.ended(placement.decode, well=not group.has_open())
                 placement.release()
             if group.started and len(group.sequences) > 1:
                 parts = [_Group([s], set(group.excluded), group.full, group.last, group.failures) for s in group.open]
@@ -180,10 +180,10 @@ class RequestRun:
         """
         config, registry = self._context.config, self._context.registry
         give_up_at = time.monotonic() + config.no_instance_wait_s
-        backoff = Backoff(1.0, self._rng)
+        backoff = None
         while True:
             self._remaining_s()
-            placement = self._context.placer.place(self._ask(group))
+            placement = self._choose(group)
             if placement is not None:
                 return placement
             if group.full is not None and not group.started:
@@ -196,12 +196,24 @@ class RequestRun:
                 raise group.full or last or UnavailableError("no decode instance is ready", retry_after_s=1.0)
             if group.full is not None:
                 # A stream that has begun waits for room: somebody is reading it.
+                backoff = backoff or Backoff(1.0, random.Random())
                 await asyncio.sleep(min(backoff.next_s(), left))
                 group.excluded.clear()
             else:
                 await registry.wait_changed(left)
 
-    def _ask(self, group: _Group) -> Ask:
+    def _choose(self, group: _Group) -> Placement | None:
+        """Select and reserve, past instances whose breakers are open unless there are no others."""
+        context = self._context
+        refused = context.breakers.refused(context.registry.ready(Role.DECODE))
+        placement = context.placer.place(self._ask(group, group.excluded | refused if refused else group.excluded))
+        if placement is None and refused:
+            placement = context.placer.place(self._ask(group, group.excluded))
+        if placement is not None:
+            context.breakers.begin(placement.decode)
+        return placement
+
+    def _ask(self, group: _Group, exclude: set[tuple[str, int]]) -> Ask:
         tokens = self._request.prompt_token_ids
         if len(group.sequences) == 1 and group.sequences[0].token_ids:
             tokens = tokens + group.sequences[0].token_ids
@@ -212,7 +224,7 @@ class RequestRun:
             session=self._request.session,
             max_tokens=self._request.sampling.max_tokens,
             local_only=self._wants_prompt_logprobs(),
-            exclude=group.excluded,
+            exclude=exclude,
         )
 
     def _wants_prompt_logprobs(self) -> bool:
@@ -237,17 +249,19 @@ class RequestRun:
             timeout_s=self._remaining_s(),
         )
         try:
-            while (message := await (attempt.next() if group.is_open else _last(attempt))) is not None:
+            while (message := await (attempt.next() if group.has_open() else _last(attempt))) is not None:
                 group.full = None
                 if message.trace is not None:
                     self._traces.update(number, message.trace)
                     placement.trace = message.trace
+                if message.trace is not None:  # the first message, and the last
+                    self._context.breakers.answered(placement.decode)
                 deltas = self._record(message, placement)
                 if deltas or not self._begun or not self._open:
                     yield self._chunk(deltas, placement.decision, message)
         finally:
             attempt.close()
-        if group.is_open:
+        if group.has_open():
             raise AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
 
     def _message(self, group: _Group, placement: Placement) -> worker_pb2.GenerateRequest:
@@ -325,21 +339,34 @@ class RequestRun:
         else:
             group.failures += 1
             group.last = failure
+            self._context.breakers.failed(instance)
+        may_go_on = self._may_go_on(group, failure)
         log.warning(
             "request %s: %s failed (%s: %s), %s",
             self._request.request_id,
             instance.instance_id,
             failure.reason,
             error.message,
-            "giving up" if group.failures > self._context.config.max_retries else "going on elsewhere",
+            "going on elsewhere" if may_go_on else "giving up",
         )
-        if group.failures > self._context.config.max_retries:
+        if not may_go_on:
             raise error
         if in_mid_stream:
             self._traces.num_migrations += 1
             self._context.metrics.migrations.labels(reason=failure.reason).inc()
         else:
             self._context.metrics.retries.labels(reason=failure.reason).inc()
+
+    def _may_go_on(self, group: _Group, failure: AttemptFailed) -> bool:
+        """Whether a group that failed may be tried again; counts it against the budget where that applies."""
+        context = self._context
+        if group.failures > context.config.max_retries:
+            return False
+        if isinstance(failure.error, QueueFullError) and group.started:
+            return True  # a stream that has begun waits for room, with pauses
+        if failure.broken and group.failures == 1:
+            return True  # its load went away with the instance
+        return context.budget.take(failure.reason)
 
 
 async def _last(attempt: Attempt) -> Message | None:

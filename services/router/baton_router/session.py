@@ -54,8 +54,8 @@ class Call:
         self._ended = False
         self._failure: CallEnded | None = None
 
-    async def read(self) -> int | worker_pb2.GenerateResponse | None:
-        """Return what came next: a token of sequence 0 alone, or a message; ``None`` at the end.
+    async def read(self) -> list[int] | worker_pb2.GenerateResponse | None:
+        """Return what came next: tokens of sequence 0 alone, all that wait, or a message; ``None`` at the end.
 
         Raises:
             CallEnded: The call failed, or the stream under it.
@@ -70,7 +70,14 @@ class Call:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._items.popleft()
+        items = self._items
+        item = items.popleft()
+        if type(item) is not int:
+            return item  # type: ignore[return-value]
+        tokens = [item]
+        while items and type(items[0]) is int:  # steps that came faster than they could be handed on
+            tokens.append(items.popleft())  # type: ignore[arg-type]
+        return tokens
 
     def put(self, item: int | worker_pb2.GenerateResponse) -> None:
         """Take what came."""
@@ -117,17 +124,18 @@ class Session:
         self._calls: dict[int, Call] = {}
         self._next = 0
         self._outgoing = worker_pb2.GenerateManyRequest()
-        self._later: deque[worker_pb2.CallStart] = deque()
+        self._later: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
         self._filled = asyncio.Event()
         self.broken = False
-        self._stream: Any = instance.stub.GenerateMany()
+        stub: Any = instance.stub  # whose types know the streams of requests that are given as iterators alone
+        self._stream = stub.GenerateMany()
         self._reader = asyncio.create_task(self._run(), name=f"session {instance.address}")
 
     def start(self, request: worker_pb2.GenerateRequest) -> Call:
         """Begin a call."""
         self._next += 1
         call = self._calls[self._next] = Call(self, self._next)
-        self._later.append(worker_pb2.CallStart(call=self._next, request=request))
+        self._later.append((self._next, request))
         self._filled.set()
         return call
 
@@ -192,10 +200,10 @@ class Session:
                 message, self._outgoing = self._outgoing, worker_pb2.GenerateManyRequest()
                 size = 0
                 while self._later and size < _MAX_BATCH_BYTES:
-                    start = self._later.popleft()
-                    size += 4 * len(start.request.prompt_token_ids)
-                    if start.call in self._calls:  # not cancelled meanwhile
-                        message.starts.append(start)
+                    key, request = self._later.popleft()
+                    size += 4 * len(request.prompt_token_ids)
+                    if key in self._calls:  # not cancelled meanwhile
+                        message.starts.add(call=key, request=request)
                 try:
                     await self._stream.write(message)
                 except (grpc.RpcError, asyncio.InvalidStateError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -154,7 +153,7 @@ class TextPipeline:
         sampling = _complete(request, info, len(ids))
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
-            request_id=RequestId(f"{request.request_id or fallback_id}-{uuid.uuid4().hex}"),
+            request_id=RequestId(f"{request.request_id or fallback_id}-{secrets.token_hex(16)}"),
             prompt_token_ids=ids,
             sampling=sampling,
             cache_salt=request.cache_salt,

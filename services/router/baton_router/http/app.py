@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.version import __version__
 from baton_router.core import Dispatcher
 from baton_router.http import errors
+from baton_router.http.direct import DirectApp, Endpoint, RouterHttp
 from baton_router.http.front import Front
 from baton_router.http.generation import Generations
 from baton_router.http.meta import Health, Models, TokenizerEndpoints
@@ -21,8 +20,6 @@ from baton_router.http.metrics import HttpMetrics
 from baton_router.http.options import HttpOptions
 from baton_router.http.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton_router.text_pipeline import TextPipeline
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
@@ -33,7 +30,7 @@ def create_app(
     options: HttpOptions | None = None,
     ready: Callable[[], bool] | None = None,
     lifespan: Any = None,
-) -> FastAPI:
+) -> RouterHttp:
     """Build the app.
 
     Args:
@@ -46,7 +43,7 @@ def create_app(
     """
     options = options or HttpOptions()
     metrics = HttpMetrics(registry)
-    app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = RouterHttp(title="Baton", version=__version__, lifespan=lifespan, redoc_url=None)
     errors.install(app)
     app.add_middleware(Front, api_keys=options.api_keys, metrics=metrics)
     if options.cors_origins:
@@ -72,10 +69,13 @@ def create_app(
     _add(app, "GET", "/readyz", health.ready)
     _add(app, "GET", "/metrics", health.metrics)
     _add(app, "GET", "/version", health.version)
+    if not options.cors_origins:  # which a middleware of the framework looks after
+        direct = DirectApp({"/v1/chat/completions": generations.chat, "/v1/completions": generations.completions})
+        app.serve_directly(direct, Front(direct, api_keys=options.api_keys, metrics=metrics))
     return app
 
 
-def _add(app: FastAPI, method: str, path: str, endpoint: Endpoint, body: type[Body] | None = None) -> None:
+def _add(app: RouterHttp, method: str, path: str, endpoint: Endpoint, body: type[Body] | None = None) -> None:
     """Add a route that takes the bare request; the body's schema is for the documentation alone."""
     extra: dict[str, Any] = {}
     if body is not None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import MutableMapping
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import InternalError, UnauthenticatedError
@@ -63,7 +62,7 @@ class Front:
             return
         begun = time.perf_counter()
         endpoint = _endpoint(scope["path"])
-        ident = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        ident = _request_id(_header(scope, b"x-request-id"))
         scope.setdefault("state", {})[_ID] = ident
         status = 499  # a client that left before there was an answer
         started = False
@@ -72,12 +71,12 @@ class Front:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                MutableHeaders(raw=message["headers"])["x-request-id"] = ident
+                message["headers"].append((b"x-request-id", ident.encode()))
             await send(message)
 
         self._metrics.begin(endpoint)
         try:
-            if self._keys and endpoint not in _OPEN_ENDPOINTS and not self._authorized(Headers(scope=scope)):
+            if self._keys and endpoint not in _OPEN_ENDPOINTS and not self._authorized(scope):
                 error = UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
                 await baton_error_response(error)(scope, receive, send_with_id)
             else:
@@ -93,18 +92,22 @@ class Front:
         finally:
             self._metrics.end(endpoint, status, time.perf_counter() - begun)
 
-    def _authorized(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+    def _authorized(self, scope: Scope) -> bool:
+        scheme, _, key = _header(scope, b"authorization").partition(" ")
         digest = hashlib.sha256(key.strip().encode()).digest()
         # All of them every time: how long it takes must not depend on which one it is.
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
 
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
 def _request_id(given: str) -> str:
     """Return the client's id if it is one that logs and headers can bear, else a new one."""
     usable = 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given
-    return given if usable else uuid.uuid4().hex
+    return given if usable else secrets.token_hex(16)
 
 
 def _endpoint(path: str) -> str:

@@ -15,6 +15,7 @@ class HttpMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_http_"
+        self._children: dict[tuple[str, int], tuple[Counter, Gauge, Histogram]] = {}
         self._requests = Counter(
             name + "requests", "Requests, by endpoint and status", ["endpoint", "status"], registry=registry
         )
@@ -37,9 +38,17 @@ class HttpMetrics:
 
     def end(self, endpoint: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""
-        self._in_flight.labels(endpoint).dec()
-        self._requests.labels(endpoint, str(status)).inc()
-        self._seconds.labels(endpoint).observe(seconds)
+        children = self._children.get((endpoint, status))
+        if children is None:  # looking a series up costs more than counting
+            children = (
+                self._requests.labels(endpoint, str(status)),
+                self._in_flight.labels(endpoint),
+                self._seconds.labels(endpoint),
+            )
+            self._children[endpoint, status] = children
+        children[0].inc()
+        children[1].dec()
+        children[2].observe(seconds)
 
     def count_ignored(self, fields: Iterable[str]) -> None:
         """Count ignored fields. Clients choose the names, so only the first hundred have series of their own."""

@@ -1,0 +1,375 @@
+"""What a request costs the router: CPU time of its process, beside a router in Rust in the same run.
+
+Four workers without a model stand behind each router, 32 connections before it, prompts of 4 KB (Python source; half of
+each is one of eight beginnings that requests share). Measured are
+
+    unary   one token, not streamed
+    stream  100 tokens, streamed; one per step of the worker
+    paced   the same, a step every 10 ms: how long a token is under way when nobody is short of CPU time
+
+    text    the prompt as text, as everybody sends it
+    ids     the same prompt as token ids: the difference to text is what tokenizing costs
+
+The rival is sglang-router with its default policy (cache_aware) before workers that speak OpenAI's interface; it passes
+texts on and tokenizes nothing. It is installed into an environment of its own on first use. CPU time is that of the
+router's process, user and system, from the kernel's clock for it. A token's delay is the time from the step that made
+it to the arrival at the client.
+
+    python benchmarks/http.py --write
+    python benchmarks/http.py --kill     20,000 requests while one of four workers is killed
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.path and sys.path[0].endswith("benchmarks"):
+    del sys.path[0]  # this file would be found in the place of the standard library's module `http`
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "http.json"
+PARTS = HERE / "http_parts"
+MODEL = HERE.parent / "models" / "baton-tiny"
+RIVAL = "sglang-router==0.3.2"
+RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "sglang-router"
+SLOT_BYTES = 8 * 1024
+PROMPT_BYTES, SHARED, BEGINNINGS, PROMPTS = 4096, 2048, 8, 256
+STREAM_TOKENS, CONCURRENCY, WORKERS = 100, 32, 4
+BAR_REQUEST_US, BAR_TOKEN_US = 250.0, 12.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: which router, what is sent, and how fast the workers step."""
+
+    router: str
+    prompt: str
+    mode: str
+    requests: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an answer."""
+        return 1 if self.mode == "unary" else STREAM_TOKENS
+
+    @property
+    def step_ms(self) -> float:
+        """Pause between two steps of a worker."""
+        return 10.0 if self.mode == "paced" else 0.0
+
+
+def main() -> int:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=6000, help="unary requests per case; a tenth is streamed")
+    parser.add_argument("--without-rival", action="store_true")
+    parser.add_argument("--only", default="", help="cases whose name has this, e.g. baton-text-stream")
+    parser.add_argument("--kill", action="store_true", help="kill one of four workers under load instead")
+    parser.add_argument("--kill-requests", type=int, default=20_000)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    args = parser.parse_args()
+    if args.kill:
+        return kill(args.kill_requests, write=args.write)
+    cases = [
+        Case("baton", prompt, mode, args.requests // (1 if mode == "unary" else 10))
+        for prompt in ("text", "ids")
+        for mode in ("unary", "stream", "paced")
+    ]
+    if not args.without_rival:
+        install_rival()
+        cases += [Case("sglang", "text", case.mode, case.requests) for case in cases[:3]]
+    results = {}
+    for case in cases:
+        name = f"{case.router}-{case.prompt}-{case.mode}"
+        if args.only in name:
+            results[name] = measure(case)
+            say(name, results[name])
+    report = summary(results)
+    print(json.dumps(report, indent=2))
+    if args.write:
+        write(report)
+    return 0
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run one case and return what it took."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        folder = Path(directory)
+        workers = start_workers(stack, folder, "baton" if case.router == "baton" else "openai", case.step_ms)
+        start = start_baton if case.router == "baton" else start_rival
+        router, port = start(stack, [worker.port for worker in workers])
+        bodies = write_bodies(folder, case.prompt, case.tokens, stream=case.mode != "unary")
+        with load(port, folder, bodies, case.tokens, case.requests) as generator:
+            before = cpu_s(router.pid)
+            result = generator.go()
+            seconds = cpu_s(router.pid) - before
+    result["cpu_us_per_request"] = 1e6 * seconds / case.requests
+    result["cpu_us_per_token"] = result["cpu_us_per_request"] / case.tokens
+    return result
+
+
+def summary(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the results with the figures that the bars are about."""
+    report: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "python": platform.python_version(),
+        "concurrency": CONCURRENCY,
+        "workers": WORKERS,
+        "prompt_bytes": PROMPT_BYTES,
+        "cases": results,
+    }
+    for router, prompt in (("baton", "text"), ("baton", "ids"), ("sglang", "text")):
+        unary, stream = results.get(f"{router}-{prompt}-unary"), results.get(f"{router}-{prompt}-stream")
+        if unary and stream:
+            more = stream["cpu_us_per_request"] - unary["cpu_us_per_request"]
+            report[f"{router}-{prompt}"] = {
+                "request_us": round(unary["cpu_us_per_request"], 1),
+                "token_us": round(more / (STREAM_TOKENS - 1), 2),
+                "token_us_with_its_request": round(stream["cpu_us_per_token"], 2),
+            }
+    text, ids = report.get("baton-text"), report.get("baton-ids")
+    if text and ids:
+        report["tokenizing_us"] = round(text["request_us"] - ids["request_us"], 1)
+        report["bars"] = {
+            "request_us": {"at_most": BAR_REQUEST_US, "text": text["request_us"], "ids": ids["request_us"]},
+            "token_us": {"at_most": BAR_TOKEN_US, "text": text["token_us"], "ids": ids["token_us"]},
+        }
+    return report
+
+
+# --- the fault ---
+
+
+def kill(requests: int, *, write: bool) -> int:
+    """Kill one of four workers with SIGKILL while streams run; every request must still get all its tokens."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        folder = Path(directory)
+        workers = start_workers(stack, folder, "baton", 1.0)
+        _, port = start_baton(stack, [worker.port for worker in workers])
+        tokens = 20
+        bodies = write_bodies(folder, "ids", tokens, stream=True)
+        with load(port, folder, bodies, tokens, requests) as generator:
+            generator.begin()
+            started = metric(port, "baton_http_requests_total")
+            while metric(port, "baton_http_requests_total") < started + requests / 4:
+                time.sleep(0.05)
+            workers[0].process.kill()
+            result = generator.end()
+        result["killed_after"] = requests // 4
+        for name in ("migrations", "retries", "retries_denied", "request_failures"):
+            result[name] = metric(port, f"baton_router_{name}_total")
+    print(json.dumps(result, indent=2))
+    if write:
+        known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+        RESULT.write_text(json.dumps({**known, "kill": result}, indent=2) + "\n", encoding="utf-8")
+    return 1 if result["failed"] or result["requests"] != requests else 0
+
+
+def metric(port: int, name: str) -> float:
+    """Return the sum of a metric's series."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+# --- processes ---
+
+
+@dataclass
+class Worker:
+    """A running worker."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+
+def start_workers(stack: contextlib.ExitStack, folder: Path, kind: str, step_ms: float) -> list[Worker]:
+    """Start the workers; they end with the stack."""
+    times = folder / "times"
+    times.write_bytes(bytes(SLOT_BYTES * CONCURRENCY))
+    workers = []
+    for at in range(WORKERS):
+        command = [sys.executable, str(PARTS / "worker.py"), kind, "--name", f"w{at}", "--model", str(MODEL)]
+        command += ["--times", str(times), "--step-ms", str(step_ms)]
+        process = spawn(stack, command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        workers.append(Worker(process, int(process.stdout.readline())))
+    return workers
+
+
+def start_baton(stack: contextlib.ExitStack, ports: list[int]) -> tuple[subprocess.Popen[str], int]:
+    """Start Baton's router and wait until all workers are ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "baton_router.main", "--port", str(port), "--grpc-port", "0"]
+    command += ["--decode", ",".join(f"127.0.0.1:{item}" for item in ports), "--log-level", "error"]
+    router = spawn(stack, command)
+    wait_for(f"http://127.0.0.1:{port}/readyz")
+    while metric(port, "baton_router_instance_healthy") < len(ports):
+        time.sleep(0.05)
+    return router, port
+
+
+def start_rival(stack: contextlib.ExitStack, ports: list[int]) -> tuple[subprocess.Popen[str], int]:
+    """Start sglang-router and wait until it serves."""
+    port = free_port()
+    command = [str(RIVAL_HOME / "bin" / "python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--prometheus-port", str(free_port()), "--log-level", "error", "--worker-urls"]
+    router = spawn(stack, [*command, *(f"http://127.0.0.1:{item}" for item in ports)], stdout=subprocess.DEVNULL)
+    wait_for(f"http://127.0.0.1:{port}/readiness")
+    return router, port
+
+
+def install_rival() -> None:
+    """Make the rival's environment, unless it is there."""
+    python = RIVAL_HOME / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(RIVAL_HOME)], check=True)
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", RIVAL], check=True)
+
+
+def spawn(stack: contextlib.ExitStack, command: list[str], *, stdout: int | None = None) -> subprocess.Popen[str]:
+    """Start a process that is killed with the stack."""
+    process = stack.enter_context(subprocess.Popen(command, stdout=stdout, text=True))
+    stack.callback(process.kill)
+    return process
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(url: str, limit_s: float = 60.0) -> None:
+    """Wait until a URL answers with 200."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            urllib.request.urlopen(url).close()
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{url} does not answer")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time that a process has used: the clock that ``clock_getcpuclockid(3)`` names."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+# --- load ---
+
+
+class Generator:
+    """The load generator, warmed up."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._input: IO[str] = process.stdin
+        self._output: IO[str] = process.stdout
+        word = self._output.readline().strip()
+        if word != "warm":
+            raise RuntimeError(f"the load generator failed: {word!r}")
+
+    def begin(self) -> None:
+        """Let it measure."""
+        self._input.write("go\n")
+        self._input.flush()
+
+    def end(self) -> dict[str, Any]:
+        """Wait for its result."""
+        result: dict[str, Any] = json.loads(self._output.readline())
+        return result
+
+    def go(self) -> dict[str, Any]:
+        """Measure, and return the result."""
+        self.begin()
+        return self.end()
+
+
+@contextlib.contextmanager
+def load(port: int, folder: Path, bodies: Path, tokens: int, requests: int) -> Iterator[Generator]:
+    """Start the load generator and warm up."""
+    command = [sys.executable, str(PARTS / "load.py"), "--port", str(port), "--bodies", str(bodies)]
+    command += ["--times", str(folder / "times"), "--concurrency", str(CONCURRENCY)]
+    command += ["--tokens", str(tokens), "--requests", str(requests)]
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        yield Generator(process)
+
+
+def write_bodies(folder: Path, prompt: str, tokens: int, *, stream: bool) -> Path:
+    """Write the requests' bodies to a file."""
+    prompts: list[Any] = list(make_prompts())
+    if prompt == "ids":
+        from baton.text import Tokenizer
+
+        tokenizer = Tokenizer.load(MODEL)
+        prompts = [tokenizer.encode(text) for text in prompts]
+    common = {"model": "canned", "max_tokens": tokens, "temperature": 0, "stream": stream}
+    bodies = [
+        json.dumps({**common, "prompt": item, "user": "c0000", "request_id": "c0000"}, separators=(",", ":"))
+        for item in prompts
+    ]
+    path = folder / "bodies.json"
+    path.write_text(json.dumps(bodies), encoding="utf-8")
+    return path
+
+
+def make_prompts() -> Iterator[str]:
+    """Yield prompts of 4 KB: pieces of the standard library's source, the same ones every time."""
+    source = "".join(Path(module.__file__ or "").read_text(encoding="ascii") for module in (argparse, contextlib))
+    rng = random.Random(7)
+
+    def piece(length: int) -> str:
+        at = rng.randrange(len(source) - length)
+        return source[at : at + length]
+
+    beginnings = [piece(SHARED) for _ in range(BEGINNINGS)]
+    for at in range(PROMPTS):
+        yield beginnings[at % BEGINNINGS] + piece(PROMPT_BYTES - SHARED)
+
+
+def say(name: str, result: dict[str, Any]) -> None:
+    """Print one line per case as it ends."""
+    print(
+        f"{name:20} {result['cpu_us_per_request']:8.1f} us/request {result['cpu_us_per_token']:7.2f} us/token"
+        f"   delay p50 {result['chunk_delay_ms']['p50']:6.2f} p99 {result['chunk_delay_ms']['p99']:6.2f} ms"
+        f"   {result['requests'] / result['seconds']:6.0f} requests/s   failed {result['failed']}",
+        flush=True,
+    )
+    for failure in result["failures"]:
+        print("   ", failure)
+
+
+def write(report: dict[str, Any]) -> None:
+    """Write the results, and keep those of the other mode."""
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    kept = {"kill": known["kill"]} if "kill" in known else {}
+    RESULT.write_text(json.dumps({**report, **kept}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

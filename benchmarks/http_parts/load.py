@@ -1,0 +1,167 @@
+"""The load generator of ``benchmarks/http.py``: closed loop, one request at a time per connection.
+
+Prints ``warm`` when the requests before the measurement are done and waits for a line on standard input; prints a JSON
+object when all are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import re
+import struct
+import sys
+import time
+from pathlib import Path
+
+import httptools
+import uvloop
+
+TOKENS_PER_SLOT = 1024
+_TEXT = re.compile(rb'"text":"(a*)"')
+
+
+class Load:
+    """What all connections share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.bodies = [body.encode() for body in json.loads(Path(args.bodies).read_text(encoding="utf-8"))]
+        with Path(args.times).open("r+b") as file:
+            self.times = mmap.mmap(file.fileno(), 0)
+        self.left = 0
+        self.tokens = 0
+        self.next_body = 0
+        self.failed: list[str] = []
+        self.expected = args.tokens
+        self.latencies: list[float] = []
+        self.delays: list[float] = []
+        self.done = asyncio.Event()
+        self.busy = 0
+
+    async def run(self, connections: list[Connection], total: int) -> None:
+        """Send ``total`` requests and wait for their answers."""
+        self.left, self.busy = total, len(connections)
+        self.latencies, self.delays, self.tokens = [], [], 0
+        self.done.clear()
+        for connection in connections:
+            connection.send()
+        await self.done.wait()
+
+
+class Connection(asyncio.Protocol):
+    """One connection: sends a request, reads its answer, sends the next."""
+
+    def __init__(self, load: Load, slot: int) -> None:
+        self._load, self._slot = load, slot
+        self._body = bytearray()
+        self._parser = httptools.HttpResponseParser(self)
+        self._seen = self._tokens = 0
+        self._waiting = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count a request that this cuts short."""
+        if self._waiting:
+            self._load.failed.append(f"connection lost: {exc!r}")
+            self._finish()
+
+    def send(self) -> None:
+        """Send the next request, if one is left."""
+        load = self._load
+        if load.left == 0 or self._transport.is_closing():
+            load.busy -= 1
+            if load.busy == 0:
+                load.done.set()
+            return
+        load.left -= 1
+        body = load.bodies[load.next_body % len(load.bodies)].replace(b"c0000", b"c%d" % self._slot)
+        load.next_body += 1
+        self._body.clear()
+        self._seen = self._tokens = 0
+        self._waiting = True
+        self._began = time.monotonic()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        self._transport.write(head % len(body) + body)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        """Parse."""
+        self._now = time.monotonic()
+        self._parser.feed_data(data)
+
+    def on_body(self, data: bytes) -> None:
+        """Take a piece of an answer, and time the tokens in it."""
+        self._body += data
+        load, base = self._load, self._slot * TOKENS_PER_SLOT
+        for match in _TEXT.finditer(self._body, self._seen):
+            for _ in range(len(match[1])):
+                sent = struct.unpack_from("d", load.times, 8 * (base + self._tokens))[0]
+                load.delays.append(self._now - sent)
+                self._tokens += 1
+            self._seen = match.end()
+
+    def on_message_complete(self) -> None:
+        """Take the end of an answer."""
+        load = self._load
+        if self._parser.get_status_code() != 200 or self._tokens != load.expected:
+            load.failed.append(bytes(self._body[:300] + b" ... " + self._body[-300:]).decode(errors="replace"))
+        load.latencies.append(self._now - self._began)
+        load.tokens += self._tokens
+        asyncio.get_running_loop().call_soon(self._finish)  # not inside of the parser
+
+    def _finish(self) -> None:
+        self._waiting = False
+        self.send()
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Return a quantile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+async def main() -> None:
+    """Connect, warm up, wait for the word, measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--bodies", required=True, help="JSON list of bodies; c0000 in one becomes the slot")
+    parser.add_argument("--times", required=True)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--requests", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, default=256)
+    parser.add_argument("--tokens", type=int, required=True, help="tokens that each answer must have")
+    args = parser.parse_args()
+    load = Load(args)
+    loop = asyncio.get_running_loop()
+    connections = []
+    for slot in range(args.concurrency):
+        connection = Connection(load, slot)
+        await loop.create_connection(lambda made=connection: made, "127.0.0.1", args.port)  # type: ignore[misc]
+        connections.append(connection)
+    await load.run(connections, args.warm_up)
+    sys.stdout.write("warm\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.readline)
+    load.failed.clear()
+    began = time.monotonic()
+    await load.run(connections, args.requests)
+    result = {
+        "requests": len(load.latencies),
+        "tokens": load.tokens,
+        "failed": len(load.failed),
+        "failures": load.failed[:3],
+        "seconds": time.monotonic() - began,
+        "latency_ms": {"p50": 1e3 * quantile(load.latencies, 0.5), "p99": 1e3 * quantile(load.latencies, 0.99)},
+        "chunk_delay_ms": {"p50": 1e3 * quantile(load.delays, 0.5), "p99": 1e3 * quantile(load.delays, 0.99)},
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
