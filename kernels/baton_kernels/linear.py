@@ -1,7 +1,7 @@
 """Linear layers with bfloat16 weights: ``x W^T + bias + residual``, summed in float32, rounded once.
 
-Two implementations, each with weights packed once: the C++ one multiplies in float32, which many processors do faster
-than their bfloat16; oneDNN's is for those with AMX or a fast vdpbf16ps.
+Implementations, each with weights packed once: a C++ one that multiplies in float32, which many processors do faster
+than their bfloat16; a C++ one for AMX; oneDNN's for those with a fast vdpbf16ps.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from baton_kernels.cpu.library import CpuLibrary
-
-CACHE_LINE = 64
+from baton_kernels.cpu.library import CpuLibrary, LinearOperator
 
 
 def linear_reference(
@@ -50,17 +48,16 @@ class LinearCall(ctypes.Structure):
 
 
 class CpuLinear:
-    """The C++ operator; see the module's docstring."""
+    """The C++ operator that multiplies in float32; see the module's docstring."""
 
     def __init__(self, library: CpuLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"weight must be bfloat16, got {weight.dtype}")
         self.out_features, self.in_features = weight.shape
-        self._run = library.linear
-        size = int(library.linear_packed_size(self.out_features, self.in_features))
-        self._packed = aligned_empty(size, torch.int32)
-        weight = weight.detach().contiguous()
-        library.linear_pack(weight.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features)
+        operator = self._operator(library)
+        self._run = operator.run
+        self._packed = library.weights.empty(operator.packed_size(*weight.shape), torch.bfloat16)
+        operator.pack(weight.detach().contiguous().data_ptr(), self._packed.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._call = LinearCall(
             packed=self._packed.data_ptr(),
@@ -69,6 +66,10 @@ class CpuLinear:
             out_features=self.out_features,
             out_stride=self.out_features,
         )
+
+    @staticmethod
+    def _operator(library: CpuLibrary) -> LinearOperator:
+        return library.linear
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`PackedLinear`."""
@@ -82,6 +83,20 @@ class CpuLinear:
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
+
+
+class AmxLinear(CpuLinear):
+    """The C++ operator for AMX; see the module's docstring.
+
+    Raises:
+        ValueError: The weight is not bfloat16, or there is no AMX here (``CpuLibrary.amx``).
+    """
+
+    @staticmethod
+    def _operator(library: CpuLibrary) -> LinearOperator:
+        if not library.amx:
+            raise ValueError("this process cannot use AMX")
+        return library.linear_amx
 
 
 class OneDnnLinear:
@@ -119,11 +134,3 @@ class PlainLinear:
         """See :class:`PackedLinear`."""
         out = F.linear(x, self._weight, self._bias)
         return out if residual is None else out.add_(residual)
-
-
-def aligned_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialized tensor [count] that begins at a cache line."""
-    item = torch.empty((), dtype=dtype).element_size()
-    memory = torch.empty(count + CACHE_LINE // item, dtype=dtype)
-    skip = (-memory.data_ptr() % CACHE_LINE) // item
-    return memory[skip : skip + count]

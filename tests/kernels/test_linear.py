@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton_kernels.cpu import CpuLibrary
-from baton_kernels.linear import CpuLinear, OneDnnLinear, PlainLinear, linear_reference
+from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PlainLinear, linear_reference
 
 SHAPES = [
     (1, 64, 100),
@@ -15,6 +15,7 @@ SHAPES = [
     (47, 200, 65),
     (48, 256, 64),
     (300, 129, 200),
+    (290, 2050, 96),
 ]
 
 
@@ -27,40 +28,50 @@ def tensors(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, ...]:
     return normal(rows, inputs), normal(outputs, inputs), normal(outputs), normal(rows, outputs)
 
 
+@pytest.fixture(params=[CpuLinear, AmxLinear])
+def kind(request: pytest.FixtureRequest, library: CpuLibrary) -> type[CpuLinear]:
+    if request.param is AmxLinear and not library.amx:
+        pytest.skip("no AMX here")
+    kind: type[CpuLinear] = request.param
+    return kind
+
+
 @pytest.mark.parametrize("extras", [False, True], ids=["bare", "bias-residual"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cpp_equals_the_reference(library: CpuLibrary, shape: tuple[int, int, int], extras: bool, threads: int) -> None:
+def test_cpp_equals_the_reference(
+    library: CpuLibrary, kind: type[CpuLinear], shape: tuple[int, int, int], extras: bool, threads: int
+) -> None:
     x, weight, bias, residual = tensors(*shape)
-    linear = CpuLinear(library, weight, bias if extras else None)
+    linear = kind(library, weight, bias if extras else None)
     got = linear(x, residual if extras else None)
     want = linear_reference(x, weight, *((bias, residual) if extras else (None, None)))
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     assert (got == want).float().mean() > 0.95  # rounded once: nearly always to the same value
 
 
-def test_rows_may_be_strided(library: CpuLibrary) -> None:
+def test_rows_may_be_strided(library: CpuLibrary, kind: type[CpuLinear]) -> None:
     x, weight, _, residual = tensors(9, 70, 33)
     wide, wide_residual = torch.zeros(9, 90).bfloat16(), torch.zeros(9, 50).bfloat16()
     wide[:, 10:80], wide_residual[:, 5:38] = x, residual
-    got = CpuLinear(library, weight)(wide[:, 10:80], wide_residual[:, 5:38])
+    got = kind(library, weight)(wide[:, 10:80], wide_residual[:, 5:38])
     torch.testing.assert_close(got, linear_reference(x, weight, None, residual), rtol=1e-2, atol=1e-2)
 
 
-def test_no_rows_are_no_work(library: CpuLibrary) -> None:
+def test_no_rows_are_no_work(library: CpuLibrary, kind: type[CpuLinear]) -> None:
     x, weight, _, _ = tensors(3, 16, 8)
-    assert CpuLinear(library, weight)(x[:0]).shape == (0, 8)
+    assert kind(library, weight)(x[:0]).shape == (0, 8)
 
 
-def test_float32_weights_are_refused(library: CpuLibrary) -> None:
+def test_float32_weights_are_refused(library: CpuLibrary, kind: type[CpuLinear]) -> None:
     with pytest.raises(ValueError, match="bfloat16"):
-        CpuLinear(library, torch.zeros(4, 4))
+        kind(library, torch.zeros(4, 4))
 
 
-@pytest.mark.parametrize("kind", [OneDnnLinear, PlainLinear])
+@pytest.mark.parametrize("other", [OneDnnLinear, PlainLinear])
 @pytest.mark.parametrize("shape", SHAPES[2:6], ids=str)
-def test_the_others_equal_the_reference_too(kind: type, shape: tuple[int, int, int]) -> None:
-    if kind is OneDnnLinear and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+def test_the_others_equal_the_reference_too(other: type, shape: tuple[int, int, int]) -> None:
+    if other is OneDnnLinear and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bfloat16 here")
     x, weight, bias, residual = tensors(*shape)
-    got = kind(weight, bias)(x, residual)
+    got = other(weight, bias)(x, residual)
     torch.testing.assert_close(got, linear_reference(x, weight, bias, residual), rtol=2e-2, atol=2e-1)

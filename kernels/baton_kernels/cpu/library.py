@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from baton_kernels.cpu.build import BuildError, build_library
+from baton_kernels.cpu.memory import WeightMemory
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Storage types as the C interface numbers them."""
@@ -30,6 +32,29 @@ def row_call(dtype: torch.dtype) -> RowCall:
     return RowCall(dtype=DTYPE_CODES[dtype])
 
 
+@dataclass(frozen=True, slots=True)
+class LinearOperator:
+    """One of the linear operators.
+
+    Attributes:
+        run: Takes the address of a call's structure.
+        pack: Takes weight and packed weight (addresses), out_features and in_features.
+        packed_size: Takes out_features and in_features; returns the packed weight's elements, bfloat16.
+    """
+
+    run: Any
+    pack: Any
+    packed_size: Any
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, name: str) -> LinearOperator:
+        """Look its functions up."""
+        pack, packed_size = library[f"{name}_pack"], library[f"{name}_packed_size"]
+        pack.argtypes, pack.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2, None
+        packed_size.argtypes, packed_size.restype = [ctypes.c_int64] * 2, ctypes.c_int64
+        return cls(_function(library, name, None, 1), pack, packed_size)
+
+
 class CpuLibrary:
     """The operators as ctypes functions; a call releases the interpreter's lock.
 
@@ -38,26 +63,23 @@ class CpuLibrary:
         instructions: What the library was compiled for, e.g. ``"avx512-bf16"``.
         pairs_are_faster: Whether bfloat16 pairs are multiplied faster than float32 here, measured at load (a
             millisecond): processors that have the instruction differ by a factor of four in its rate.
+        weights: Where packed weights lie.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         library = ctypes.CDLL(str(path))
         self.paged_attention = _function(library, "baton_paged_attention", ctypes.c_int, 1)
-        self.linear = _function(library, "baton_linear", None, 1)
+        self.linear = LinearOperator.of(library, "baton_linear")
+        self.linear_amx = LinearOperator.of(library, "baton_linear_amx")
         self.rms_norm = _function(library, "baton_rms_norm", None, 1)
         self.silu_mul = _function(library, "baton_silu_mul", None, 1)
-        self.linear_pack = library["baton_linear_pack"]
-        self.linear_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
-        self.linear_pack.restype = None
-        self.linear_packed_size = library["baton_linear_packed_size"]
-        self.linear_packed_size.argtypes = [ctypes.c_int64] * 2
-        self.linear_packed_size.restype = ctypes.c_int64
         self.attention_struct_bytes = int(_function(library, "baton_attention_struct_bytes", ctypes.c_int64, 0)())
         name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()
         self.instructions: str = name.decode()
         self.pairs_are_faster = bool(_function(library, "baton_pairs_are_faster", ctypes.c_int, 0)())
         self.amx = bool(_function(library, "baton_amx_ready", ctypes.c_int, 0)())
+        self.weights = WeightMemory()
         self._library = library
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from baton.config import EngineConfig
 from baton.engine.loader import LoadedModel
 from baton_kernels.cpu import CpuLibrary
-from baton_kernels.linear import CpuLinear, OneDnnLinear, PackedLinear, PlainLinear
+from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PlainLinear
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,14 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
 def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary | None) -> tuple[str, MakeLinear]:
     """Return the name and the maker of the linear layers that are fastest for a model's dtype on this machine.
 
-    bfloat16 on a CPU: oneDNN where the processor multiplies bfloat16 fast (AMX, or a full-rate vdpbf16ps), else the C++
-    operator that multiplies in float32. Anything else: torch's own.
+    bfloat16 on a CPU: the C++ operator for AMX where that is; oneDNN where the processor multiplies bfloat16 fast (AMX
+    without a compiler, or a full-rate vdpbf16ps); else the C++ operator that multiplies in float32. Anything else:
+    torch's own.
     """
     if model.device.type != "cpu" or model.dtype != "bfloat16" or not config.packed_linears:
         return "torch", PlainLinear
+    if library is not None and library.amx:
+        return "amx", lambda weight, bias: AmxLinear(library, weight, bias)
     fast_bf16 = torch.cpu._is_amx_tile_supported() or (library is not None and library.pairs_are_faster)
     if library is not None and not fast_bf16:
         return "cpp", lambda weight, bias: CpuLinear(library, weight, bias)

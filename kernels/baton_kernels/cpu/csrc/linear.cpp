@@ -3,12 +3,11 @@
 // float32 vectors by a shift and a mask. Few rows stream the panels; many go over a block of a panel while it is cached.
 #include <omp.h>
 
-#include "paged_attention.h"
+#include "linear.h"
 
 namespace baton {
 namespace {
 
-constexpr int PW = 2 * VL;         // columns per panel: one vector of pairs per step
 constexpr int K_BLOCK = 128;       // steps of a panel that stay in the first-level cache while rows go over them
 constexpr int PRIVATE_ROWS = 64;   // up to here, each thread converts the inputs for itself
 constexpr int AHEAD = 64;          // steps that a streamed panel is fetched ahead
@@ -18,16 +17,6 @@ constexpr int GROUP = 6;           // rows of a register tile
 constexpr int GROUP = 12;
 #endif
 constexpr int ROW_BLOCK = 10 * GROUP;  // rows converted at a time
-
-struct Linear {
-  const void* x;
-  const uint32_t* packed;
-  const float* bias;     // or null
-  const void* residual;  // added to the result, or null
-  void* out;
-  int64_t rows, x_stride, residual_stride, out_stride;
-  int32_t in_features, out_features, threads, unused;
-};
 
 // Rows `first` to first + count as float32, step by step: out[in_features][count], and up to VL elements more.
 void convert(const Linear& a, long first, int count, float* out) {
@@ -113,18 +102,6 @@ void block_of(int rows, const float* x, const uint32_t* panel, int steps, bool f
   }
 }
 
-void finish_row(const Linear& a, long row, long column, const float* sums) {
-  const long width = std::min<long>(PW, a.out_features - column);
-  bf16* to = (bf16*)a.out + row * a.out_stride + column;
-  const bf16* residual = a.residual ? (const bf16*)a.residual + row * a.residual_stride + column : nullptr;
-  for (long c = 0; c < width; c += VL) {
-    vf y = load(sums + c);
-    if (a.bias) y += load_upto(a.bias + column + c, width - c);
-    if (residual) y += load_upto(residual + c, width - c);
-    store_upto(to + c, y, width - c);
-  }
-}
-
 // Rows in groups of a register tile each, as even as they come.
 struct Groups {
   int rows, count;
@@ -182,9 +159,9 @@ void run(const Linear& a, float* shared, Scratch& scratch) {
 
 using namespace baton;
 
-// Elements (uint32) of the packed weights.
+// Elements (bfloat16) of the packed weights.
 extern "C" int64_t baton_linear_packed_size(int64_t out_features, int64_t in_features) {
-  return round_up(out_features, PW) * in_features / 2;
+  return round_up(out_features, PW) * in_features;
 }
 
 // weight: bfloat16 [out_features][in_features] -> packed, aligned to 64 bytes.
