@@ -73,8 +73,9 @@ function updateCard(node, x, busiest, own) {
   const waiting = x.waiting ? `, ${count(x.waiting)} waiting` : "";
   setMeter(node, "load", [busiest > 0 ? x.work / busiest : 0], `${count(x.in_flight)} in flight${waiting}`, `Load of ${x.id}, relative to the busiest`);
   const total = x.blocks_total || 1;
-  setMeter(node, "cache", [x.blocks_active / total, x.blocks_cached / total],
-    x.blocks_total ? `${percent((x.blocks_active + x.blocks_cached) / total)} of ${count(x.blocks_total)}` : NOTHING, `Blocks of ${x.id} in use or cached`);
+  const filled = Math.max(x.blocks_active, x.blocks_cached); // blocks in use can be found, too, once they are computed
+  setMeter(node, "cache", [x.blocks_active / total, (filled - x.blocks_active) / total],
+    x.blocks_total ? `${percent(filled / total)} of ${count(x.blocks_total)}` : NOTHING, `Blocks of ${x.id} in use or cached`);
 }
 
 export function showCards(role, data) {
