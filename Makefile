@@ -50,6 +50,7 @@ bench: $(STAMP) ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write
 	$(BIN)/baton bench kv --overlap --json > benchmarks/results/kv.jsonl
 	$(BIN)/python benchmarks/overlap.py --write
+	$(BIN)/python benchmarks/index.py --write
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

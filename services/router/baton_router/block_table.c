@@ -238,17 +238,18 @@ int baton_table_widen(table *t, uint32_t words) {
     return 0;
 }
 
-/* Add a slot to the sets of blocks. result: blocks that it did not hold before, blocks that found no room. */
-int baton_table_store(table *t, uint32_t slot, const uint8_t *chain, size_t length, uint64_t result[2]) {
+/* Add a slot to the sets of blocks. Returns how many did not hold it before, in the upper half how many found no room;
+   -1: no memory. */
+int64_t baton_table_store(table *t, uint32_t slot, const uint8_t *chain, size_t length) {
     uint32_t word = slot / 64;
     uint64_t bit = (uint64_t)1 << slot % 64;
     walker w = AT_THE_START;
-    result[0] = result[1] = 0;
+    int64_t result = 0;
     for (size_t at = 0; at < length; at++) {
         uint32_t entry = walk(t, &w, chain, at, length);
         if (entry == NONE) {
             if (t->count >= t->limit) {
-                result[1]++;
+                result += (int64_t)1 << 32;
                 continue;
             }
             entry = insert(t, chain + at * HASH);
@@ -256,10 +257,10 @@ int baton_table_store(table *t, uint32_t slot, const uint8_t *chain, size_t leng
             w.entry = entry;
         }
         uint64_t *set = set_of(t, entry);
-        result[0] += !(set[word] & bit);
+        result += !(set[word] & bit);
         set[word] |= bit;
     }
-    return 0;
+    return result;
 }
 
 /* Take a slot out of the sets of blocks; returns how many it held. */

@@ -77,7 +77,7 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
         ("free", None, pointer),
         ("count", word, pointer),
         ("widen", ctypes.c_int, pointer, ctypes.c_uint32),
-        ("store", ctypes.c_int, pointer, ctypes.c_uint32, data, size, pointer),
+        ("store", ctypes.c_int64, pointer, ctypes.c_uint32, data, size),
         ("remove", word, pointer, ctypes.c_uint32, data, size),
         ("match", size, pointer, data, size, data, pointer),
         ("match_any", None, pointer, data, size, data, size, pointer),
@@ -100,7 +100,6 @@ class NativeTable:
         self._factor = secrets.randbits(64)
         self._table: int | None = None
         self._pairs = (ctypes.c_uint32 * 128)()
-        self._counts = (ctypes.c_uint64 * 2)()
         self._store, self._match = library.baton_table_store, library.baton_table_match
         self.clear()
 
@@ -129,10 +128,9 @@ class NativeTable:
 
     def store(self, slot: int, chain: bytes) -> tuple[int, int]:
         """Add a slot to blocks' sets."""
-        failed = self._store(self._table, slot, chain, len(chain) // HASH_BYTES, self._counts)
-        _check(not failed)
-        added, refused = self._counts
-        return added, refused
+        result: int = self._store(self._table, slot, chain, len(chain) // HASH_BYTES)
+        _check(result >= 0)
+        return result & 0xFFFFFFFF, result >> 32
 
     def remove(self, slot: int, chain: bytes) -> int:
         """Take a slot out of blocks' sets."""

@@ -1,0 +1,185 @@
+"""The prefix index and the whole decision, beside ai-dynamo-runtime's RadixTree in the same run.
+
+A million blocks on 16 instances: look-ups of chains of 32, 256 and 2048 blocks, stores of 16 and 256 blocks per event.
+Both are asked the same questions in turns, round after round, and their answers must agree; an event is taken as it
+comes over the wire (protobuf here, JSON there). Then the whole decision of Baton's router: hash the prompt, look it up,
+score 16 x 16 pairs, reserve.
+
+The rival is installed into an environment of its own on first use (``--rival-python`` names another one, ``--no-rival``
+goes without):
+
+    python -m venv ~/.cache/baton-bench/ai-dynamo-runtime
+    ~/.cache/baton-bench/ai-dynamo-runtime/bin/pip install ai-dynamo-runtime==1.6.1
+
+    python benchmarks/index.py --write
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.path and sys.path[0].endswith("benchmarks"):
+    sys.path[0] += "/index_parts"  # not this folder: `http` in it would be found in the standard library's place
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from decision import BLOCK, ROOT, measure_decisions, prompt_tokens
+from workload import CHAIN
+
+from baton.hashing import hash_chain, native_chain
+
+HERE = Path(__file__).parent
+PARTS = HERE / "index_parts"
+RESULT = HERE / "results" / "index.json"
+RIVAL = "ai-dynamo-runtime==1.6.1"
+RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "ai-dynamo-runtime"
+BARS = {32: 1.5, 256: 1.0, 2048: 1.0}
+DECISION_BARS_US = {32: 150.0, 2048: 1400.0}
+PER_EVENT = (16, 256)
+
+
+class Remote:
+    """A side in a process of its own."""
+
+    def __init__(self, python: str, script: str, chains: str) -> None:
+        self.process = subprocess.Popen(
+            [python, str(PARTS / script), chains], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, **command: object) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.process.args} ended with {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def running(python: str, script: str, chains: str) -> Iterator[Remote]:
+    remote = Remote(python, script, chains)
+    try:
+        yield remote
+    finally:
+        remote.process.kill()
+        remote.process.wait()
+
+
+def rival_python(given: str | None) -> str:
+    """Return an interpreter that can import the rival; makes one on first use."""
+    if given:
+        return given
+    python = RIVAL_HOME / "bin" / "python"
+    if not python.exists():
+        print(f"installing {RIVAL} into {RIVAL_HOME}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(RIVAL_HOME)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", RIVAL], check=True)
+    return str(python)
+
+
+def write_chains(number: int, file: IO[bytes]) -> None:
+    for at in range(number):
+        file.write(hash_chain(prompt_tokens(at), BLOCK, ROOT).data)
+    file.flush()
+
+
+def median_of(rounds: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(one[name] for one in rounds)
+
+
+def measure_index(pythons: dict[str, str], chains: str, rounds: int, questions: int) -> dict[str, Any]:
+    """Fill and ask all sides in turns; returns values per side and case, medians over the rounds."""
+    out: dict[str, Any] = {name: {} for name in pythons}
+    for per_event in PER_EVENT:
+        with ExitStack() as stack:
+            sides = {x: stack.enter_context(running(pythons[x], f"{x}_side.py", chains)) for x in pythons}
+            for name, side in sides.items():
+                out[name][f"stored, {per_event} per event"] = side(do="store", per_event=per_event)
+            for blocks in BARS:
+                asked: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+                for seed in range(rounds):
+                    for name, side in sides.items():
+                        asked[name].append(side(do="find", blocks=blocks, count=questions, seed=seed))
+                    if len({asked[name][-1]["answers"] for name in sides}) > 1:
+                        raise SystemExit(f"the answers for {blocks} blocks differ")
+                for name in sides:
+                    case = {key: median_of(asked[name], key) for key in ("p50_us", "p99_us")}
+                    out[name][f"find {blocks}, stored by {per_event}"] = case
+    return out
+
+
+def print_index(result: dict[str, Any]) -> bool:
+    """Print the table and return whether the bars were met."""
+    fine, rival = True, result.get("dynamo")
+    print(f"\n{'p50 in us':<28}{'baton':>10}" + (f"{'dynamo':>10}{'ratio':>8}{'bar':>8}" if rival else ""))
+    for case, ours in result["baton"].items():
+        line = f"{case:<28}{ours['p50_us']:>10.1f}"
+        if rival:
+            ratio = ours["p50_us"] / rival[case]["p50_us"]
+            bar = BARS[int(case.split()[1].rstrip(","))] if case.startswith("find") else 1.0
+            fine = fine and ratio <= bar
+            line += f"{rival[case]['p50_us']:>10.1f}{ratio:>8.2f}{bar:>8.1f}"
+        print(line)
+    for case in (f"stored, {n} per event" for n in PER_EVENT):
+        for name, text in (("blocks_per_s", "million blocks/s"), ("bytes_per_block", "bytes per block")):
+            scale = 1e6 if name == "blocks_per_s" else 1.0
+            values = [side[case][name] / scale for side in result.values()]
+            print(f"{text + ', ' + case[8:]:<42}" + "".join(f"{value:>10.2f}" for value in values))
+    return fine
+
+
+def print_decisions(result: dict[str, Any]) -> bool:
+    print(f"\n{'decision, p50 in us':<24}{'whole':>9}{'hash':>9}{'find':>9}{'rest':>9}{'release':>9}{'bar':>9}")
+    fine = True
+    for blocks, bar in DECISION_BARS_US.items():
+        x = result[str(blocks)]
+        fine = fine and x["p50_us"] <= bar
+        parts = (x["p50_us"], x["hash_us"], x["find_us"], x["rest_us"], x["release_us"], bar)
+        print(f"{f'{blocks} blocks':<24}" + "".join(f"{part:>9.0f}" for part in parts) + f"   p99 {x['p99_us']:.0f}")
+    return fine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="distinct blocks, about")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--questions", type=int, default=1000, help="look-ups per round and length")
+    parser.add_argument("--rival-python", help="interpreter of an environment with ai-dynamo-runtime")
+    parser.add_argument("--no-rival", action="store_true")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(HERE.parent)}")
+    args = parser.parse_args()
+    native_chain()
+    result: dict[str, Any] = {"rival": None if args.no_rival else RIVAL, "blocks": args.blocks}
+    pythons = {"baton": sys.executable}
+    if not args.no_rival:
+        pythons["dynamo"] = rival_python(args.rival_python)
+    with tempfile.NamedTemporaryFile(suffix=".hashes") as file:
+        write_chains(max(1, args.blocks // CHAIN), file)  # type: ignore[arg-type]
+        result["index"] = measure_index(pythons, file.name, args.rounds, args.questions)
+    fine = print_index(result["index"])
+    result["decision"] = measure_decisions(max(1, args.blocks // CHAIN), min(300, args.questions), DECISION_BARS_US)
+    fine = print_decisions(result["decision"]) and fine
+    result["machine"] = {"cpus": os.cpu_count(), "processor": platform.machine(), "numpy": np.__version__}
+    print("\nall bars met" if fine else "\na bar was missed")
+    if args.write:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()
