@@ -69,7 +69,7 @@ def test_a_request_is_seen_to_flow(up: Running, page: Chrome, capsys: pytest.Cap
     flow = wait(page, lambda d: d.find_element(By.CSS_SELECTOR, f'#flows g[data-key="{prefill}→{decode}"]'))
     line, beads = flow.find_elements(By.TAG_NAME, "path")
     assert beads.value_of_css_property("animation-name") == "run"
-    ends = page.execute_script(  # type: ignore[no-untyped-call]
+    ends = page.execute_script(
         """
         const path = arguments[0], box = document.getElementById("topology").getBoundingClientRect();
         const at = (length) => { const p = path.getPointAtLength(length); return [p.x + box.x, p.y + box.y]; };
@@ -119,7 +119,7 @@ def test_an_instance_dies_and_comes_back(up: Running, page: Chrome) -> None:
 
 
 def test_it_keeps_to_itself(up: Running, page: Chrome) -> None:
-    loaded = page.execute_script("return performance.getEntriesByType('resource').map((x) => x.name)")  # type: ignore[no-untyped-call]
+    loaded = page.execute_script("return performance.getEntriesByType('resource').map((x) => x.name)")
     assert loaded
     assert all(name.startswith(f"{up.url}/") for name in loaded)
-    assert page.get_log("browser") == []  # type: ignore[no-untyped-call]
+    assert page.get_log("browser") == []

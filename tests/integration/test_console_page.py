@@ -70,7 +70,7 @@ def sign_in(driver: Chrome, url: str) -> None:
 
 def severe(driver: Chrome) -> list[str]:
     """What went wrong in the page, beside the 401 by which it finds out that a key is wanted."""
-    logs: list[dict[str, Any]] = driver.get_log("browser")  # type: ignore[no-untyped-call]
+    logs: list[dict[str, Any]] = driver.get_log("browser")
     return [x["message"] for x in logs if x["level"] == "SEVERE" and "401" not in x["message"]]
 
 
@@ -125,7 +125,7 @@ async def test_readable_by_eyes_keyboards_and_screen_readers(watched: Watched, b
         switch = browser.find_element(By.ID, "theme")
         while theme not in switch.text:
             switch.click()
-        assert browser.execute_script(LOW_CONTRAST) == []  # type: ignore[no-untyped-call]
+        assert browser.execute_script(LOW_CONTRAST) == []
         for selector in ("button", '[tabindex="0"]', '[role="meter"]', "table", "section"):
             for node in browser.find_elements(By.CSS_SELECTOR, f"main {selector}"):
                 assert node.accessible_name or node.text, node.get_attribute("outerHTML")
@@ -137,7 +137,7 @@ async def test_readable_by_eyes_keyboards_and_screen_readers(watched: Watched, b
         assert names == ["Skip to the dashboard", switch.accessible_name, "Recent decisions", "Explain seen"]
         browser.switch_to.active_element.send_keys(Keys.ENTER)
         wait(browser, lambda d: "chosen" in d.find_element(By.ID, "explain-body").text)
-        assert browser.execute_script(LOW_CONTRAST) == []  # type: ignore[no-untyped-call]
+        assert browser.execute_script(LOW_CONTRAST) == []
         assert "#request=cmpl-seen" in browser.current_url
         browser.switch_to.active_element.send_keys(Keys.ESCAPE)
         wait(browser, lambda d: not d.find_element(By.ID, "explain").is_displayed())
@@ -155,7 +155,7 @@ async def test_it_fits(tmp_path: Path, width: int, height: int, ratio: tuple[int
         with open_browser(width, height) as driver:
             sign_in(driver, url)
             wait(driver, lambda d: len(d.find_elements(By.CSS_SELECTOR, ".card")) == sum(ratio))
-            measured: list[int] = driver.execute_script(  # type: ignore[no-untyped-call]
+            measured: list[int] = driver.execute_script(
                 "return [document.documentElement.scrollWidth, innerWidth,"
                 " document.documentElement.scrollHeight, innerHeight]"
             )

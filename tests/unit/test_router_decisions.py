@@ -37,7 +37,10 @@ class Clock:
 
 def side(role: Role, rates: list[float], work: list[float]) -> Side:
     ids = [f"{role.value}-{at}" for at in range(len(rates))]
-    return Side(role, ids, [int(100 * rate) for rate in rates], rates, work, 164.0)  # type: ignore[arg-type]
+    fields = {"role": role, "ids": ids, "matched": [int(100 * rate) for rate in rates], "match_rates": rates}
+    if "loads" in Side.__slots__:
+        fields["loads"] = work
+    return Side(**fields, work=work, cost=164.0)  # type: ignore[arg-type]
 
 
 def decide(ratings: Ratings | None = None, *, prefills: int = 2, decodes: int = 2) -> Decision:
@@ -190,6 +193,21 @@ def test_terms_are_a_histogram_with_bounded_names() -> None:
     assert len(names) <= 32 + 4
     assert "other" in names
     generate_latest(registry)
+
+
+def test_terms_of_a_busy_second_are_a_sample() -> None:
+    clock = Clock()
+    terms, decision = DecisionTerms(now=clock), decide()
+
+    def counted() -> int:
+        return sum(terms._buckets["pair", "score"].counts)
+
+    for _ in range(1000):
+        terms.observe(decision)
+    assert counted() == 200
+    clock.now += 1
+    terms.observe(decision)
+    assert counted() == 201
 
 
 def test_pulse_is_what_happened_in_the_window() -> None:

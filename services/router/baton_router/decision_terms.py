@@ -7,8 +7,9 @@ decision has half a dozen values and the client library's histogram takes a micr
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,6 +23,9 @@ _WIDE = (1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5)
 _BOUNDS = (*(-x for x in reversed(_WIDE)), -1.0, -0.5, -0.2, *_FINE, *_WIDE)
 """Rates are between 0 and 1, relative loads around 1, costs in milliseconds or tokens anywhere."""
 _MAX_TERMS = 32
+_MAX_PER_S = 200
+"""Decisions counted in a second, 10 us each: a router that makes thousands has better use for its time, and a sample
+tells as much."""
 _OTHER = "other"
 _PAIR = "pair"
 
@@ -39,12 +43,21 @@ class _Buckets:
 class DecisionTerms(Collector):
     """Counts, for role ``prefill`` and ``decode``, ``match`` and ``load``; for the ``pair`` its score and its terms."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._second = 0
+        self._left = 0
         self._buckets: dict[tuple[str, str], _Buckets] = {}
         self._names: set[str] = set()
 
     def observe(self, decision: Decision) -> None:
-        """Count a decision."""
+        """Count a decision, unless enough were in this second."""
+        second = int(self._now())
+        if second != self._second:
+            self._second, self._left = second, _MAX_PER_S
+        if not self._left:
+            return
+        self._left -= 1
         at = decision.choice.decode
         self._add(Role.DECODE.value, "match", decision.decode.match_rates[at])
         self._add(Role.DECODE.value, "load", decision.loads(Role.DECODE)[at])

@@ -13,6 +13,10 @@ from baton.rpc.convert import path_from_pb
 _MAX_FLOWS = 4096
 
 
+_Way = tuple[common_pb2.PrefillPath.ValueType, str, str, str]
+"""A flow as a trace has it, cheap to count; it becomes a :class:`Flow` when somebody looks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flow:
     """A way that prompts took.
@@ -41,24 +45,22 @@ class Flows:
     def __init__(self, window_s: int = 10, *, now: Callable[[], float] = time.monotonic) -> None:
         self.window_s = window_s
         self._now = now
-        self._seconds: deque[tuple[int, dict[Flow, list[int]]]] = deque(maxlen=window_s + 1)
+        self._seconds: deque[tuple[int, dict[_Way, list[int]]]] = deque(maxlen=window_s + 1)
 
     def add(self, trace: common_pb2.RequestTrace, num_bytes: int) -> None:
         """Count a request's way and the bytes that it moved."""
-        path = path_from_pb(trace.path)
-        if path is None:
+        if not trace.path:
             return
         second = int(self._now())
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, {}))
         flows = self._seconds[-1][1]
-        source = trace.prefill_instance if path == "remote" else ""
-        flow = Flow(path, source, trace.decode_instance, trace.pipe)
-        counts = flows.get(flow)
+        way = (trace.path, trace.prefill_instance, trace.decode_instance, trace.pipe)
+        counts = flows.get(way)
         if counts is None:
             if len(flows) >= _MAX_FLOWS:
                 return
-            counts = flows[flow] = [0, 0]
+            counts = flows[way] = [0, 0]
         counts[0] += 1
         counts[1] += num_bytes
 
@@ -69,8 +71,9 @@ class Flows:
         for second, flows in self._seconds:
             if second < begin:
                 continue
-            for flow, counts in flows.items():
-                total = totals.setdefault(flow, [0, 0])
+            for (wire, source, target, pipe), counts in flows.items():
+                path = path_from_pb(wire) or ""
+                total = totals.setdefault(Flow(path, source if path == "remote" else "", target, pipe), [0, 0])
                 total[0] += counts[0]
                 total[1] += counts[1]
         return {flow: (requests, num_bytes) for flow, (requests, num_bytes) in totals.items()}
