@@ -216,7 +216,7 @@ def test_a_server_checks_what_readers_ask_for(tcp_rig: Rig) -> None:
     wrong_sum = BlockReads(*one, segments=np.array([[0, 0, size], [0, 0, size]]))
     for field, reads in [*wrong.items(), ("segments", wrong_sum)]:
         with pytest.raises(InvalidRequestError) as caught:
-            request_blocks(stream, reads, tcp_rig.target.blocks, Wait(soon()), checksums=True)
+            request_blocks(stream, reads, tcp_rig.target.blocks, Wait(soon()), options=TcpOptions())
         assert caught.value.field == field
     assert tcp_rig.fetch([1], [1]).valid.all()  # the connection is still in step
     for payload in (b"", struct.pack("<I", 5), struct.pack("<I", 1) + b"\0" * 13, DAMAGED):

@@ -9,12 +9,14 @@
 
 No segments: whole blocks. ``sent`` says which blocks had the generation asked for before they were sent, ``unchanged``
 which had it afterwards; a block counts only if both say so, and if its checksum (XXH3, 64 bits) is that of the bytes
-that came. Bitmaps have ceil(count / 8) bytes, little bit order; integers are little-endian.
+that came. Bit 0 of the flags asks for checksums; bits 8 to 15 are the connections that share the read. Bitmaps have
+ceil(count / 8) bytes, little bit order; integers are little-endian.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,7 @@ from baton.transport.wire import BadFrameError
 _HEAD = struct.Struct("<IIII")
 _DIGEST = struct.Struct("<Q")
 _CHECKSUMS = 1
+_STREAMS_SHIFT, _STREAMS_MASK = 8, 255
 _BYTES_PER_ENTRY = 4 + 8
 _BYTES_PER_SEGMENT = 16
 DIGEST_BYTES = _DIGEST.size
@@ -41,12 +44,27 @@ Spans = npt.NDArray[np.uint64]
 """uint64 [n, 2]: address and bytes."""
 
 
-def pack_request(reads: BlockReads, *, checksums: bool) -> bytes:
+class Request(NamedTuple):
+    """A request: its reads, whose local ids are just 0, 1, ..., and how they are made.
+
+    Attributes:
+        reads: What is asked for.
+        checksums: Whether checksums are wanted.
+        streams: Connections that share the read.
+    """
+
+    reads: BlockReads
+    checksums: bool
+    streams: int
+
+
+def pack_request(reads: BlockReads, *, checksums: bool, streams: int = 1) -> bytes:
     """Write a request; at most ``MAX_BLOCKS_PER_READ`` blocks of ``MAX_SEGMENTS`` segments."""
     segments = np.empty((0, 3), np.int64) if reads.segments is None else reads.segments
+    flags = (_CHECKSUMS if checksums else 0) | min(streams, _STREAMS_MASK) << _STREAMS_SHIFT
     body = b"".join(
         (
-            _HEAD.pack(len(reads), len(segments), reads.source_shard, _CHECKSUMS if checksums else 0),
+            _HEAD.pack(len(reads), len(segments), reads.source_shard, flags),
             reads.remote_ids.astype("<u4").tobytes(),
             reads.generations.astype("<u8").tobytes(),
             segments[:, [0, 2]].astype("<u8").tobytes(),
@@ -55,8 +73,8 @@ def pack_request(reads: BlockReads, *, checksums: bool) -> bytes:
     return body + _DIGEST.pack(xxhash.xxh3_64_intdigest(body))
 
 
-def parse_request(payload: bytearray) -> tuple[BlockReads, bool]:
-    """Read a request's payload: the reads, whose local ids are just 0, 1, ..., and whether checksums are wanted.
+def parse_request(payload: bytearray) -> Request:
+    """Read a request's payload.
 
     Raises:
         BadFrameError: It is malformed, or was damaged on its way.
@@ -80,7 +98,8 @@ def parse_request(payload: bytearray) -> tuple[BlockReads, bool]:
             raise BadFrameError("a READ frame has segments beyond any block")
         segments = np.zeros((num_segments, 3), np.int64)
         segments[:, [0, 2]] = table
-    return BlockReads(ids, generations, np.arange(count), segments, shard), bool(flags & _CHECKSUMS)
+    reads = BlockReads(ids, generations, np.arange(count), segments, shard)
+    return Request(reads, bool(flags & _CHECKSUMS), flags >> _STREAMS_SHIFT & _STREAMS_MASK)
 
 
 def check_request(reads: BlockReads, shards: KVShards) -> None:

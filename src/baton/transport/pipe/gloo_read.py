@@ -17,7 +17,7 @@ from baton.transport.handshake import Facts
 from baton.transport.pipe.gloo import GlooReceiver, GlooSender, require_gloo
 from baton.transport.pipe.lines import Lines, total_bytes
 from baton.transport.pipe.pool import PooledReadPipe
-from baton.transport.pipe.tcp_read import ServeLimits, dial_reader, request_blocks, send_blocks, serve_reads
+from baton.transport.pipe.tcp_read import ServeLimits, TcpOptions, dial_reader, request_blocks, send_blocks, serve_reads
 from baton.transport.sockets import Buffer, Stream
 from baton.transport.waiting import Wait
 
@@ -71,7 +71,7 @@ class GlooReadPipe(PooledReadPipe[GlooConnection]):
                 raise
 
         super().__init__(dial, max_connections=max_connections)
-        self._checksums = checksums
+        self._options = TcpOptions(checksums=checksums)
 
     @classmethod
     def connect(
@@ -91,7 +91,7 @@ class GlooReadPipe(PooledReadPipe[GlooConnection]):
     def request(self, connection: GlooConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Read through one group; see :meth:`PooledReadPipe.request`."""
         recv = connection.receiver.recv_data
-        return request_blocks(connection.stream, reads, local, wait, checksums=self._checksums, recv=recv)
+        return request_blocks(connection.stream, reads, local, wait, options=self._options, recv=recv)
 
 
 def serve_gloo(stream: Stream, shards: KVShards, limits: ServeLimits, wait: Wait) -> None:

@@ -11,8 +11,10 @@ the target arena.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +52,8 @@ from baton.transport.waiting import TICK_S, EitherFlag, Wait
 from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header, send_error
 
 log = logging.getLogger(__name__)
+_UNDER_WAY_BYTES = 256 << 10
+_LEAST_UNDER_WAY_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +118,32 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
         if kind is FrameKind.WAIT:
             _send_progress(stream, shards, payload, limits)
             continue
-        reads, checksums = parse_request(payload)
+        reads, checksums, streams = parse_request(payload)
         try:
             check_request(reads, shards)
         except InvalidRequestError as error:
             send_error(stream, error, wait)  # the frame was whole: the connection goes on
             continue
         if answer is None:
+            if streams > 1:
+                _keep_in_cache(stream, streams)
             send_blocks(stream, shards, reads, limits, checksums=checksums)
         else:
             answer(reads, checksums)
+
+
+def _keep_in_cache(stream: Stream, streams: int) -> None:
+    """Bound what is under way between two processes of one host, where it only fills the processor's cache.
+
+    With several connections there is always one to go on with. A single one is left as it is: bounded so, its two ends
+    would wait for each other. Between hosts the kernel finds the right size by itself.
+    """
+    sock = stream.sock
+    with contextlib.suppress(OSError):  # it is gone: whoever sends will be told
+        if sock.family != socket.AF_UNIX and sock.getpeername()[0] == sock.getsockname()[0]:
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY_BYTES, _UNDER_WAY_BYTES // streams)
+            )
 
 
 def _send_progress(stream: Stream, shards: KVShards, payload: bytearray, limits: ServeLimits) -> None:
@@ -239,7 +259,7 @@ class TcpReadPipe(PooledReadPipe[TcpConnection]):
 
     def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
-        return request_blocks(connection.stream, reads, local, wait, checksums=self._options.checksums)
+        return request_blocks(connection.stream, reads, local, wait, options=self._options)
 
     def close(self) -> None:
         """Close every connection."""
@@ -265,13 +285,20 @@ def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait) -> St
 
 
 def request_blocks(
-    stream: Stream, reads: BlockReads, local: Bytes, wait: Wait, *, checksums: bool, recv: RecvData | None = None
+    stream: Stream,
+    reads: BlockReads,
+    local: Bytes,
+    wait: Wait,
+    *,
+    options: TcpOptions,
+    recv: RecvData | None = None,
 ) -> Valid:
     """Ask for blocks on one connection and receive them; at most ``MAX_BLOCKS_PER_READ``.
 
     ``recv``: another way for the blocks than the stream.
     """
-    payload = pack_request(reads, checksums=checksums)
+    checksums = options.checksums
+    payload = pack_request(reads, checksums=checksums, streams=options.streams)
     stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
     segments, count = reads.segments_of(local.shape[1]), len(reads)
     bitmap, each = -(-count // 8), reads.bytes_per_block(local.shape[1])
