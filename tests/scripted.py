@@ -145,8 +145,8 @@ class ScriptedDispatcher:
 
     def _decision(self, request: RoutedRequest) -> Decision:
         total = len(request.prompt_token_ids)
-        prefill = Side(Role.PREFILL, [InstanceId("prefill-0")], [3 * total // 4], [0.75], [0.0], total)
-        decode = Side(Role.DECODE, [InstanceId("decode-1")], [total // 4], [0.25], [0.0], total)
+        prefill = Side(Role.PREFILL, [InstanceId("prefill-0")], [3 * total // 4], [0.75], [0.0], [0.0], total)
+        decode = Side(Role.DECODE, [InstanceId("decode-1")], [total // 4], [0.25], [0.0], [0.0], total)
         return Decision(
             prompt_tokens=total,
             policy="scripted",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,14 +14,15 @@ from baton.api.v1 import common_pb2, events_pb2
 from baton.hashing import block_hashes, hash_chain, root_hash
 from baton.kv.fingerprint import Fingerprint
 from baton.testing.fake_worker import FINGERPRINT
-from baton.types import Epoch, InstanceId, Role
+from baton.types import Epoch, InstanceId, PrefillPath, Role
 from baton_router.config import RouterConfig
 from baton_router.instance import Instance, InstanceInfo, Status
 from baton_router.load import REQUEST_OVERHEAD_TOKENS
 from baton_router.metrics import RouterMetrics
-from baton_router.placement import Ask, Placer
-from baton_router.policy import Policy, make_policy
+from baton_router.placement import Ask, Placement, Placer
+from baton_router.policy import POLICIES, Policy, PolicyContext, make_policy
 from baton_router.registry import Registry
+from baton_router.speeds import Served, Speeds
 
 PROMPT = list(range(40))
 EIGHTS = replace(FINGERPRINT, block_size=8, block_bytes=256)
@@ -221,3 +224,150 @@ async def test_a_prompt_is_hashed_once_per_block_size(
     assert cluster.placer.place(Ask(PROMPT), reserve=False) is not None
     assert len(calls) == len(set(calls)) == chains
     await cluster.registry.close()
+
+
+# --- what lies in slower tiers, and who learns ---
+
+
+def tell(cluster: Cluster, address: str, *stored: tuple[str, int]) -> None:
+    """Let an instance say which leading blocks of PROMPT it has in which tiers."""
+    instance = cluster.get(address)
+    assert instance.info is not None
+    hashes = block_hashes(PROMPT, 4, root_hash(instance.info.content_key))
+    batch = events_pb2.KvEventBatch(epoch=b"e" * 16, sequence=1, snapshot=True)
+    for tier, blocks in stored:
+        batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=hashes[:blocks], tier=tier))
+    instance.feed.apply(batch)
+
+
+async def test_blocks_in_slower_tiers_count_by_weight(cluster: Cluster) -> None:
+    tell(cluster, "d:1", ("device", 2), ("host", 4), ("remote", 10))
+    tell(cluster, "d:2", ("device", 5))
+    placer = cluster.make_placer(tier_weights={"host": 0.5, "remote": 0.25})
+    placement = placer.place(Ask(PROMPT), reserve=False)
+    assert placement is not None
+    rates = {x.instance_id: x.match_rate for x in placement.decision.candidates}
+    assert rates["d:1"] == pytest.approx((2 + 0.5 * 2 + 0.25 * 6) / 10)
+    assert rates["d:2"] == pytest.approx(0.5)
+    assert placement.decision.decode.loadable == [40, 20]
+    assert placement.decision.decode.matched == [8, 20]
+
+
+async def test_the_kv_store_is_a_candidate_where_loading_is_cheaper_than_computing(cluster: Cluster) -> None:
+    tell(cluster, "d:1", ("device", 1), ("remote", 10))
+    speeds = Speeds(lambda: 0.0)
+    cheap = common_pb2.RequestTrace(path=common_pb2.PREFILL_PATH_STORE, kv_bytes=1000, transfer_us=10)
+    for _ in range(4):
+        speeds.observe(Served(cheap, "", InstanceId("d:1"), 0.0, 1))
+    slow = common_pb2.RequestTrace(path=common_pb2.PREFILL_PATH_LOCAL, recomputed_tokens=10, ttft_us=1_000_000)
+    for _ in range(4):
+        speeds.observe(Served(slow, "", InstanceId("d:1"), 0.0, 1))
+    policy = make_policy("cost_ms", PolicyContext(speeds=speeds))
+    for x in cluster.registry.ready(Role.PREFILL):
+        x.status = Status.DOWN
+    placement = cluster.make_placer(policy, speeds=speeds).place(Ask(PROMPT))
+    assert placement is not None
+    assert (placement.decode.address, placement.decision.path) == ("d:1", PrefillPath.STORE)
+    assert {term.name for term in placement.decision.terms} >= {"load_ms", "prefill_ms", "decode_ms"}
+    assert sum(term.value for term in placement.decision.terms) == pytest.approx(placement.decision.score)
+    placement.release()
+
+
+async def test_a_choice_by_cost_is_told_to_decode_and_an_operators_threshold_overrides_it(cluster: Cluster) -> None:
+    speeds = Speeds(lambda: 0.0)
+    cluster.hold("d:1", PROMPT[:36])
+    policy = make_policy("cost_ms", PolicyContext(speeds=speeds))
+    local = cluster.make_placer(policy).place(Ask(PROMPT))
+    assert local is not None
+    assert (local.decode.address, local.decision.path) == ("d:1", PrefillPath.LOCAL)
+    assert local.remote_threshold is not None
+    assert local.remote_threshold > 2**30
+    assert local.decision.prefill_instance == ""
+    assert cluster.get("d:1").load.prompts == 4
+    local.prefilled()
+    assert cluster.get("d:1").load.prompts == 0
+    local.release()
+    forced = cluster.make_placer(policy, threshold=1).place(Ask(PROMPT))
+    assert forced is not None
+    assert (forced.decision.path, forced.remote_threshold) == (PrefillPath.REMOTE, 1)
+    assert forced.prefill_hold is not None
+    forced.release()
+    assert cluster.loads() == {}
+
+
+async def test_a_request_that_was_served_teaches_its_instances_speeds(cluster: Cluster) -> None:
+    clock = [0.0]
+    speeds = Speeds(lambda: clock[0])
+    placer = cluster.make_placer(speeds=speeds)
+    for _ in range(5):
+        placement = placer.place(Ask(PROMPT))
+        assert placement is not None
+        p, d = placement.decision.prefill_instance, placement.decision.decode_instance
+        placement.grow(1)
+        clock[0] += 0.9
+        placement.grow(9)
+        placement.trace = common_pb2.RequestTrace(
+            path=common_pb2.PREFILL_PATH_REMOTE,
+            prefill_instance=p,
+            prompt_tokens=40,
+            kv_bytes=1000,
+            ttft_us=90_000,
+            queue_us=5_000,
+            exposed_us=5_000,
+        )
+        placement.release()
+        placement.release()
+    assert speeds.prefill.get([p])[0].at(40) == pytest.approx(80.0)
+    assert speeds.transfer.get([(p, d)])[0].at(1000) == pytest.approx(5.0)
+    assert speeds.decode.get([d])[0].at(1) == pytest.approx(100.0)
+    assert speeds.output_tokens == pytest.approx(10.0)
+
+
+async def test_every_decision_can_be_written_out_and_its_terms_add_up(cluster: Cluster) -> None:
+    cluster.hold("d:1", PROMPT[:8])
+    for name in POLICIES:
+        placement = cluster.make_placer(name).place(Ask(PROMPT, session="s"), reserve=False)
+        assert placement is not None
+        message = placement.decision.to_pb()
+        assert len(message.candidates) == 4
+        assert message.policy == name
+        for scored in (message, *message.candidates):
+            assert sum(term.value for term in scored.terms) == pytest.approx(scored.score), name
+
+
+# --- one prefix that everybody shares ---
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kept_up", [False, True])
+async def test_a_shared_system_prompt_does_not_pile_up(cluster: Cluster, seed: int, kept_up: bool) -> None:
+    """All requests share their first 20 blocks; ``kept_up``: each is done before the next but three come."""
+    clock, rng = [0.0], random.Random(seed)
+    for x in cluster.registry.instances():
+        x.load.now = lambda: clock[0]
+    placer, counts = cluster.make_placer(seed=seed), Counter[str]()
+    system, running = [rng.randrange(1000) for _ in range(80)], list[Placement]()
+    sequence = dict.fromkeys(("p:1", "p:2", "d:1", "d:2"), 0)
+    for _ in range(400):
+        clock[0] += 0.5
+        prompt = system + [rng.randrange(1000) for _ in range(4 * rng.randint(1, 8))]
+        placement = placer.place(Ask(prompt))
+        assert placement is not None
+        running.append(placement)
+        for x in (placement.decode, placement.prefill[0]):
+            counts[x.address] += 1
+            sequence[x.address] += 1
+            assert x.info is not None
+            hashes = block_hashes(prompt, 4, root_hash(x.info.content_key))
+            event = events_pb2.KvEvent(stored=events_pb2.KvBlocksStored(block_hashes=hashes))
+            first = sequence[x.address] == 1
+            batch = events_pb2.KvEventBatch(
+                epoch=b"e" * 16, sequence=sequence[x.address], events=[event], snapshot=first
+            )
+            x.feed.apply(batch)
+        if len(running) > (3 if kept_up else 40):
+            running.pop(rng.randrange(len(running))).release()
+    for pair in (("p:1", "p:2"), ("d:1", "d:2")):
+        assert max(counts[name] for name in pair) <= 1.2 * 400 / 2, counts
+    for placement in running:
+        placement.release()

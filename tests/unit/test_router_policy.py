@@ -45,7 +45,8 @@ def side(
     """Instances a, b, c, ... with these match rates (of 1000 tokens) and work in flight."""
     ids = [InstanceId("abcdefghijklmnop"[i]) for i in range(len(match))]
     work = list(work) or [0.0] * len(ids)
-    return Side(role, ids, [round(1000 * x) for x in match], list(match), work, cost, [LoadBook(role) for _ in ids])
+    books = [LoadBook(role) for _ in ids]
+    return Side(role, ids, [round(1000 * x) for x in match], list(match), work, work, cost, books)
 
 
 NONE = side([], role=Role.PREFILL)
@@ -66,11 +67,11 @@ def test_relative_loads() -> None:
 
 def test_match_wins_until_its_place_is_too_busy() -> None:
     policy = make_policy("match_minus_load")
-    assert best(policy, side([0, 0, 0, 0.9], [0, 0, 0, 100])) == "d"
+    assert best(policy, side([0, 0, 0, 0.9], [0, 0, 0, 50])) == "d"
     assert best(policy, side([0, 0, 0, 0.2], [0, 0, 0, 400])) != "d"
     scores = policy.score(REQUEST, side([0.5], role=Role.PREFILL), side()).prefill
-    assert scores.totals == pytest.approx([0.5 - 0.3])
-    assert scores.explain(0) == {"match": 0.5, "load": pytest.approx(-0.3)}
+    assert scores.totals == pytest.approx([0.5 - 0.5])
+    assert scores.explain(0) == {"match": 0.5, "load": pytest.approx(-0.5)}
 
 
 def test_beta() -> None:
@@ -276,7 +277,8 @@ def simulate(policy: Policy, *, instances: int = 8, requests: int = 3000, seed: 
         matched = [depths.get(s.slot, 0) * BLOCK for s in sims]
         rates = [m / len(prompt) for m in matched]
         ids = [InstanceId(str(i)) for i in range(instances)]
-        candidates = Side(Role.PREFILL, ids, matched, rates, [s.work for s in sims], len(prompt) + OVERHEAD)
+        work: list[float] = [s.work for s in sims]
+        candidates = Side(Role.PREFILL, ids, matched, rates, work, work, len(prompt) + OVERHEAD)
         request = Request(len(prompt))
         choice = choose(policy.score(request, candidates, side([0])), rng)
         assert choice.prefill is not None

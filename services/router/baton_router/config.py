@@ -10,7 +10,7 @@ from baton.config.flags import option
 from baton.errors import ConfigError
 from baton_router.policy import POLICIES, PolicyContext, make_policy
 from baton_router.policy.match_minus_load import MatchMinusLoad
-from baton_router.policy.plugin import parse_options
+from baton_router.policy.plugin import parse_options, parse_tier_weights
 from baton_router.speeds import Speeds
 
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
@@ -29,8 +29,11 @@ class RouterConfig:
     policy: str = option(
         MatchMinusLoad.name, f"placement policy: {', '.join(POLICIES)}, or one that a package registered"
     )
-    beta: float = option(0.3, "weight of relative load against KV match rate")
+    beta: float = option(0.5, "weight of relative load against KV match rate")
     temperature: float = option(0.0, "softmax temperature of match_minus_load's choice; 0: the best score wins")
+    tier_weights: tuple[str, ...] = option(
+        ("host=0.8", "disk=0.5", "remote=0.5"), "what a block in a slower tier counts beside one in device memory"
+    )
     session_overload: float = option(3.0, "load relative to the mean from which a session leaves its home")
     policy_options: tuple[str, ...] = option((), "key=value pairs for a policy that a package registered")
     policy_seed: int | None = option(None, "seed of the policy's random choices; default: random")
@@ -82,6 +85,7 @@ class RouterConfig:
         if both or len(set(self.prefill)) < len(self.prefill) or len(set(self.decode)) < len(self.decode):
             raise ConfigError("an instance is named twice in --prefill and --decode", field="decode")
         make_policy(self.policy, self.policy_context(Speeds()))
+        parse_tier_weights(self.tier_weights)
         for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
             _at_least(self, name, 1)
         _at_least(self, "probe_failures", 1)

@@ -15,6 +15,7 @@ from baton_router.decisions import DecisionLog
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placer
 from baton_router.policy import make_policy
+from baton_router.policy.plugin import parse_tier_weights
 from baton_router.recovery import Breakers, RetryBudget
 from baton_router.registry import Registry
 from baton_router.run import RequestRun, RunContext
@@ -45,6 +46,7 @@ class PlacingDispatcher:
             max_prefills=config.prefill_candidates,
             threshold=config.remote_prefill_threshold,
             speeds=speeds,
+            tier_weights=parse_tier_weights(config.tier_weights),
             seed=config.policy_seed,
         )
         self._context = RunContext(

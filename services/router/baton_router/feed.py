@@ -74,6 +74,11 @@ class EventFeed:
         return self._slot
 
     @property
+    def is_tiered(self) -> bool:
+        """Whether the instance has told of blocks outside its own pool."""
+        return bool(self._lower)
+
+    @property
     def tiers(self) -> tuple[tuple[str, int], ...]:
         """Tiers that the instance has told of, nearest first, each with the slots of it and all nearer ones.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from baton.hashing import HashChain, hash_chain, root_hash
@@ -69,6 +70,7 @@ class Placer:
         threshold: Missing tokens below which the decode instance prefills by itself; ``None``: the policy decides, or
             else the decode instance by its own threshold.
         speeds: Learns from every request that was served; ``None``: nobody wants to know.
+        tier_weights: What a block in a slower tier counts beside one in the instance's own memory, by tier.
         seed: Of ties and draws; ``None``: from the operating system.
     """
 
@@ -81,6 +83,7 @@ class Placer:
         max_prefills: int,
         threshold: int | None,
         speeds: Speeds | None = None,
+        tier_weights: Mapping[str, float] | None = None,
         seed: int | None = None,
     ) -> None:
         self._fleet = fleet
@@ -89,6 +92,7 @@ class Placer:
         self._max_prefills = max_prefills
         self._threshold = threshold
         self._speeds = speeds
+        self._tier_weights = tier_weights or {}
         self._rng = random.Random(seed)
 
     def place(self, ask: Ask, *, reserve: bool = True) -> Placement | None:
@@ -114,6 +118,9 @@ class Placer:
         prefill = _found(Role.PREFILL, prefills, chains[:split], (total, cost))
         cost = total + REQUEST_OVERHEAD_TOKENS * ask.num_sequences
         decode = _found(Role.DECODE, decodes, chains[split:], (total, cost))
+        for found in (prefill, decode):
+            if any(x.feed.is_tiered for x in found.instances):
+                self._count_tiers(found, max(1, total))
         chain = decode.chains[0]
         request = Request(
             total,
@@ -145,6 +152,22 @@ class Placer:
         for chain in groups.values():
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
         return chains
+
+    def _count_tiers(self, found: _Found, total: int) -> None:
+        """Add what instances hold in slower tiers: by weight to their match rates, whole to what they can load."""
+        side = found.side
+        side.loadable = list(side.matched)
+        for at, (instance, chain) in enumerate(zip(found.instances, found.chains, strict=True)):
+            if not instance.feed.is_tiered:
+                continue
+            (_, own), *lower = instance.feed.tiers
+            depths = self._fleet.index.match_any(chain.hashes, [own, *(slots for _, slots in lower)])
+            nearer, more = max(depths[0], side.matched[at] // chain.block_size), 0.0
+            for (tier, _), depth in zip(lower, depths[1:], strict=True):
+                more += self._tier_weights.get(tier, 0.0) * max(0, depth - nearer)
+                nearer = max(nearer, depth)
+            side.loadable[at] = nearer * chain.block_size
+            side.match_rates[at] += more * chain.block_size / total
 
     def _choose(self, request: Request, prefill: _Found, decode: _Found) -> Placement:
         ratings = self._policy.score(request, prefill.side, decode.side)
@@ -200,9 +223,7 @@ class Placer:
 def _found(role: Role, instances: list[Instance], chains: list[_Chain], size: tuple[int, int]) -> _Found:
     """Gather what a policy is to know; ``size``: the prompt's tokens, and its whole cost."""
     total, cost = size
-    matched = [
-        chain.depths.get(x.feed.slot, 0) * chain.block_size for x, chain in zip(instances, chains, strict=True)
-    ]
+    matched = [chain.depths.get(x.feed.slot, 0) * chain.block_size for x, chain in zip(instances, chains, strict=True)]
     books = [x.load for x in instances]
     whole = max(1, total)
     side = Side(
@@ -211,6 +232,7 @@ def _found(role: Role, instances: list[Instance], chains: list[_Chain], size: tu
         matched=matched,
         match_rates=[tokens / whole for tokens in matched],
         work=[book.work for book in books],
+        loads=[book.load for book in books],
         cost=cost,
         books=books,
     )

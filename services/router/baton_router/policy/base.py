@@ -50,6 +50,7 @@ class Side:
         matched: Leading prompt tokens that lie in the instance's own memory.
         match_rates: Matched prompt tokens / prompt tokens, 0 to 1; tokens in slower tiers count by the tier's weight.
         work: Work in flight, in tokens (see ``baton_router.load``).
+        loads: Work in flight and a share of what was done in the last minutes, in tokens.
         cost: Work that this request would add to any of them if nothing matched, in the same unit.
         books: The whole of what is known of their load.
         loadable: Leading prompt tokens that the instance holds or can load from a slower tier or the KV store;
@@ -61,6 +62,7 @@ class Side:
     matched: list[int]
     match_rates: list[float]
     work: list[float]
+    loads: list[float]
     cost: float
     books: Sequence[LoadBook] = ()
     loadable: list[int] | None = None
@@ -144,19 +146,19 @@ class Policy(Protocol):
 def relative_loads(side: Side) -> list[float]:
     """Return each instance's load relative to the mean of all, smoothed by a part of the request's own work.
 
-    ``(work_i + s) / (mean(work) + s)`` with ``s = cost / 4``: 1.0 for all on an idle cluster and in perfect balance.
+    ``(load_i + s) / (mean(load) + s)`` with ``s = cost / 4``: 1.0 for all on an idle cluster and in perfect balance.
     The smoothing keeps the ratio tame while there is little in flight (without it the only busy one of eight instances
     stands at 8 times the mean after a single request) and vanishes beside the queues of a busy cluster.
     """
-    work = side.work
-    if not work:
+    loads = side.loads
+    if not loads:
         return []
     smoothing = _SMOOTHING * side.cost
-    mean = sum(work) / len(work) + smoothing
+    mean = sum(loads) / len(loads) + smoothing
     if mean <= 0:
-        return [1.0] * len(work)
+        return [1.0] * len(loads)
     scale, offset = 1.0 / mean, smoothing / mean
-    return [load * scale + offset for load in work]
+    return [load * scale + offset for load in loads]
 
 
 def scaled(values: Iterable[float], factor: float) -> list[float]:

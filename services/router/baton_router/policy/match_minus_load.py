@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from baton.errors import ConfigError
 from baton.types import InstanceId
-from baton_router.policy.base import Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.policy.base import Ratings, Request, Scores, Side, relative_loads
+
+_IDLE = 1e-6
 
 
 class MatchMinusLoad:
@@ -16,22 +18,23 @@ class MatchMinusLoad:
     Algorithm, for each role by itself::
 
         match_i = matched prompt tokens on i / prompt tokens
-        load_i  = (work in flight on i + s) / (mean work in flight of the role + s)
-        score_i = match_i - beta * load_i
+        load_i  = (work on i + s) / (mean work of the role + s)
+        score_i = match_i - beta * load_i                where load_i >= 1
+        score_i = match_i - beta * (1 + ln load_i)       below the mean
 
-    with s a quarter of the work that this very request would be if nothing matched. Work in flight is counted in
-    tokens: for a prefill instance the prompt tokens it still has to compute, for a decode instance the tokens whose
-    KV it holds (see ``baton_router.load``). The pair's score is the sum of both, so the best of each role is the best
-    pair. Decode's own match counts like prefill's: what decode holds need not travel, and if little is missing it
-    computes the rest itself.
+    with s a quarter of the work that this very request would be if nothing matched. Work is counted in tokens: for a
+    prefill instance the prompt tokens it still has to compute, for a decode instance the tokens whose KV it holds, and
+    for both a share of what they did in the last minutes (see ``baton_router.load``). The pair's score is the sum of
+    both, so the best of each role is the best pair. Decode's own match counts like prefill's: what decode holds need
+    not travel, and if little is missing it computes the rest itself.
 
-    ``beta`` is the price of imbalance: with 0.3 a full match gives way once its instance carries about 4.3 times the
-    mean (1 / 0.3 + 1), a half match at 2.7 times. On traces with shared prefixes, 0.1 to 0.5 keep nearly all of
-    the possible hit rate with loads within a few percent of the mean.
+    ``beta`` is the price of imbalance: with 0.5 a full match gives way once its instance carries 3 times the mean
+    (1 / 0.5 + 1), or to an instance that carries an eighth of the mean. The logarithm is what spreads a prefix that
+    everybody shares: however large the match, there is a point from which an idle instance is worth computing it once.
 
     Risks: with ``beta = 0`` everything goes to the instance that first served a common prefix. A very large ``beta``
-    is ``least_loaded``. Few requests in flight mean little to balance: one hot prefix stays on one instance as long
-    as that one keeps up, which is wanted. Match rates of a stale index can be too high; they cost recomputation on a
+    is ``least_loaded``. With little to do at all (a request now and then) there is little to balance, and a hot prefix
+    stays on few instances, which is wanted. Match rates of a stale index can be too high; they cost recomputation on a
     prefill instance, never a wrong answer.
 
     Args:
@@ -45,7 +48,7 @@ class MatchMinusLoad:
 
     name = "match_minus_load"
 
-    def __init__(self, beta: float = 0.3, temperature: float = 0.0) -> None:
+    def __init__(self, beta: float = 0.5, temperature: float = 0.0) -> None:
         for field, value in (("beta", beta), ("temperature", temperature)):
             if not (math.isfinite(value) and 0.0 <= value <= 100.0):
                 raise ConfigError(f"{field} must be between 0 and 100, got {value}", field=field)
@@ -60,4 +63,6 @@ class MatchMinusLoad:
         """Nothing to remember."""
 
     def _score(self, side: Side) -> Scores:
-        return Scores.of(match=side.match_rates, load=scaled(relative_loads(side), -self.beta))
+        price = -self.beta
+        loads = [price * (x if x >= 1.0 else 1.0 + math.log(max(x, _IDLE))) for x in relative_loads(side)]
+        return Scores.of(match=side.match_rates, load=loads)

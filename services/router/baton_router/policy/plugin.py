@@ -10,12 +10,14 @@ and a router started with ``--policy nearest`` calls it once with a :class:`Poli
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
 from baton.errors import BatonError, ConfigError
+from baton_router.feed import LOWER_TIERS
 from baton_router.policy.base import Policy
 from baton_router.policy.cost_ms import CostMs
 from baton_router.policy.least_loaded import LeastLoaded
@@ -42,7 +44,7 @@ class PolicyContext:
         options: ``--policy-options``: ``key=value`` pairs, for policies of other packages.
     """
 
-    beta: float = 0.3
+    beta: float = 0.5
     temperature: float = 0.0
     session_overload: float = 3.0
     rng: random.Random = field(default_factory=random.Random)
@@ -89,6 +91,26 @@ def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
     if not (callable(getattr(policy, "score", None)) and callable(getattr(policy, "chosen", None))):
         raise ConfigError(f"policy {name!r} made a {type(policy).__name__}, which scores nothing", field="policy")
     return policy
+
+
+def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
+    """Read ``tier=weight`` pairs.
+
+    Raises:
+        ConfigError: No such tier, or the weight is not from 0 to 1; names ``tier_weights``.
+    """
+    found = {}
+    for pair in weights:
+        tier, _, text = pair.partition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if tier not in LOWER_TIERS or not 0.0 <= weight <= 1.0:
+            message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(LOWER_TIERS)}"
+            raise ConfigError(message, field="tier_weights")
+        found[tier] = weight
+    return found
 
 
 def parse_options(options: Sequence[str]) -> dict[str, str]:
