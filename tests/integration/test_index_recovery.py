@@ -1,0 +1,235 @@
+"""The event stream of a real worker process is cut: the metrics say so, and afterwards the index is exact again.
+
+Truth is the worker's own: a snapshot that it gives to somebody else, past the network that was cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+import pytest
+
+from baton.api.v1 import worker_pb2, worker_pb2_grpc
+from baton.hashing import HashChain, hash_chain, root_hash
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import sampling_to_pb
+from baton.testing.checkpoints import make_checkpoint
+from baton.testing.tcp_proxy import TcpProxy
+from baton.types import SamplingParams
+from baton_router.config import RouterConfig
+from baton_router.instance import Instance
+from baton_router.metrics import RouterMetrics
+from baton_router.registry import Registry
+
+CUT_S = 10.0
+SAMPLING = sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=2))
+
+
+@dataclass
+class Worker:
+    """A decode process; its pool holds a few prompts only, so that it evicts."""
+
+    path: str
+    flags: tuple[str, ...] = ()
+    port: int = 0
+    asked: list[list[int]] = field(default_factory=list)
+    process: asyncio.subprocess.Process | None = None
+    num_requests: int = 0
+
+    async def start(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton_decode.main", "--model", self.path, "--port", str(self.port)),
+            *("--dtype", "float32", "--kv-blocks", "40", "--threads", "1", "--instance-id", "d0", *self.flags),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert self.process.stderr is not None
+        async with asyncio.timeout(120):
+            while line := (await self.process.stderr.readline()).decode():
+                if found := re.search(r"listening on 127\.0\.0\.1:(\d+)", line):
+                    self.port = int(found[1])
+                    return
+        raise AssertionError("the worker did not start")
+
+    async def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            await self.process.communicate()
+
+    @contextlib.asynccontextmanager
+    async def stub(self) -> AsyncIterator[worker_pb2_grpc.WorkerServiceAsyncStub]:
+        async with open_channel(f"127.0.0.1:{self.port}") as channel:
+            yield worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[misc]
+
+    async def generate(self, prompts: list[list[int]]) -> None:
+        """Ask for something directly, as another router would."""
+        async with self.stub() as stub:
+            for prompt in prompts:
+                self.num_requests += 1
+                request = worker_pb2.GenerateRequest(
+                    request_id=str(self.num_requests), prompt_token_ids=prompt, sampling=SAMPLING
+                )
+                async for _ in stub.Generate(request, timeout=60):
+                    pass
+                self.asked.append(prompt)
+
+    async def truth(self) -> set[bytes]:
+        """Return what it holds."""
+        async with self.stub() as stub:
+            async for answer in stub.StreamKvEvents(worker_pb2.StreamKvEventsRequest(), timeout=60):
+                assert answer.batch.snapshot
+                return {item for event in answer.batch.events for item in event.stored.block_hashes}
+        raise AssertionError("no snapshot came")
+
+
+class Router:
+    """The router's registry, and what its metrics tell."""
+
+    def __init__(self, port: int, **options: object) -> None:
+        self.metrics = RouterMetrics()
+        values: dict[str, object] = {"decode": (f"127.0.0.1:{port}",), "reconnect_max_s": 0.2, **options}
+        self.registry = Registry(RouterConfig(**values), self.metrics)  # type: ignore[arg-type]
+        self.registry.start()
+
+    @property
+    def instance(self) -> Instance:
+        return self.registry.instances()[0]
+
+    def states(self) -> set[str]:
+        text = self.metrics.render().decode()
+        return set(re.findall(r'^baton_router_index_state\{.*instance="d0".*state="(\w+)"\} 1\.0$', text, re.MULTILINE))
+
+    def age_s(self) -> float:
+        found = re.search(
+            r'^baton_router_index_age_seconds\{.*instance="d0".*\} (\S+)$', self.metrics.render().decode(), re.MULTILINE
+        )
+        return float(found[1]) if found else 0.0
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await self.registry.wait_changed(0.02)
+
+    def chain(self, prompt: list[int]) -> HashChain:
+        info = self.instance.info
+        assert info is not None
+        return hash_chain(prompt, info.fingerprint.block_size, root_hash(info.content_key))
+
+    async def until_equal(self, worker: Worker) -> None:
+        """Wait until the index holds what the worker holds, block by block, and no other."""
+        index, feed, truth = self.registry.index, self.instance.feed, await worker.truth()
+        assert truth
+
+        def equal() -> bool:
+            slots = 1 << feed.slot
+            return feed.num_blocks == len(truth) and all(index.match(HashChain(item), slots) for item in truth)
+
+        await self.until(lambda: self.states() == {"exact"} and equal())
+        for prompt in worker.asked:
+            chain = self.chain(prompt)
+            held = next((at for at, item in enumerate(chain) if item not in truth), len(chain))
+            assert index.match(chain, 1 << feed.slot).get(feed.slot, 0) == held
+
+
+def some_prompts(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(10, 400) for _ in range(64)]
+    return [shared + [rng.randrange(10, 400) for _ in range(rng.randrange(20, 200))] for _ in range(count)]
+
+
+@dataclass
+class Rig:
+    worker: Worker
+    proxy: TcpProxy
+    stack: contextlib.AsyncExitStack
+
+    def router(self, **options: object) -> Router:
+        router = Router(self.proxy.port, **options)
+        self.stack.push_async_callback(router.registry.close)
+        return router
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+
+
+@contextlib.asynccontextmanager
+async def rig_for(path: str, *flags: str) -> AsyncIterator[Rig]:
+    async with contextlib.AsyncExitStack() as stack:
+        worker = Worker(path, flags)
+        stack.push_async_callback(worker.kill)
+        await worker.start()
+        proxy = TcpProxy(worker.port)
+        await proxy.start()
+        stack.push_async_callback(proxy.stop)
+        yield Rig(worker, proxy, stack)
+
+
+@pytest.mark.parametrize("how", ["broken", "silent"])
+async def test_a_cut_is_seen_and_made_up_for(path: str, how: str) -> None:
+    async with rig_for(path) as rig:
+        router, worker = rig.router(), rig.worker
+        await worker.generate(some_prompts(4, seed=1))
+        await router.until(lambda: router.states() == {"exact"})
+        await router.until_equal(worker)
+        before = set(router.chain(worker.asked[0]))
+
+        if how == "broken":
+            await rig.proxy.cut()
+        else:
+            rig.proxy.freeze()
+        await router.until(lambda: router.states() == {"stale"})
+        slot, num_events = router.instance.feed.slot, router.instance.feed.num_events
+        await worker.generate(some_prompts(6, seed=2))
+        assert not before <= await worker.truth(), "nothing was evicted meanwhile"
+        await router.until(lambda: router.age_s() >= CUT_S)
+        assert router.states() == {"stale"}
+        assert router.instance.feed.num_events == num_events
+
+        if how == "broken":
+            await rig.proxy.start()
+        else:
+            rig.proxy.thaw()
+        await router.until_equal(worker)
+        assert router.instance.feed.slot == slot, "a snapshot came where the ring buffer reached back"
+        assert router.instance.feed.num_events > num_events
+        await worker.generate(some_prompts(3, seed=3))
+        await router.until_equal(worker)
+
+
+async def test_a_restarted_worker_is_another_one(path: str) -> None:
+    async with rig_for(path) as rig:
+        router, worker = rig.router(), rig.worker
+        await worker.generate(some_prompts(3, seed=1))
+        await router.until_equal(worker)
+        old = await worker.truth()
+        await worker.kill()
+        await router.until(lambda: router.states() == {"stale"})
+        await worker.start()
+        await worker.generate(some_prompts(2, seed=4))
+        await router.until_equal(worker)
+        assert not old <= await worker.truth()
+
+
+async def test_a_worker_without_events_is_known_by_what_was_sent_there(path: str) -> None:
+    async with rig_for(path, "--no-kv-events") as rig:
+        router = rig.router()
+        await router.until(lambda: bool(router.registry.ready(router.instance.role)))
+        async with rig.worker.stub() as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.StreamKvEvents(worker_pb2.StreamKvEventsRequest()).read()
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert router.states() == {"off"}
+        feed, chain = router.instance.feed, router.chain(some_prompts(1, seed=5)[0])
+        expectation = feed.expect(chain)
+        assert expectation is not None
+        router.registry.index.forget(expectation)
+        assert router.registry.index.match(chain, 1 << feed.slot) == {feed.slot: len(chain)}
+        assert 'baton_router_index_decided_prompts{instance="d0",role="decode"} 1.0' in router.metrics.render().decode()
