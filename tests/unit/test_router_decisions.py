@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.api.v1 import common_pb2
-from baton.types import PrefillPath, Role
+from baton.types import InstanceId, PrefillPath, Role
 from baton_router.decision import Decision
 from baton_router.decision_terms import DecisionTerms
 from baton_router.decisions import DecisionLog
@@ -36,11 +36,16 @@ class Clock:
 
 
 def side(role: Role, rates: list[float], work: list[float]) -> Side:
-    ids = [f"{role.value}-{at}" for at in range(len(rates))]
-    fields = {"role": role, "ids": ids, "matched": [int(100 * rate) for rate in rates], "match_rates": rates}
-    if "loads" in Side.__slots__:
-        fields["loads"] = work
-    return Side(**fields, work=work, cost=164.0)  # type: ignore[arg-type]
+    ids = [InstanceId(f"{role.value}-{at}") for at in range(len(rates))]
+    return Side(
+        role=role,
+        ids=ids,
+        matched=[int(100 * rate) for rate in rates],
+        match_rates=rates,
+        work=work,
+        loads=work,
+        cost=164.0,
+    )
 
 
 def decide(ratings: Ratings | None = None, *, prefills: int = 2, decodes: int = 2) -> Decision:

@@ -6,7 +6,10 @@ import { NOTHING, bytes, count, percent, rate, time, timeText } from "./format.j
 const HISTORY_S = 120;
 
 function percentiles(values) {
-  return values ? `p95 ${timeText(values.p95)} · p99 ${timeText(values.p99)}` : "nothing in the last minute";
+  if (!values) return "nothing lately";
+  const [p95, p99] = [timeText(values.p95), timeText(values.p99)];
+  const [unit] = p99.split(" ").slice(-1);
+  return `p95 ${p95.endsWith(` ${unit}`) ? p95.slice(0, -unit.length - 1) : p95} · p99 ${p99}`;
 }
 
 function tiles(data) {
