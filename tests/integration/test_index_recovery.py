@@ -65,7 +65,7 @@ class Worker:
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[worker_pb2_grpc.WorkerServiceAsyncStub]:
         async with open_channel(f"127.0.0.1:{self.port}") as channel:
-            yield worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[misc]
+            yield worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def generate(self, prompts: list[list[int]]) -> None:
         """Ask for something directly, as another router would."""

@@ -42,7 +42,7 @@ class RouterConfig:
     )
     prefill_candidates: int = option(3, "prefill instances that a request may try, one after the other")
     kv_events: bool = option(True, "keep an exact index from the instances' KV events")
-    index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 50 bytes each")
+    index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 40 bytes each")
     index_stale_limit_s: float = option(30.0, "seconds without events after which an instance's index is not used")
     index_heartbeat_ms: int = option(
         250, "longest silence asked of an instance's events; after 3.5 times as long its index is stale; 0: none"
