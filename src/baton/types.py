@@ -94,6 +94,24 @@ class SamplingParams:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    def _is_usual(self) -> bool:
+        """Whether every field is in range at first sight, as in nearly all requests; else each is looked at."""
+        return (
+            0.0 <= self.temperature <= 100.0
+            and 0.0 < self.top_p <= 1.0
+            and self.min_p == self.presence_penalty == self.frequency_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and self.top_k >= -1
+            and (self.max_tokens or 0) >= 1
+            and self.min_tokens == 0
+            and 0 <= (self.seed or 0) < 2**64
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and 1 <= self.n <= MAX_N
+            and not self.stop_token_ids
+            and not self.logit_bias
+        )
+
     def validate(self, *, vocab_size: int | None = None, prefix: str = "") -> None:
         """Check every field's range.
 
@@ -104,6 +122,8 @@ class SamplingParams:
         Raises:
             InvalidRequestError: Names the first field that is out of range.
         """
+        if self._is_usual():
+            return
 
         def need(ok: bool, name: str, what: str) -> None:
             if not ok:

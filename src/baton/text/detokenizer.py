@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.text.tokenizer import Tokenizer
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 8
 """Tokens a character may be spread over; more are no character that will ever be completed (UTF-8 needs 4 bytes)."""
@@ -41,7 +42,7 @@ class IncrementalDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """Take more ids and return the text that is complete with them."""
         hidden = self._hidden
-        return self._decoder.push(token_id for token_id in ids if token_id not in hidden)
+        return self._decoder.push([token_id for token_id in ids if token_id not in hidden])
 
     def flush(self) -> str:
         """Return what was held back: no more ids come. Bytes that are no character become U+FFFD."""
@@ -55,7 +56,7 @@ class _BytesDecoder:
 
     def __init__(self, tokenizer: Tokenizer, strip: int) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = _UTF8(errors="replace")
         self._strip = strip
 
     def push(self, ids: Iterable[int]) -> str:

@@ -26,14 +26,15 @@ async def read_json(request: Request, options: HttpOptions) -> Any:
             (415).
         ClientGone: The client left while sending.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    headers = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
+    kind = headers.get(b"content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise HTTPException(415, f"the body must be application/json, not {kind!r:.80}")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = headers.get(b"content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise HTTPException(415, f"the body must come as it is, not with content-encoding {encoding!r:.80}")
     limit = options.max_body_bytes
-    length = request.headers.get("content-length", "")
+    length = headers.get(b"content-length", "")
     too_long = length.isdigit() and int(length) > limit
     data = bytearray()
     more = True

@@ -25,6 +25,7 @@ from baton_router.http.headers import Route, route_headers
 from baton_router.http.job import Job, chat_job, completion_job
 from baton_router.http.metrics import HttpMetrics
 from baton_router.http.options import HttpOptions
+from baton_router.http.protocol import DISCONNECT
 from baton_router.text_pipeline import TextPipeline
 from baton_router.text_request import PreparedRequest, TextChunk
 
@@ -67,7 +68,7 @@ class Generations:
         if job.stream:
             return EventResponse(run, EventWriter(job, prepared, ident, created))
         builder = AnswerBuilder(job, prepared, ident, created)
-        async with run.guard(request.receive), aclosing(run.chunks()) as chunks:
+        async with run.guard(request.scope, request.receive), aclosing(run.chunks()) as chunks:
             async for at, chunk in chunks:
                 run.note(at, chunk)
                 builder.add(at, chunk)
@@ -96,10 +97,13 @@ class GenerationRun:
         """Seconds that sending a piece of the answer may take."""
         return self._options.send_timeout_s
 
-    def guard(self, receive: Receive) -> RequestGuard:
+    def guard(self, scope: Scope, receive: Receive) -> RequestGuard:
         """Return the guard under which to run."""
         return RequestGuard(
-            receive, limit_s=self._options.request_timeout_s, send_timeout_s=self._options.send_timeout_s
+            receive,
+            limit_s=self._options.request_timeout_s,
+            send_timeout_s=self._options.send_timeout_s,
+            on_disconnect=scope.get("extensions", {}).get(DISCONNECT, {}).get("call"),
         )
 
     def chunks(self) -> AsyncGenerator[tuple[int, TextChunk], None]:
@@ -130,7 +134,7 @@ class EventResponse(Response):
         """Run the generation and send what comes."""
         started = False
         try:
-            async with self._run.guard(receive) as guard:
+            async with self._run.guard(scope, receive) as guard:
                 async with aclosing(self._run.chunks()) as chunks:
                     async for at, chunk in chunks:
                         self._run.note(at, chunk)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from starlette.types import Message, Receive, Send
 
 from baton.errors import BatonError, CancelledError, DeadlineError
+
+OnDisconnect = Callable[[Callable[[], None] | None], None]
 
 
 class ClientGone(CancelledError):
@@ -27,8 +30,24 @@ class RequestGuard:
         DeadlineError: The request took too long.
     """
 
-    def __init__(self, receive: Receive, *, limit_s: float, send_timeout_s: float) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        *,
+        limit_s: float,
+        send_timeout_s: float,
+        on_disconnect: OnDisconnect | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            receive: Tells of the disconnect, if nothing else does.
+            limit_s: Seconds that the body may take.
+            send_timeout_s: Seconds that the client may leave a message untaken.
+            on_disconnect: Takes what is to be called when the client has gone; see ``protocol.DISCONNECT``.
+        """
         self._receive = receive
+        self._on_disconnect = on_disconnect
         self._limit_s = limit_s
         self._send_timeout_s = send_timeout_s
         self._reason: BatonError | None = None
@@ -40,7 +59,10 @@ class RequestGuard:
         task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[object] = task
-        self._watcher = asyncio.create_task(self._watch())
+        # Servers can tell of a disconnect; with others a task has to wait for it.
+        self._watcher = None if self._on_disconnect is not None else asyncio.create_task(self._watch())
+        if self._on_disconnect is not None:
+            self._on_disconnect(self._gone)
         too_late = DeadlineError(f"the request took longer than {self._limit_s:g} s")
         self._deadline = self._loop.call_later(self._limit_s, self._cancel, too_late)
         self._stall = self._loop.call_later(self._send_timeout_s, self._check_sending)
@@ -50,7 +72,10 @@ class RequestGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop watching."""
-        self._watcher.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._on_disconnect is not None:
+            self._on_disconnect(None)
         self._deadline.cancel()
         self._stall.cancel()
         # Cancelled by somebody else as well (a server that shuts down): then that goes first.
@@ -66,6 +91,9 @@ class RequestGuard:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._gone()
+
+    def _gone(self) -> None:
         self._cancel(ClientGone("the client closed the connection"))
 
     def _check_sending(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -10,6 +11,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
+DISCONNECT = "baton.disconnect"
+"""Extension of the ASGI scope: ``call`` takes a function to be called when the client has gone. Cheaper than a task."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -25,6 +28,19 @@ class JoiningCycle(RequestResponseCycle):
     """
 
     _head = b""
+    _gone: Callable[[], None] | None = None
+
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        """Say what to call when the client has gone, once; ``None``: nothing any more. It may have gone already."""
+        self._gone = callback
+        if self.disconnected:
+            self.lost()
+
+    def lost(self) -> None:
+        """The client has gone."""
+        callback, self._gone = self._gone, None
+        if callback is not None:
+            callback()
 
     async def send(self, message: Any) -> None:
         """Send an ASGI message.
@@ -124,6 +140,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Stop waiting."""
         self._end_head()
         super().connection_lost(exc)
+        if isinstance(self.cycle, JoiningCycle) and self.cycle.disconnected:
+            self.cycle.lost()
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
@@ -169,7 +187,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._offers_upgrade():
             self._end_head()
             super().on_headers_complete()
-            self.cycle.__class__ = JoiningCycle  # made just now by uvicorn, which lets nobody choose the class
+            cycle: Any = self.cycle  # made just now by uvicorn, which lets nobody choose the class
+            cycle.__class__ = JoiningCycle
+            self.scope["extensions"] = {DISCONNECT: {"call": cycle.on_disconnect}}  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         """End a request, but for one that comes again without its offer."""
