@@ -24,6 +24,8 @@ class BlockTable(Protocol):
     """What an index needs of its table; chains are strings of hashes, 32 bytes each."""
 
     name: str
+    sweep_budget: int
+    """Entries that may be swept at a time without anybody noticing."""
 
     def __len__(self) -> int:
         """Distinct hashes."""
@@ -92,6 +94,7 @@ class NativeTable:
     """The table in C (``block_table.c``): about 35 bytes per block and slot word, and no object per block."""
 
     name = "c"
+    sweep_budget = 200_000
 
     def __init__(self, max_blocks: int, library: Any) -> None:
         self._library = library

@@ -152,13 +152,19 @@ class PrefixIndex:
         """End an expectation; harmless if the slot was dropped meanwhile."""
         expectation.tree.forget(expectation)
 
-    def sweep(self, budget: int = 100_000) -> bool:
-        """Clear dead bits from about ``budget`` entries; return whether nothing is left to do."""
+    def sweep(self, budget: int | None = None) -> bool:
+        """Clear dead bits from about ``budget`` entries; return whether nothing is left to do.
+
+        Args:
+            budget: Default: as many as take a millisecond or a few.
+        """
         if not self._sweep_bits:
             if not self._dead:
                 return True
             self._sweep_from, self._sweep_bits = 0, self._dead
-        self._sweep_from = self._table.sweep(self._sweep_bits, self._sweep_from, budget)
+        self._sweep_from = self._table.sweep(
+            self._sweep_bits, self._sweep_from, self._table.sweep_budget if budget is None else budget
+        )
         if self._sweep_from:
             return False
         # Slots dropped while this pass was under way keep their bits reserved for the next one.

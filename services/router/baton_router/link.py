@@ -19,7 +19,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from baton.api.v1 import worker_pb2
+from baton.api.v1 import events_pb2, worker_pb2
 from baton.errors import BatonError
 from baton.types import Epoch
 from baton_router.backoff import Backoff
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _SILENT_BEATS = 3.5
 """Heartbeats that may be missing before an event stream counts as cut."""
+_LOST_BEATS = 20
+"""Heartbeats that may be missing before another stream is opened in its place."""
 
 Admit = Callable[[Instance, InstanceInfo], None]
 """Checks an instance's identity; raises a BatonError that names what does not fit."""
@@ -185,19 +187,18 @@ class Link:
             return
         backoff = Backoff(self._config.reconnect_max_s, self._rng)
         feed, name = self._instance.feed, self._instance.instance_id
-        heartbeat_ms = self._config.index_heartbeat_ms
         while True:
             request = worker_pb2.StreamKvEventsRequest(
-                from_sequence=feed.resume_from(epoch), epoch=epoch, heartbeat_ms=heartbeat_ms
+                from_sequence=feed.resume_from(epoch), epoch=epoch, heartbeat_ms=self._config.index_heartbeat_ms
             )
             call = self._instance.stub.StreamKvEvents(request)
             try:
-                async for answer in call:
-                    if answer.batch.heartbeat:
-                        feed.heartbeat(answer.batch, _SILENT_BEATS * heartbeat_ms / 1000)
-                    elif feed.apply(answer.batch):
-                        self._metrics.index_events.labels(instance=name).inc(len(answer.batch.events))
-                    backoff.reset()
+                async with asyncio.timeout(None) as silence:
+                    async for answer in call:
+                        self._take_events(answer.batch, silence)
+                        backoff.reset()
+            except TimeoutError:
+                log.warning("KV events of %s fell silent", name)
             except EventGapError as error:
                 log.warning("KV events of %s have a gap: %s", name, error)
                 self._metrics.sequence_gaps.labels(instance=name).inc()
@@ -210,6 +211,16 @@ class Link:
                 call.cancel()
                 feed.broken()
             await asyncio.sleep(backoff.next_s())
+
+    def _take_events(self, batch: events_pb2.KvEventBatch, silence: asyncio.Timeout) -> None:
+        """Put a batch into the index. Once heartbeats come, ``silence`` ends a stream that nothing comes from."""
+        feed, beat_s = self._instance.feed, self._config.index_heartbeat_ms / 1000
+        if batch.heartbeat:
+            feed.heartbeat(batch, _SILENT_BEATS * beat_s)
+        elif feed.apply(batch):
+            self._metrics.index_events.labels(instance=self._instance.instance_id).inc(len(batch.events))
+        if batch.heartbeat or silence.when() is not None:
+            silence.reschedule(asyncio.get_running_loop().time() + _LOST_BEATS * beat_s)
 
 
 def _reason(error: BaseException | None) -> str:

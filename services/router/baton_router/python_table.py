@@ -13,6 +13,7 @@ class PythonTable:
     """A dictionary from hashes to integers, about 170 bytes per block. Sets are interned: few differ."""
 
     name = "python"
+    sweep_budget = 20_000
 
     def __init__(self, max_blocks: int) -> None:
         self._limit = max_blocks

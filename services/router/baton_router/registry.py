@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from baton.api.v1 import router_pb2
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError, UnavailableError
+from baton.hashing import native_chain
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
 from baton.text.digest import tokenizer_digest
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _STALL_S = 0.5
-_SWEEP_BUDGET = 200_000
 
 
 class Registry:
@@ -71,6 +71,10 @@ class Registry:
 
     def start(self) -> None:
         """Connect to the static instances and begin to watch the leases; needs a running loop."""
+        native = self.index.method == "c" and native_chain() is not None  # compiled now, not by the first prompt
+        self._metrics.index_native.set(native)
+        if not native:
+            log.warning("no C compiler: hashing and look-ups are in Python, and the index takes 170 bytes per block")
         for role, addresses in ((Role.PREFILL, self._config.prefill), (Role.DECODE, self._config.decode)):
             for address in addresses:
                 self._add(address, role)
@@ -284,4 +288,4 @@ class Registry:
             self.expire()
             for x in self.instances():
                 x.feed.tick()
-            self.index.sweep(_SWEEP_BUDGET)
+            self.index.sweep()
