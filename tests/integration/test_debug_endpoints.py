@@ -87,6 +87,7 @@ async def test_index_tells_how_far_it_can_be_trusted(watched: Watched) -> None:
     row = rows[decode.instance_id]
     assert (row["state"], row["blocks"], row["age_s"]) == ("exact", 2, 0)
     assert row["epoch"] == decode.epoch.hex()
+    assert (row["tiers"], row["decided_prompts"]) == (["device"], 0)
     assert row["sequence"] == decode.state.event_position
     assert seen["groups"][row["group"]] == {"block_size": 4, "instances": ["p0", "d0", "d1"]}
     await decode.stop()

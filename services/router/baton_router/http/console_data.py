@@ -110,6 +110,7 @@ def describe(x: Instance) -> dict[str, Any]:
             "state": feed.state.value,
             "age_s": round(feed.age_s, 1),
             "blocks": feed.num_blocks,
+            "decided": feed.num_decided,
             "sequence": feed.resume_from(info.epoch) if info is not None else 0,
             "epoch": info.epoch.hex()[:8] if info is not None else None,
             "group": info.content_key.hex()[:12] if info is not None else None,

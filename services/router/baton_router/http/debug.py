@@ -118,6 +118,8 @@ def index_state(instances: Iterable[Instance]) -> dict[str, Any]:
                 "usable": feed.usable,
                 "age_s": round(feed.age_s, 3),
                 "blocks": feed.num_blocks,
+                "tiers": [tier for tier, _ in feed.tiers],
+                "decided_prompts": feed.num_decided,
                 "sequence": feed.resume_from(info.epoch) if info is not None else 0,
                 "epoch": info.epoch.hex() if info is not None else None,
                 "events": feed.num_events,

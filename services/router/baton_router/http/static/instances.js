@@ -6,7 +6,7 @@ import { NOTHING, count, percent, span } from "./format.js";
 const STATES = {
   exact: ["Exact", "good", "every KV event was applied"],
   stale: ["Stale", "warn", "the event stream broke: what is known may be out of date"],
-  off: ["Off", "bad", "nothing is known of its cache"],
+  off: ["Off", "bad", "no events tell of its cache; the router's own decisions stand in"],
 };
 
 export const order = (a, b) => a.id.localeCompare(b.id, "en", { numeric: true });
@@ -108,7 +108,8 @@ export function showIndex(data) {
     chip.title = meaning;
     setText(chip, state);
     setText(part(node, "age"), x.index.age_s > 0 ? span(x.index.age_s) : NOTHING);
-    setText(part(node, "blocks"), count(x.index.blocks));
+    setText(part(node, "blocks"), x.index.decided ? `${count(x.index.decided)} guessed` : count(x.index.blocks));
+    part(node, "blocks").title = x.index.decided ? "prompts of the router's own decisions, which stand in for events" : "";
     setText(part(node, "sequence"), count(x.index.sequence));
     setText(part(node, "epoch"), x.index.epoch ?? NOTHING);
   });
