@@ -17,6 +17,7 @@ from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton_kvstore.config import KVStoreConfig
 from baton_router.config import RouterConfig
+from baton_router.replay import command, prefix_command
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
@@ -27,6 +28,8 @@ COMMANDS = {
     "health": health.add_parser,
     "explain": explain.add_parser,
     "bench": bench.add_kv_parser,
+    "replay": command.add_parser,
+    "prefixes": prefix_command.add_parser,
 }
 
 

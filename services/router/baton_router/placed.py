@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.api.v1 import common_pb2
 from baton.types import PrefillPath
 from baton_router.decision import Decision
@@ -31,7 +34,7 @@ class Ask:
         max_tokens: Tokens that it may generate; ``None``: nobody said.
     """
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | npt.NDArray[np.uint32]
     cache_salt: str = ""
     num_sequences: int = 1
     local_only: bool = False

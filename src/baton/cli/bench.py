@@ -1,13 +1,19 @@
-"""``baton bench``: measures what a deployment depends on. ``baton bench kv``: KV transfer."""
+"""``baton bench``: measures what a deployment depends on. ``baton bench kv``: KV transfer.
+
+Services bring benchmarks of their own by entry points of the group ``baton.benchmarks``: functions that declare a
+command.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from importlib.metadata import entry_points
 
 from baton.errors import BatonError, ConfigError
 
+GROUP = "baton.benchmarks"
 EXIT_CODES = """exit status:
   0  everything asked for was measured, and every byte was right
   1  a transfer failed, or a block was not what it should be
@@ -19,9 +25,16 @@ EXIT_CODES = """exit status:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the commands."""
-    parser = commands.add_parser("bench", help="measure KV transfer between instances")
+    parser = commands.add_parser("bench", help="measure KV transfer, replay traces against the router's policies")
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_kv_parser(benches)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            declare = point.load()
+        except (ImportError, AttributeError) as error:
+            print(f"baton: the benchmark {point.name} cannot be imported: {error}", file=sys.stderr)
+            continue
+        declare(benches)
 
 
 def add_kv_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,147 @@
+"""Traces in Mooncake's format: JSON lines with arrival, lengths, and a name per block of 512 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from baton.errors import ConfigError, shown
+
+BLOCK_TOKENS = 512
+_MAX_ID = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line.
+
+    Attributes:
+        at_ms: When it arrives.
+        input_tokens: Of its prompt.
+        output_tokens: That it generates.
+        blocks: Names of the prompt's blocks: equal names stand for equal tokens after equal blocks.
+        session: Whose conversation it belongs to; empty: the trace doesn't say.
+    """
+
+    at_ms: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    session: str = ""
+
+    def to_line(self) -> bytes:
+        """Return the line, without its end."""
+        line: dict[str, Any] = {
+            "timestamp": round(self.at_ms),
+            "input_length": self.input_tokens,
+            "output_length": self.output_tokens,
+            "hash_ids": self.blocks,
+        }
+        if self.session:
+            line["session_id"] = self.session
+        return orjson.dumps(line)
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """Read a trace in order of arrival.
+
+    Args:
+        path: The file.
+        limit: Requests to read at most.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is not what it should be; names line and field.
+    """
+    requests = [_request(value, where) for where, value in read_lines(path, limit)]
+    if not requests:
+        raise ConfigError(f"{path} has no request", field="trace")
+    return sorted(requests, key=lambda request: request.at_ms)
+
+
+def with_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Guess conversations where a trace names none: a prompt with two leading blocks of an earlier one continues it."""
+    if any(request.session for request in requests):
+        return list(requests)
+    owners: dict[int, str] = {}
+    named = []
+    for number, request in enumerate(requests):
+        known = [block for block in request.blocks[1:] if block in owners]
+        session = owners[known[-1]] if known else f"s{number}"
+        for block in request.blocks[1:]:
+            owners.setdefault(block, session)
+        named.append(replace(request, session=session))
+    return named
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write requests as a trace.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        path.write_bytes(b"".join(request.to_line() + b"\n" for request in requests))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", field="save") from error
+
+
+def read_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a file of JSON lines, each with the place where it stands.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is no JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and number > limit:
+                    return
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    value = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    raise ConfigError(f"{where} is no JSON: {error}", field="trace") from error
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{where} is no JSON object", field="trace")
+                yield where, value
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="trace") from error
+
+
+def _request(value: dict[str, Any], where: str) -> TraceRequest:
+    at = value.get("timestamp")
+    if isinstance(at, bool) or not isinstance(at, (int, float)) or at < 0:
+        raise ConfigError(f"{where}: timestamp must be a number of milliseconds, got {shown(at)}", field="timestamp")
+    blocks = whole_numbers(value.get("hash_ids"), f"{where}: hash_ids", "hash_ids")
+    length = _length(value, "input_length", where)
+    if not (len(blocks) - 1) * BLOCK_TOKENS < length <= len(blocks) * BLOCK_TOKENS:
+        raise ConfigError(
+            f"{where}: {len(blocks)} hash_ids are not the blocks of {length} tokens ({BLOCK_TOKENS} each)",
+            field="hash_ids",
+        )
+    session = value.get("session_id", "")
+    return TraceRequest(float(at), length, _length(value, "output_length", where), blocks, str(session))
+
+
+def _length(value: dict[str, Any], name: str, where: str) -> int:
+    number = value.get(name)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"{where}: {name} must be a number above 0, got {shown(number)}", field=name)
+    return number
+
+
+def whole_numbers(value: Sequence[Any] | None, what: str, field: str) -> tuple[int, ...]:
+    """Check a list of 32-bit numbers.
+
+    Raises:
+        ConfigError: It is none; says ``what`` and names ``field``.
+    """
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < _MAX_ID for item in value):
+        raise ConfigError(f"{what} must be a list of numbers from 0 to 2**32 - 1", field=field)
+    return tuple(value)
