@@ -107,8 +107,10 @@ async def test_an_instance_that_dies_and_one_that_leaves(watched: Watched, brows
     await asyncio.to_thread(look)
 
 
-async def test_a_router_that_ends_is_seen(watched: Watched, browser: Chrome) -> None:
+async def test_an_odd_link_and_a_router_that_ends(watched: Watched, browser: Chrome) -> None:
     await asyncio.to_thread(sign_in, browser, watched.url)
+    browser.execute_script("location.hash = '#request=%zz+1'")
+    await asyncio.to_thread(wait, browser, lambda d: "not remember" in d.find_element(By.ID, "explain-body").text)
     await watched.app.stop()
     await asyncio.to_thread(wait, browser, lambda d: d.find_element(By.ID, "banner").is_displayed())
     assert "does not answer" in browser.find_element(By.ID, "banner").text

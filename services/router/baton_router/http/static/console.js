@@ -118,8 +118,7 @@ async function explain() {
 }
 
 function followHash() {
-  const found = /^#request=(.+)$/.exec(location.hash);
-  state.explained = found ? decodeURIComponent(found[1]) : "";
+  state.explained = new URLSearchParams(location.hash.slice(1)).get("request") ?? "";
   const sheet = $("explain");
   if (!state.explained) return sheet.open && sheet.close();
   $("explain-id").textContent = state.explained;
