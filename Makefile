@@ -51,6 +51,8 @@ bench: $(STAMP) ## benchmarks; results under benchmarks/results
 	$(BIN)/baton bench kv --overlap --json > benchmarks/results/kv.jsonl
 	$(BIN)/python benchmarks/overlap.py --write
 	$(BIN)/python benchmarks/index.py --write
+	$(BIN)/python benchmarks/http.py --write
+	$(BIN)/python benchmarks/http.py --kill --write
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

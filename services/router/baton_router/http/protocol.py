@@ -189,7 +189,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             cycle: Any = self.cycle  # made just now by uvicorn, which lets nobody choose the class
             cycle.__class__ = JoiningCycle
-            self.scope["extensions"] = {DISCONNECT: {"call": cycle.on_disconnect}}  # type: ignore[typeddict-unknown-key]
+            self.scope["extensions"] = {DISCONNECT: {"call": cycle.on_disconnect}}
 
     def on_message_complete(self) -> None:
         """End a request, but for one that comes again without its offer."""
