@@ -36,7 +36,8 @@ DOCUMENTS = sorted(
     )
 )
 SERVICES = {f"baton-{name}": f"baton_{name}.main" for name in ("router", "prefill", "decode", "kvstore")}
-COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton explain", "baton bench kv"]
+BENCHES = ["baton bench kv", "baton bench router", "baton bench prefixes"]
+COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton explain", *BENCHES]
 SECTIONS = {
     "baton-router": ["router"],
     "baton-prefill": ["worker", "engine"],
@@ -47,6 +48,8 @@ SECTIONS = {
     "baton health": ["health"],
     "baton explain": ["explain"],
     "baton bench kv": ["bench"],
+    "baton bench router": ["replay"],
+    "baton bench prefixes": ["prefixes"],
 }
 FENCE = re.compile(r"^ *(```+|~~~+)([^\n]*)\n(.*?)^ *\1 *$", re.DOTALL | re.MULTILINE)
 

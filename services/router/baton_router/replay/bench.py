@@ -21,7 +21,7 @@ from baton_router.replay.report import PolicyRecord, document, print_table, reco
 from baton_router.replay.simulate import Replay, Setup
 from baton_router.replay.trace import TraceRequest, read_trace, with_sessions, write_trace
 
-FILE_WIDTH = 150
+FILE_WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
 _BETA_POLICIES = ("match_minus_load", "session")
 

@@ -101,7 +101,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     table = Table()
     names = ("policy", "beta", "block hits", "of best", "from decode", "load max/mean", "requests max/mean", "local")
     for name in (*names, "TTFT p50 ms", "p90", "p99", "mean", "decision µs"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
     for row in found["policies"]:
         ttft = row["ttft_ms"]
         table.add_row(
