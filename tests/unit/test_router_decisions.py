@@ -245,6 +245,8 @@ def test_pulse_is_what_happened_in_the_window() -> None:
         clock.now += 1
         pulse.beat()
     assert len(pulse._samples) <= 183
+    assert len(pulse.history()) == len(pulse._samples) - 1
+    assert [piece["ago_s"] for piece in pulse.history()[-3:]] == [2, 1, 0]
 
 
 @given(st.lists(st.floats(0.001, 5.0), min_size=1, max_size=80), st.floats(0.01, 0.99))

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -64,13 +63,17 @@ class Pulse:
         self._history_s = history_s
         self._now = now
         self._samples: deque[Sample] = deque([self._read()])
+        self._pieces: deque[tuple[float, dict[str, Any]]] = deque()
 
     def beat(self) -> None:
         """Take a sample if the last one is a second old."""
         if self._now() - self._samples[-1].at >= 1.0:
-            self._samples.append(self._read())
-            while self._samples[1].at < self._samples[-1].at - self._history_s:
+            before, after = self._samples[-1], self._read()
+            self._samples.append(after)
+            self._pieces.append((after.at, _piece(before, after)))
+            while self._samples[1].at < after.at - self._history_s:
                 self._samples.popleft()
+                self._pieces.popleft()
 
     def _read(self) -> Sample:
         sample = Sample(self._now(), dict.fromkeys((*_NAMES, _FAILED), 0.0), {_TTFT: {}, _ITL: {}})
@@ -101,22 +104,21 @@ class Pulse:
 
     def history(self) -> list[dict[str, Any]]:
         """Return the same between every two samples, oldest first; ``ago_s`` is the end of each piece."""
-        now, samples = self._now(), list(self._samples)
-        pieces = []
-        for before, after in pairwise(samples):
-            seconds = after.at - before.at
-            ttft = _percentiles(before.histograms[_TTFT], after.histograms[_TTFT])
-            itl = _percentiles(before.histograms[_ITL], after.histograms[_ITL])
-            pieces.append(
-                {
-                    "ago_s": round(now - after.at, 1),
-                    "seconds": round(seconds, 1),
-                    **_rates(before, after, seconds),
-                    "ttft_ms": ttft["p50"] if ttft else None,
-                    "itl_ms": itl["p50"] if itl else None,
-                }
-            )
-        return pieces
+        now = self._now()
+        return [{"ago_s": round(now - at, 1), **piece} for at, piece in self._pieces]
+
+
+def _piece(before: Sample, after: Sample) -> dict[str, Any]:
+    """Return what happened between two samples, as the series shows it."""
+    seconds = after.at - before.at
+    ttft = _percentiles(before.histograms[_TTFT], after.histograms[_TTFT])
+    itl = _percentiles(before.histograms[_ITL], after.histograms[_ITL])
+    return {
+        "seconds": round(seconds, 1),
+        **_rates(before, after, seconds),
+        "ttft_ms": ttft["p50"] if ttft else None,
+        "itl_ms": itl["p50"] if itl else None,
+    }
 
 
 def _rates(before: Sample, after: Sample, seconds: float) -> dict[str, float | None]:
