@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -30,6 +31,8 @@ from baton_router.text_pipeline import TextPipeline
 from baton_router.text_request import PreparedRequest, TextChunk
 
 CLIENT_GONE_STATUS = 499
+SESSION_HEADER = "x-baton-session"
+"""Names the conversation, for the policy ``session``; goes before the field ``session_id``."""
 
 
 class Generations:
@@ -56,7 +59,9 @@ class Generations:
             return Response(status_code=CLIENT_GONE_STATUS)  # nobody reads it; the metrics count it
 
     async def _answer(self, request: Request, job: Job, ident: str) -> Response:
-        prepared = [await self._pipeline.prepare(item, fallback_id=ident) for item in job.requests]
+        session = request.headers.get(SESSION_HEADER, "")
+        requests = [replace(item, session=session) if session else item for item in job.requests]
+        prepared = [await self._pipeline.prepare(item, fallback_id=ident) for item in requests]
         ignored = job.ignored + _unread_variables(job, prepared[0])
         check_strict(ignored, self._options.strict_fields)
         headers = {}
