@@ -12,6 +12,7 @@ goes without):
     ~/.cache/baton-bench/ai-dynamo-runtime/bin/pip install ai-dynamo-runtime==1.6.1
 
     python benchmarks/index.py --write
+    python benchmarks/index.py --cut     an instance's event stream is cut for ten seconds, see index_parts/cut.py
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if sys.path and sys.path[0].endswith("benchmarks"):
     sys.path[0] += "/index_parts"  # not this folder: `http` in it would be found in the standard library's place
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from cut import measure_cuts
 from decision import BLOCK, ROOT, measure_decisions, prompt_tokens
 from workload import CHAIN
 
@@ -47,6 +50,7 @@ RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "ai-dynamo-runtime"
 BARS = {32: 1.5, 256: 1.0, 2048: 1.0}
 DECISION_BARS_US = {32: 150.0, 2048: 1400.0}
 PER_EVENT = (16, 256)
+BAR_STALE_S = 1.0
 
 
 class Remote:
@@ -153,6 +157,15 @@ def print_decisions(result: dict[str, Any]) -> bool:
     return fine
 
 
+def print_cuts(result: dict[str, Any]) -> bool:
+    for how, x in result.items():
+        print(
+            f"{how}: stale in /metrics after {x['stale_after_s']:.2f} s (bar {BAR_STALE_S:.0f}); exact again, "
+            f"with the instance's own {x['blocks']} blocks, {x['exact_after_s']:.2f} s after the end of the cut"
+        )
+    return all(x["stale_after_s"] <= BAR_STALE_S for x in result.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=1_000_000, help="distinct blocks, about")
@@ -161,7 +174,10 @@ def main() -> None:
     parser.add_argument("--rival-python", help="interpreter of an environment with ai-dynamo-runtime")
     parser.add_argument("--no-rival", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(HERE.parent)}")
+    parser.add_argument("--cut", action="store_true", help="measure only what a cut of the event stream does")
     args = parser.parse_args()
+    if args.cut:
+        sys.exit(0 if print_cuts(asyncio.run(measure_cuts())) else 1)
     native_chain()
     result: dict[str, Any] = {"rival": None if args.no_rival else RIVAL, "blocks": args.blocks}
     pythons = {"baton": sys.executable}

@@ -50,7 +50,7 @@ class Worker:
             stderr=asyncio.subprocess.PIPE,
         )
         assert self.process.stderr is not None
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             while line := (await self.process.stderr.readline()).decode():
                 if found := re.search(r"listening on 127\.0\.0\.1:(\d+)", line):
                     self.port = int(found[1])
@@ -75,14 +75,14 @@ class Worker:
                 request = worker_pb2.GenerateRequest(
                     request_id=str(self.num_requests), prompt_token_ids=prompt, sampling=SAMPLING
                 )
-                async for _ in stub.Generate(request, timeout=60):
+                async for _ in stub.Generate(request, timeout=120):
                     pass
                 self.asked.append(prompt)
 
     async def truth(self) -> set[bytes]:
         """Return what it holds."""
         async with self.stub() as stub:
-            async for answer in stub.StreamKvEvents(worker_pb2.StreamKvEventsRequest(), timeout=60):
+            async for answer in stub.StreamKvEvents(worker_pb2.StreamKvEventsRequest(), timeout=120):
                 assert answer.batch.snapshot
                 return {item for event in answer.batch.events for item in event.stored.block_hashes}
         raise AssertionError("no snapshot came")
@@ -111,7 +111,7 @@ class Router:
         )
         return float(found[1]) if found else 0.0
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 90.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 await self.registry.wait_changed(0.02)
@@ -212,7 +212,9 @@ async def test_a_restarted_worker_is_another_one(path: str) -> None:
         old = await worker.truth()
         await worker.kill()
         await router.until(lambda: router.states() == {"stale"})
+        await rig.proxy.cut()  # else it might connect to itself, from the very port that the next process needs
         await worker.start()
+        await rig.proxy.start()
         await worker.generate(some_prompts(2, seed=4))
         await router.until_equal(worker)
         assert not old <= await worker.truth()

@@ -149,8 +149,14 @@ def test_silence_after_heartbeats_is_stale(feed: EventFeed, clock: Clock) -> Non
     assert feed.age_s == pytest.approx(1.5)
     feed.broken()
     assert feed.age_s == pytest.approx(1.5), "it broke when it fell silent"
-    feed.heartbeat(beat(1), 0.875)
+    feed.apply(batch(1, stored(HASHES[:2])))
     assert (feed.state, feed.age_s) == (IndexState.EXACT, 0)
+    clock.now = 8
+    assert feed.state is IndexState.STALE, "the next stream is silent from its first batch on"
+    assert feed.restarted(B)
+    feed.apply(batch(1, epoch=B, snapshot=True))
+    clock.now = 20
+    assert feed.state is IndexState.EXACT, "another process, which may send no heartbeats"
 
 
 def test_a_heartbeat_tells_of_events_that_did_not_come(feed: EventFeed) -> None:

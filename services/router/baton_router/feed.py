@@ -145,13 +145,12 @@ class EventFeed:
         self._decisions.clear()
         self._index.drop(self._slot)
         self._slot = self._index.add()
-        self._epoch = None
+        self._epoch = self._silence_s = None
         return True
 
     def broken(self) -> None:
         """Tell that the event stream ended."""
         self._broken_at = self._now() if self._cut_at is None else self._cut_at
-        self._silence_s = None
 
     def stood_still(self, seconds: float) -> None:
         """Tell that the router itself could hear nothing for a while: that is no silence of the instance."""
@@ -164,7 +163,7 @@ class EventFeed:
             self._forget()
 
     def heartbeat(self, batch: events_pb2.KvEventBatch, silence_s: float) -> None:
-        """Take a sign of life; from now on a silence of more than ``silence_s`` makes the index stale.
+        """Take a sign of life; from now on, on later streams too, a silence of ``silence_s`` makes the index stale.
 
         Raises:
             EventGapError: The instance sent events that did not come here.

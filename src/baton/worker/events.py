@@ -11,6 +11,7 @@ from baton.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.types import Epoch
 
 TIER = "device"
+_AT_ONCE_S = 0.001
 Snapshot = Callable[[], Awaitable[tuple[int, list[KVEvent]]]]
 
 
@@ -47,10 +48,10 @@ class KvEventLog:
             from_sequence: First sequence number wanted; 0: begin with a snapshot.
             epoch: The process the follower knew.
             snapshot: Returns the sequence number it stands for, and the events that rebuild the cache.
-            heartbeat_s: Without news for so long a heartbeat is sent: who hears none knows that the stream is cut, also
-                where no connection broke. 0: none.
+            heartbeat_s: A heartbeat is sent when the follower has caught up, and then without news for so long: who
+                hears none knows that the stream is cut, also where no connection broke. 0: none.
         """
-        position = from_sequence
+        position, silence_s = from_sequence, min(heartbeat_s, _AT_ONCE_S)
         if from_sequence == 0 or epoch != self._epoch or not self._reaches(from_sequence):
             position = 0
         while True:
@@ -64,7 +65,8 @@ class KvEventLog:
             while position <= self.sequence and self._reaches(position):
                 yield self._ring[position - self.sequence - 1]
                 position += 1
-            while position > self.sequence and not await _set_within(changed, heartbeat_s):
+            while position > self.sequence and not await _set_within(changed, silence_s):
+                silence_s = heartbeat_s
                 yield events_pb2.KvEventBatch(epoch=self._epoch, sequence=self.sequence, heartbeat=True)
 
     def _reaches(self, sequence: int) -> bool:
