@@ -6,6 +6,7 @@ machine: one core was measured to read 12 GB/s from small pages and 21 GB/s from
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -36,10 +37,8 @@ def _map(size: int) -> torch.Tensor:
     """Map zeros, uint8 [size], from the beginning of a large page on; the last ones may be small."""
     mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without large pages: small ones do
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without large pages: small ones do
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     skip = -memory.data_ptr() % HUGE_PAGE
     return memory[skip : skip + size]

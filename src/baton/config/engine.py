@@ -38,7 +38,7 @@ class EngineConfig:
         choices=("recompute", "fail"),
     )
     attention_backend: str = option("auto", "attention operator", choices=("auto", "cpp", "torch"))
-    packed_linears: bool = option(True, "repack weights for oneDNN on a CPU (bfloat16)")
+    packed_linears: bool = option(True, "repack weights for the processor (bfloat16 on a CPU)")
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:

@@ -30,8 +30,13 @@ def load_runner(config: EngineConfig) -> ModelRunner:
     return ModelRunner(config)
 
 
-def make_arena(config: EngineConfig, runner: ModelRunner) -> KVShards:
+def make_arena(config: EngineConfig, runner: ModelRunner, *, private: bool = False) -> KVShards:
     """Allocate the KV pool, one arena per rank, and bind the model to it.
+
+    Args:
+        config: Says how many blocks.
+        runner: The model.
+        private: No other process will read the pool (the other ranks do, where there are some).
 
     Raises:
         ConfigError: No pool that is worth it fits into memory, or not the one that was asked for.
@@ -46,7 +51,9 @@ def make_arena(config: EngineConfig, runner: ModelRunner) -> KVShards:
             f"{blocks} KV blocks take {wanted / 2**20:.0f} MiB, but only {available / 2**20:.0f} MiB are free",
             field="kv_blocks",
         )
-    shards = KVShards([KVArena(blocks, layout.block_bytes) for layout in layouts])
+    shards = KVShards(
+        [KVArena(blocks, layout.block_bytes, private=private and len(layouts) == 1) for layout in layouts]
+    )
     try:
         shards.touch()
         runner.bind(shards)
@@ -75,7 +82,7 @@ def build_engine(
     """
     runner = load_runner(config)
     try:
-        shards = make_arena(config, runner)
+        shards = make_arena(config, runner, private=connector_factory is None)
         connector = connector_factory(runner, shards) if connector_factory is not None else None
         return EngineCore(config, runner, shards, connector=connector, on_events=on_events)
     except BaseException:

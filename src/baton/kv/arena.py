@@ -3,6 +3,9 @@
 The mapping is anonymous shared memory (``memfd_create``): another process on the host maps it from a passed file
 descriptor and copies blocks from pool to pool, and the kernel frees it with its last user, also after SIGKILL.
 
+A pool that no other process will ever read can be private memory instead, which the kernel backs with large pages more
+readily: attention then reads it up to a fifth faster.
+
 Generations fence one-sided reads. The owner raises a block's generation before it hands the block to a new user,
 so a reader who finds the generation unchanged *after* its copy knows that nobody wrote into the block meanwhile.
 
@@ -11,6 +14,7 @@ Progress lets readers follow a computation: a counter that the owner raises, and
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -35,6 +39,12 @@ class KVArena:
     Layout of the mapping: header page (magic, epoch, num_blocks, block_bytes, progress), generations (uint64 per
     block, padded to a page), blocks.
 
+    Args:
+        num_blocks: Of the pool.
+        block_bytes: Size of each.
+        epoch: Of this arena; default: a new one.
+        private: Never to be mapped by another process.
+
     Attributes:
         epoch: 16 random bytes of this arena; a restarted process has another.
         generations: uint64 array [num_blocks], shared with readers.
@@ -42,15 +52,23 @@ class KVArena:
         progress: How far the owner's computation is, shared with readers.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int, *, epoch: Epoch | None = None) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, *, epoch: Epoch | None = None, private: bool = False) -> None:
         if num_blocks < 1 or block_bytes < 1:
             raise ConfigError(f"an arena needs blocks and bytes, got {num_blocks} x {block_bytes}", field="kv_blocks")
         self.epoch = epoch or Epoch(secrets.token_bytes(16))
-        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, arena_bytes(num_blocks, block_bytes))
-        # Sealed in its size, so that no reader's mapping can ever fault on memory that went away.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._map(num_blocks, block_bytes, mmap.ACCESS_WRITE)
+        size = arena_bytes(num_blocks, block_bytes)
+        if private:
+            self._fd = -1
+            self._map(num_blocks, block_bytes, mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        else:
+            self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._fd, size)
+            # Sealed in its size, so that no reader's mapping can ever fault on memory that went away.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map(num_blocks, block_bytes, mmap.mmap(self._fd, size, access=mmap.ACCESS_WRITE))
+        self._discard = mmap.MADV_DONTNEED if private else mmap.MADV_REMOVE
+        with contextlib.suppress(OSError):  # a kernel without large pages, or none for shared memory: small ones do
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         header = MAGIC + self.epoch + num_blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")
         self._mapping[: len(header)] = header
 
@@ -74,12 +92,13 @@ class KVArena:
         if not right or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ConfigError("the file descriptor received is not a KV arena")
         self.epoch = Epoch(header[8:24])
-        self._map(num_blocks, block_bytes, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._discard = mmap.MADV_REMOVE
+        self._map(num_blocks, block_bytes, mmap.mmap(fd, arena_bytes(num_blocks, block_bytes), access=access))
         return self
 
-    def _map(self, num_blocks: int, block_bytes: int, access: int) -> None:
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        self._mapping = mmap.mmap(self._fd, arena_bytes(num_blocks, block_bytes), access=access)
+    def _map(self, num_blocks: int, block_bytes: int, mapping: mmap.mmap) -> None:
+        self.num_blocks, self.block_bytes, self._mapping = num_blocks, block_bytes, mapping
         whole = np.frombuffer(self._mapping, dtype=np.uint8)
         start = HEADER_BYTES + _page_up(8 * num_blocks)
         self.progress = Progress(whole[_PROGRESS_AT : _PROGRESS_AT + 8].view(np.uint64))
@@ -94,7 +113,7 @@ class KVArena:
 
     @property
     def fd(self) -> int:
-        """The memory's file descriptor, to be passed to readers on the same host."""
+        """The memory's file descriptor, to be passed to readers on the same host; -1 if it is private."""
         return self._fd
 
     def touch(self) -> None:
@@ -109,7 +128,7 @@ class KVArena:
         if stop == self.num_blocks:
             end = base + _page_up(stop * self.block_bytes)
         if end > start:
-            self._mapping.madvise(mmap.MADV_REMOVE, start, end - start)
+            self._mapping.madvise(self._discard, start, end - start)
 
     def close(self) -> None:
         """Release the file descriptor; the mapping goes with the last array that refers to it."""

@@ -12,24 +12,23 @@ namespace baton {
 constexpr int AMX_ROWS = 16;   // of a tile
 constexpr int AMX_PAIRS = 16;  // of bfloat16 in a row of it
 
-// While one lives, this thread's eight tiles have 16 rows of 64 bytes each.
+// Shapes of the eight tiles; as the instruction wants them.
+struct AmxShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  void set(int tile, int tile_rows, int bytes) { rows[tile] = (uint8_t)tile_rows, row_bytes[tile] = (uint16_t)bytes; }
+};
+static_assert(sizeof(AmxShapes) == 64, "a configuration is 64 bytes");
+
+// While one lives, this thread can use the tiles.
 class AmxTiles {
  public:
-  AmxTiles() {
-    alignas(64) const Config config;
-    _tile_loadconfig(&config);
-  }
+  AmxTiles(const AmxShapes& shapes = {}) { _tile_loadconfig(&shapes); }
   ~AmxTiles() { _tile_release(); }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
-
- private:
-  struct Config {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  };
-  static_assert(sizeof(Config) == 64, "as the instruction wants it");
 };
 
 // GCC's intrinsics do not say that they read and write memory: call this between them and other code.

@@ -42,17 +42,26 @@ constexpr int WIDE_GROUP = 2;
 template <class T>
 class Ahead {
  public:
-  // Positions from..to of a sequence, `heads` KV heads from `head` on, to be fetched by `calls` calls of some().
-  void begin(const Attention& args, const Head<T>& head, int heads, long from, long to, long calls) {
-    a_ = &args, head_ = &head, heads_ = heads;
+  // Positions from..to of an item's sequence, for its KV heads, to be fetched by `calls` calls of some().
+  void begin(const Attention& args, const Item& item, long from, long to, long calls) {
+    const Head<T> head(args, item.seq, item.head);
+    a_ = &args, table_ = head.table, k_ = head.k, v_ = head.v, heads_ = item.heads;
     const long block = args.block_size;
     next_ = from < to ? from / block : 0, stop_ = from < to ? (to + block - 1) / block : 0;
     values_next_ = false, at_ = end_ = nullptr;
     lines_ = ((stop_ - next_) * (bytes(args.k_dim) + bytes(args.v_dim)) / 64 + calls) / calls;
   }
 
-  void some() {
-    for (long i = 0; i < lines_; ++i, at_ += 64) {
+  // The tile of an item that begins at position j, or the first one of the item after it.
+  void begin_tile(const Attention& args, const Item& item, const Item* next, long j, long calls) {
+    if (j >= item.end && next)
+      begin(args, *next, next->begin, std::min<long>(next->end, next->begin + KB), calls);
+    else
+      begin(args, item, j, std::min<long>(item.end, j + KB), calls);
+  }
+
+  void some(int calls = 1) {
+    for (long i = 0; i < lines_ * calls; ++i, at_ += 64) {
       if (at_ >= end_ && !more()) return;
       __builtin_prefetch(at_, 0, 2);
     }
@@ -60,7 +69,8 @@ class Ahead {
 
  private:
   const Attention* a_;
-  const Head<T>* head_;
+  const int32_t* table_;
+  const T *k_, *v_;
   const char *at_, *end_;
   long next_, stop_, lines_;
   int heads_;
@@ -70,8 +80,8 @@ class Ahead {
 
   bool more() {
     if (next_ >= stop_) return false;
-    const long block = head_->table[next_] * a_->block_stride;
-    at_ = (const char*)((values_next_ ? head_->v : head_->k) + block);
+    const long block = table_[next_] * a_->block_stride;
+    at_ = (const char*)((values_next_ ? v_ : k_) + block);
     end_ = at_ + bytes(values_next_ ? a_->v_dim : a_->k_dim);
     next_ += values_next_;
     values_next_ = !values_next_;
@@ -84,7 +94,7 @@ class Ahead {
 template <class T, int G>
 class Decode {
  public:
-  Decode(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item), first(args, item.seq, item.head) {
+  Decode(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item) {
     steps = (a.k_dim + 2 * VL - 1) / (2 * VL);
     chunks = (a.v_dim + 2 * VL - 1) / (2 * VL);
     const size_t queries = (size_t)2 * G * steps, outputs = (size_t)2 * G * chunks;
@@ -95,14 +105,15 @@ class Decode {
     state = (State*)(row + 2 * VL * chunks);
   }
 
-  // partials: null, or where to leave largest, sum and the unscaled output of each query head for merging.
-  void run(float* partials) {
+  // partials: null, or where to leave largest, sum and the unscaled output of each query head for merging. next: what
+  // this thread will probably do after this, or null.
+  void run(float* partials, const Item* next) {
     for (int h = 0; h < item.heads; ++h) begin(h);
     const T *keys[KB], *values[KB];
     Ahead<T> ahead;
     for (long j = item.begin; j < item.end; j += KB) {
       const int n = (int)std::min<long>(KB, item.end - j);
-      ahead.begin(a, first, item.heads, j + n, std::min<long>(item.end, j + n + KB), (long)item.heads * round_up(n, VL));
+      ahead.begin_tile(a, item, next, j + n, (long)item.heads * round_up(n, VL));
       for (int h = 0; h < item.heads; ++h) {
         Head<T>(a, item.seq, item.head + h).rows(j, n, keys, values);
         tile(keys, values, n, h, ahead);
@@ -118,7 +129,6 @@ class Decode {
 
   const Attention& a;
   const Item& item;
-  Head<T> first;
   int steps, chunks;
   vf *q, *out;  // [heads][steps][2][G] and [heads][chunks][2][G]
   float* row;
@@ -234,11 +244,11 @@ class Decode {
 };
 
 template <class T>
-void decode(const Attention& a, const Item& item, Scratch& scratch, float* partials) {
+void decode(const Attention& a, const Item& item, const Item* next, Scratch& scratch, float* partials) {
   switch (a.num_heads / a.kv_heads) {
 #define BATON_GROUP(G) \
   case G:              \
-    return Decode<T, G>(a, item, scratch).run(partials);
+    return Decode<T, G>(a, item, scratch).run(partials, next);
     BATON_GROUP(1)
     BATON_GROUP(2)
     BATON_GROUP(3)

@@ -1,5 +1,6 @@
 // One call: write the new tokens' KV into the pool, then attend, prompt chunks and decodes in one parallel loop.
 #include "decode.h"
+#include "decode_amx.h"
 #include "rotate.h"
 #include "tile.h"
 
@@ -85,12 +86,18 @@ void write(const Attention& a, int thread, int threads, Scratch& scratch) {
 }
 
 template <class C, class T>
-void attend(const Attention& a, const Item& item, Scratch& scratch, float* partials) {
+void attend(const Attention& a, const Plan& plan, size_t i, Scratch& scratch, float* partials) {
+  const Item& item = plan.items[i];
   const int group = a.num_heads / a.kv_heads;
-  if (item.end > 0)
-    decode<T>(a, item, scratch, item.part < 0 ? nullptr : partials + (long)item.part * group * (a.v_dim + 2));
-  else
-    Tile<C, T>(a, item, scratch).run();
+  float* partial = item.part < 0 ? nullptr : partials + (long)item.part * group * (a.v_dim + 2);
+  if (item.end == 0) return Tile<C, T>(a, item, scratch).run();
+  const size_t after = i + a.threads;
+  const Item* next = after < plan.items.size() && plan.items[after].end > 0 ? &plan.items[after] : nullptr;
+#if defined(BATON_AMX)
+  if constexpr (std::is_same_v<C, ComputeAmx>)
+    if (DecodeAmx::takes(a)) return DecodeAmx(a, item, scratch).run(partial, next);
+#endif
+  decode<T>(a, item, next, scratch, partial);
 }
 
 template <class T>
@@ -126,11 +133,10 @@ void run(const Attention& a) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local Scratch scratch;
-    const typename Products<C>::Unit unit;
     write<T>(a, omp_get_thread_num(), omp_get_num_threads(), scratch);
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < work.items.size(); ++i) attend<C, T>(a, work.items[i], scratch, partials);
+    for (size_t i = 0; i < work.items.size(); ++i) attend<C, T>(a, work, i, scratch, partials);
 #pragma omp for schedule(static)
     for (size_t i = 0; i < work.splits.size(); ++i) merge<T>(a, work.splits[i], partials);
   }

@@ -128,9 +128,7 @@ inline void multiply(const typename C::elem* a, long lda, const typename C::elem
 template <class C>
 struct Products {
   typedef typename C::elem elem;
-  struct Unit {  // what a thread holds while it multiplies
-    Unit() {}
-  };
+  struct Unit {};  // what a thread holds while it multiplies
   static constexpr int ROWS = MR;
   static constexpr int STEPS = 1;  // keys have a multiple of so many steps
   static constexpr int TILE_ROWS = 192;  // about as many (token, head) rows share one packed tile of keys
@@ -291,6 +289,7 @@ class Tile {
   }
 
   void run() {
+    [[maybe_unused]] const typename Products<C>::Unit unit;
     begin();
     const long last = start + item.q1 - 1, first = start + item.q0;
     const long low = a.window ? std::max<long>(0, first - a.window + 1) : 0;
