@@ -1,7 +1,7 @@
 """What a request costs the router: CPU time of its process, beside a router in Rust in the same run.
 
 Four workers without a model stand behind each router, 32 connections before it, prompts of 4 KB (Python source; half of
-each is one of eight beginnings that requests share). Measured are
+each is one of eight beginnings that requests share, the rest no other has). Measured are
 
     unary   one token, not streamed
     stream  100 tokens, streamed; one per step of the worker
@@ -51,7 +51,7 @@ MODEL = HERE.parent / "models" / "baton-tiny"
 RIVAL = "sglang-router==0.3.2"
 RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "sglang-router"
 SLOT_BYTES = 8 * 1024
-PROMPT_BYTES, SHARED, BEGINNINGS, PROMPTS = 4096, 2048, 8, 256
+PROMPT_BYTES, SHARED, BEGINNINGS, WARM_UP = 4096, 2048, 8, 256
 STREAM_TOKENS, CONCURRENCY, WORKERS = 100, 32, 4
 BAR_REQUEST_US, BAR_TOKEN_US = 250.0, 12.0
 
@@ -116,7 +116,7 @@ def measure(case: Case) -> dict[str, Any]:
         workers = start_workers(stack, folder, "baton" if case.router == "baton" else "openai", case.step_ms)
         start = start_baton if case.router == "baton" else start_rival
         router, port = start(stack, [worker.port for worker in workers])
-        bodies = write_bodies(folder, case.prompt, case.tokens, stream=case.mode != "unary")
+        bodies = write_bodies(folder, case.prompt, case.tokens, case.requests + WARM_UP, stream=case.mode != "unary")
         with load(port, folder, bodies, case.tokens, case.requests) as generator:
             before = cpu_s(router.pid)
             result = generator.go()
@@ -165,7 +165,7 @@ def kill(requests: int, *, write: bool) -> int:
         workers = start_workers(stack, folder, "baton", 1.0)
         _, port = start_baton(stack, [worker.port for worker in workers])
         tokens = 20
-        bodies = write_bodies(folder, "ids", tokens, stream=True)
+        bodies = write_bodies(folder, "ids", tokens, 512, stream=True)
         with load(port, folder, bodies, tokens, requests) as generator:
             generator.begin()
             started = metric(port, "baton_http_requests_total")
@@ -311,7 +311,7 @@ class Generator:
 def load(port: int, folder: Path, bodies: Path, tokens: int, requests: int) -> Iterator[Generator]:
     """Start the load generator and warm up."""
     command = [sys.executable, str(PARTS / "load.py"), "--port", str(port), "--bodies", str(bodies)]
-    command += ["--times", str(folder / "times"), "--concurrency", str(CONCURRENCY)]
+    command += ["--times", str(folder / "times"), "--concurrency", str(CONCURRENCY), "--warm-up", str(WARM_UP)]
     command += ["--tokens", str(tokens), "--requests", str(requests)]
     with contextlib.ExitStack() as stack:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -320,9 +320,9 @@ def load(port: int, folder: Path, bodies: Path, tokens: int, requests: int) -> I
         yield Generator(process)
 
 
-def write_bodies(folder: Path, prompt: str, tokens: int, *, stream: bool) -> Path:
+def write_bodies(folder: Path, prompt: str, tokens: int, count: int, *, stream: bool) -> Path:
     """Write the requests' bodies to a file."""
-    prompts: list[Any] = list(make_prompts())
+    prompts: list[Any] = list(make_prompts(count))
     if prompt == "ids":
         from baton.text import Tokenizer
 
@@ -338,8 +338,8 @@ def write_bodies(folder: Path, prompt: str, tokens: int, *, stream: bool) -> Pat
     return path
 
 
-def make_prompts() -> Iterator[str]:
-    """Yield prompts of 4 KB: pieces of the standard library's source, the same ones every time."""
+def make_prompts(count: int) -> Iterator[str]:
+    """Yield prompts of 4 KB: pieces of the standard library's source, the same ones in every run."""
     source = "".join(Path(module.__file__ or "").read_text(encoding="ascii") for module in (argparse, contextlib))
     rng = random.Random(7)
 
@@ -348,7 +348,7 @@ def make_prompts() -> Iterator[str]:
         return source[at : at + length]
 
     beginnings = [piece(SHARED) for _ in range(BEGINNINGS)]
-    for at in range(PROMPTS):
+    for at in range(count):
         yield beginnings[at % BEGINNINGS] + piece(PROMPT_BYTES - SHARED)
 
 

@@ -289,7 +289,7 @@ def _encode(model: TextModel, request: TextRequest, limit: int | None) -> list[i
             f"this model's context is {limit} tokens and {request.prompt_field} has {fewest} or more",
             field=request.prompt_field,
         )
-    return model.tokenizer.encode(text, request.add_special_tokens)
+    return model.tokenizer.encode(text, request.add_special_tokens, salt=request.cache_salt)
 
 
 def _render(model: TextModel, prompt: ChatPrompt, field: str) -> str:
