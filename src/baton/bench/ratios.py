@@ -28,7 +28,8 @@ EXPOSED_SHARE = 0.15
 def aims(streams: Sequence[int]) -> list[Aim]:
     """Return what is aimed at, for these numbers of TCP streams.
 
-    What others do has no checksums: TCP is held against it without its own, and what they cost is a ratio by itself.
+    What others do has no checksums: TCP is held against it without its own, what they cost is a ratio by itself, and
+    against bare sockets it should hold with them too.
     """
     shm, memcpy = MethodKey("shm"), MethodKey("memcpy")
     out = [Aim("shm / memcpy, contiguous", ("contiguous", shm), ("contiguous", memcpy), 0.9)]
@@ -36,6 +37,7 @@ def aims(streams: Sequence[int]) -> list[Aim]:
         tcp, plain, socket = (MethodKey(name, count) for name in ("tcp", "tcp-unchecked", "socket"))
         out += [
             Aim(f"{plain.label} / {socket.label}, contiguous", ("contiguous", plain), ("contiguous", socket), 0.9),
+            Aim(f"{tcp.label} / {socket.label}, contiguous", ("contiguous", tcp), ("contiguous", socket), 0.9),
             Aim(f"{tcp.label} / {plain.label}, contiguous", ("contiguous", tcp), ("contiguous", plain), None),
         ]
     unchecked = MethodKey("tcp-unchecked", max(streams))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from baton.errors import CancelledError, DeadlineError
 
+T = TypeVar("T")
 TICK_S = 0.02
 """Longest time (seconds) between two looks at a cancel flag while blocked in the kernel."""
 
@@ -71,3 +75,29 @@ class Wait:
         if self.cancelled is None:
             return left
         return TICK_S if left is None else min(TICK_S, left)
+
+
+def run_together(mine: Callable[[], T], others: Sequence[Future[T]], siblings: EitherFlag) -> list[T]:
+    """Run one share of a work here, and wait for the others; afterwards none runs any more.
+
+    Args:
+        mine: The share for this thread.
+        others: Shares that were given to other threads; those that are cancelled by the end of ``mine`` are left out.
+        siblings: Set if one of them fails.
+
+    Raises:
+        BaseException: The failure that came first.
+    """
+    results: list[T] = []
+    failure: BaseException | None = None
+    for result in itertools.chain((mine,), (other.result for other in others if not other.cancelled())):
+        try:
+            results.append(result())
+        except BaseException as error:
+            siblings.set()
+            # A sibling that was told to stop says "cancelled"; the reason is the other's.
+            if failure is None or isinstance(failure, CancelledError):
+                failure = error
+    if failure is not None:
+        raise failure
+    return results

@@ -32,7 +32,7 @@ from baton.transport.blocks.parts import Part, SequenceBlocks, parts_of
 from baton.transport.blocks.server import check_shards
 from baton.transport.handshake import Facts
 from baton.transport.pipe.base import ReadPipe
-from baton.transport.waiting import Flag, Wait
+from baton.transport.waiting import EitherFlag, Flag, Wait, run_together
 
 log = logging.getLogger(__name__)
 _PENDING_PER_THREAD = 64
@@ -71,6 +71,7 @@ class BlockFetcher:
         self._plan: tuple[Fingerprint, ReshardPlan] | None = None  # of the latest source; most are alike
         self._links = LinkCache(Connector(wanted, options), idle_s=options.idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
+        self._ahead = ThreadPoolExecutor(max_threads, "baton-fetch-ahead")
         self._closing = threading.Event()
         self._room = threading.BoundedSemaphore(max_threads * _PENDING_PER_THREAD)
 
@@ -197,6 +198,7 @@ class BlockFetcher:
         self._closing.set()
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.shutdown(wait=True)
 
     def _plan_from(self, source: Fingerprint) -> ReshardPlan:
         known = self._plan
@@ -225,17 +227,36 @@ class BlockFetcher:
         if blocks.ready is None:
             self._copy_parts(pipe, parts_of(plan, blocks), came, wait)
             return came
-        num_layers, first = len(self._fingerprint.layer_shapes), 0
-        layer_bytes = max(1, len(blocks) * self._fingerprint.block_bytes // num_layers)
-        # Several layers at once where one is small; still a quarter of them at most, or nothing would overlap.
-        group = max(1, min(num_layers // 4, -(-pipe.group_bytes // layer_bytes)))
-        while first < num_layers:
-            start = time.perf_counter()
-            done = pipe.wait_ready(blocks.ready + min(first + group, num_layers), wait) - blocks.ready
-            came.waited_s += time.perf_counter() - start
-            layers = range(first, min(done, num_layers))
-            self._copy_parts(pipe, parts_of(plan, blocks, layers), came, wait)
-            first = layers.stop
+        siblings = EitherFlag(wait.cancelled)
+        layers = _Layers(pipe, blocks.ready, self._fingerprint, len(blocks), Wait(wait.deadline, siblings))
+        lock = threading.Lock()
+
+        def work() -> None:
+            try:
+                while (some := layers.take()) is not None:
+                    mine = _Came(np.ones(len(blocks), dtype=np.bool_))
+                    self._copy_parts(pipe, parts_of(plan, blocks, some), mine, layers.wait)
+                    with lock:
+                        came.valid &= mine.valid
+                        came.num_bytes += mine.num_bytes
+            except BaseException:
+                siblings.set()
+                raise
+
+        try:
+            others = [self._ahead.submit(work) for _ in range(pipe.layer_reads - 1)]
+        except RuntimeError as error:
+            raise PipeClosedError("the fetcher was closed") from error
+
+        def here() -> None:
+            try:
+                work()
+            finally:
+                for other in others:
+                    other.cancel()  # what found no thread so far is not missed
+
+        run_together(here, others, siblings)
+        came.waited_s = layers.waited_s
         return came
 
     def _copy_parts(self, pipe: ReadPipe, parts: Iterable[Part], came: _Came, wait: Wait) -> None:
@@ -253,6 +274,41 @@ class _Came:
     valid: Valid
     num_bytes: int = 0
     waited_s: float = 0.0
+
+
+class _Layers:
+    """Layers of a model, handed out in turn as the source computes them; thread safe.
+
+    Attributes:
+        wait: Deadline and cancel flag of the whole.
+        waited_s: Seconds that passed in waiting for the source.
+    """
+
+    def __init__(self, pipe: ReadPipe, ready: int, fingerprint: Fingerprint, num_blocks: int, wait: Wait) -> None:
+        self._pipe, self._ready, self.wait = pipe, ready, wait
+        self._first, self._count = 0, len(fingerprint.layer_shapes)
+        layer_bytes = max(1, num_blocks * fingerprint.block_bytes // self._count)
+        # Several layers at once where one is small; still a quarter of them at most, or nothing would overlap.
+        self._group = max(1, min(self._count // 4, -(-pipe.group_bytes // layer_bytes)))
+        self._turn = threading.Lock()
+        self.waited_s = 0.0
+
+    def take(self) -> range | None:
+        """Wait for the next layers; ``None``: all have been taken.
+
+        Raises:
+            PipeClosedError, DeadlineError, CancelledError: As their names say.
+        """
+        with self._turn:  # for no longer than the wait of whoever has it
+            if self._first >= self._count:
+                return None
+            start = time.perf_counter()
+            wanted = min(self._first + self._group, self._count)
+            done = self._pipe.wait_ready(self._ready + wanted, self.wait) - self._ready
+            self.waited_s += time.perf_counter() - start
+            layers = range(self._first, min(done, self._count))
+            self._first = layers.stop
+            return layers
 
 
 def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> None:

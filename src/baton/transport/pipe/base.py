@@ -172,10 +172,13 @@ class ReadPipe(ABC):
     Attributes:
         group_bytes: Least bytes that are worth a read of their own while the source computes: what a read costs beside
             its bytes should be small against them.
+        layer_reads: Reads under way at once while the source computes: where a request takes a while to be answered,
+            the next one is made meanwhile.
     """
 
     kind: ClassVar[str]
     group_bytes: ClassVar[int] = 8 << 20
+    layer_reads: int = 1
 
     @abstractmethod
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:

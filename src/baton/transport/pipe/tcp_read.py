@@ -17,13 +17,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from baton.errors import CancelledError, DeadlineError, InvalidRequestError, PipeClosedError
+from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
 from baton.kv.shards import KVShards
 from baton.transport.block_types import BlockReads, Bytes, Valid, current
 from baton.transport.copying import fence
@@ -48,7 +48,7 @@ from baton.transport.read_wire import (
     unpack_bits,
 )
 from baton.transport.sockets import Buffer, Stream, connect_tcp
-from baton.transport.waiting import TICK_S, EitherFlag, Wait
+from baton.transport.waiting import TICK_S, EitherFlag, Wait, run_together
 from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header, send_error
 
 log = logging.getLogger(__name__)
@@ -223,6 +223,8 @@ class TcpReadPipe(PooledReadPipe[TcpConnection]):
         streams = options.streams
         super().__init__(dial, max_connections=max(streams, max_streams))
         self._options = options
+        # Begin and end of a read that is split cost more; reads of one connection each just get in each other's way.
+        self.layer_reads = 2 if streams > 1 else 1
         self._pool = ThreadPoolExecutor(self._max_connections, "baton-tcp-read") if streams > 1 else None
 
     @classmethod
@@ -255,7 +257,7 @@ class TcpReadPipe(PooledReadPipe[TcpConnection]):
         each = Wait(wait.deadline, siblings)
         read_share = super().read
         others = [self._pool.submit(read_share, share, local, each) for share in shares[1:]]
-        return np.concatenate(_gather(lambda: read_share(shares[0], local, each), others, siblings))
+        return np.concatenate(run_together(lambda: read_share(shares[0], local, each), others, siblings))
 
     def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
@@ -333,20 +335,3 @@ def request_blocks(
             log.error("%d of %d blocks from %s were damaged on their way", len(damaged), len(targets), stream.peer)
             valid[damaged] = False
     return valid
-
-
-def _gather(mine: Callable[[], Valid], others: Sequence[Future[Valid]], siblings: EitherFlag) -> list[Valid]:
-    """Run one share here, wait for all of them, and raise the failure that came first; nobody writes afterwards."""
-    results: list[Valid] = []
-    failure: BaseException | None = None
-    for result in (mine, *(future.result for future in others)):
-        try:
-            results.append(result())
-        except BaseException as error:
-            siblings.set()
-            # A sibling that was told to stop says "cancelled"; the reason is the other's.
-            if failure is None or isinstance(failure, CancelledError):
-                failure = error
-    if failure is not None:
-        raise failure
-    return results
