@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.hashing import (
@@ -34,6 +34,7 @@ def test_salt_and_content_key_cannot_be_shifted_into_each_other():
     assert root_hash(b"ab", "") != root_hash(b"ab", "x")
 
 
+@settings(deadline=None)  # the first long chain waits for the compiler
 @given(tokens=st.lists(st.integers(0, 2**32 - 1), max_size=70), block_size=st.integers(1, 17), data=st.data())
 def test_hashing_can_go_on_where_it_stopped(tokens, block_size, data):
     whole = block_hashes(tokens, block_size, ROOT)
@@ -45,6 +46,7 @@ def test_hashing_can_go_on_where_it_stopped(tokens, block_size, data):
     assert list(hash_chain(tokens, block_size, ROOT)) == whole
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 9), min_size=8, max_size=40), data=st.data())
 def test_one_other_token_changes_its_block_and_all_behind_it(tokens, data):
     at = data.draw(st.integers(0, len(tokens) // 4 * 4 - 1))
@@ -55,6 +57,7 @@ def test_one_other_token_changes_its_block_and_all_behind_it(tokens, data):
 
 
 @pytest.mark.parametrize("instructions", [True, False])
+@settings(deadline=None)
 @given(
     block_size=st.integers(1, 100),
     count=st.integers(0, 9),
