@@ -1,0 +1,33 @@
+"""The copier remembers where arrays lie: arrays that come and go, often at the same place, are still told apart."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from baton.transport.block_types import BlockReads
+from baton.transport.copying import BlockCopier
+from baton.transport.waiting import Wait
+
+
+def test_targets_and_sources_that_come_and_go() -> None:
+    copier, rng = BlockCopier(), np.random.default_rng(0)
+    for turn in range(300):
+        size = int(rng.integers(1, 200))
+        remote = rng.integers(0, 256, (5, size), dtype=np.uint8)
+        local, generations = np.zeros((4, size), np.uint8), np.full(5, turn, np.uint64)
+        for name in ("remote_ids", "generations", "local_ids"):
+            reads = BlockReads.of([4, 1, 2], [turn, turn, turn + 1], [0, 3, 1])
+            getattr(reads, name).flags.writeable = False
+            valid = copier.read(local, remote, generations, reads, Wait(time.monotonic() + 10))
+            assert valid.tolist() == [True, True, False]
+            assert (local[[0, 3]] == remote[[4, 1]]).all()
+            assert not local[1:3].any()
+            local[:] = 0
+
+
+def test_no_blocks() -> None:
+    local = np.zeros((1, 8), np.uint8)
+    reads = BlockReads.of([], [], [])
+    assert len(BlockCopier().read(local, local.copy(), np.zeros(1, np.uint64), reads, Wait(time.monotonic() + 10))) == 0
