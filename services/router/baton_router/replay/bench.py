@@ -23,7 +23,7 @@ from baton_router.replay.trace import TraceRequest, read_trace, with_sessions, w
 
 FILE_WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
-_BETA_POLICIES = ("match_minus_load", "session")
+_BETA_POLICIES = ("match_minus_load",)
 
 
 def replay_all(args: argparse.Namespace, command: str) -> int:
@@ -84,7 +84,7 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
     hardware = Hardware(**{item.name: getattr(args, item.name) for item in dataclasses.fields(Hardware)})
     setups = []
     for name in names:
-        for beta in betas if name in _BETA_POLICIES else betas[:1]:
+        for beta in betas if name in _BETA_POLICIES else betas[-1:]:
             make_policy(name, PolicyContext(beta=beta, temperature=args.temperature))  # wrong ones are told at once
             setups.append(_setup(args, name, beta, hardware))
     return setups

@@ -44,7 +44,7 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     how.add_argument("--instances", type=int, default=8, help="prefill instances")
     how.add_argument("--decode-instances", type=int, default=None, help="decode instances (default: as many)")
     how.add_argument("--policy", default="match_minus_load", help="policies to compare: a,b,c, or all")
-    how.add_argument("--beta", default="0.5", help="weights of load for match_minus_load and session, one run each")
+    how.add_argument("--beta", default="0.5", help="weights of load for match_minus_load, one run each")
     how.add_argument("--temperature", type=float, default=0.0, help="softmax temperature of match_minus_load")
     how.add_argument("--threshold", type=int, default=None, help="missing tokens below which decode prefills")
     how.add_argument("--seed", type=int, default=0, help="of ties, draws and what is generated")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 
@@ -69,6 +69,15 @@ class Hardware:
         return 0.001 + tokens * self.kv_bytes_per_token / (1e9 * self.gb_per_s)
 
 
+class _NoChannel:
+    """Leads nowhere: simulated instances are never called."""
+
+    def _no_method(self, *_: object, **__: object) -> None:
+        return None
+
+    unary_unary = unary_stream = stream_stream = _no_method
+
+
 class Machine:
     """One instance: a queue of prompts, served one after the other, and a cache that forgets the least recently used.
 
@@ -91,8 +100,7 @@ class Machine:
         self._cache: OrderedDict[BlockHash, None] = OrderedDict()
         self._sequence = 0
         feed = EventFeed(index, now=now)
-        # The channel is never used: nothing connects before the first call.
-        self.instance = Instance(name, role, grpc.aio.insecure_channel("127.0.0.1:9"), feed)
+        self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), feed)
         self.instance.load.now = now
         self.instance.info = _info(name, role, hardware)
         self.instance.status = Status.READY

@@ -60,7 +60,7 @@ def record(setup: Setup, run: Run, requests: Sequence[TraceRequest]) -> PolicyRe
     names = ("p50", "p90", "p99")
     return PolicyRecord(
         policy=setup.policy,
-        beta=setup.beta if setup.policy in ("match_minus_load", "session") else None,
+        beta=setup.beta if setup.policy == "match_minus_load" else None,
         hit_rate=round(run.hit_blocks / blocks, 6),
         reused_rate=round(run.reused_blocks / blocks, 6),
         load_max_over_mean=_spread([float(x.computed_tokens) for x in run.prefills]),
