@@ -23,7 +23,7 @@ class RoutedRequest:
     session: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per token: frozen ones cost three times as much
 class RoutedDelta:
     """New tokens of one of the request's sequences."""
 
@@ -34,7 +34,7 @@ class RoutedDelta:
     stop_token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per token: frozen ones cost three times as much
 class RoutedChunk:
     """What one message of the decode instance brought.
 

@@ -90,7 +90,10 @@ class _Group:
         return [s for s in self.sequences if not s.finished]
 
     def has_open(self) -> bool:
-        return any(not s.finished for s in self.sequences)
+        for s in self.sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
+            if not s.finished:
+                return True
+        return False
 
     @property
     def num_tokens(self) -> int:
@@ -308,7 +311,10 @@ class RequestRun:
 
     @property
     def _open(self) -> bool:
-        return any(not s.finished for s in self._sequences)
+        for s in self._sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
+            if not s.finished:
+                return True
+        return False
 
     def _chunk(self, deltas: list[RoutedDelta], decision: Decision | None, message: Message | None) -> RoutedChunk:
         first, self._begun = not self._begun, True
