@@ -29,14 +29,14 @@ def load_helper(source: Path, compilers: tuple[str, ...] = COMPILERS) -> ctypes.
     compiler = next((path for each in compilers if (path := shutil.which(each))), None)
     if compiler is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="baton-native-") as folder:
-        target = Path(folder) / f"{source.stem}.so"
-        command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(target)]
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="baton-native-") as folder:
+            target = Path(folder) / f"{source.stem}.so"
+            command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(target)]
             subprocess.run(command, check=True, capture_output=True, timeout=30)
             return ctypes.CDLL(str(target))
-        except (OSError, subprocess.SubprocessError):
-            return None  # no headers, a read-only or noexec folder: there is a slower way
+    except (OSError, subprocess.SubprocessError):
+        return None  # no headers, no folder to write to, or a noexec one: there is a slower way
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
