@@ -101,10 +101,11 @@ def _model_config(folder: Path, raw: dict[str, Any]) -> Any:
 
 def _model_class(hf_config: Any, raw: dict[str, Any]) -> Any:
     mapping: Any = AutoModelForCausalLM._model_mapping
-    if type(hf_config) not in mapping.keys():  # noqa: SIM118 (a lazy mapping without __contains__)
+    # Asked for this one alone: ``in mapping.keys()`` imports the code of every architecture that transformers knows.
+    model_class = mapping.get(type(hf_config), None)
+    if model_class is None:
         name = (raw.get("architectures") or [hf_config.model_type])[0]
         raise ConfigError(f"{name} is not a causal language model that transformers can generate with", field="model")
-    model_class = mapping[type(hf_config)]
     name = model_class.__name__
     if getattr(hf_config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder: Baton serves decoders", field="model")
