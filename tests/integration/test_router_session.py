@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.integration.test_router_dispatch import World, make_request, run
 from tests.scripted import ScriptedDispatcher
 
 from baton.api.v1 import router_pb2
 from baton.client.request import build_generate
 from baton.text import TextModelCache
+from baton.types import PrefillPath
 from baton_router import grpc_generate
 from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, create_app
 from baton_router.text_pipeline import TextPipeline
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield World(stack)
 
 
 @pytest.fixture
@@ -47,3 +59,38 @@ async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, 
     assert {term.name: term.value for term in decision.terms} == {"match": 1.0}
     answer = await grpc_generate.route(pipeline, router_pb2.RouteRequest(text="def", session_id="c"), None)
     assert answer.decision.decode_instance == "decode-1"
+
+
+# --- over the wire, to fake workers ---
+
+
+async def test_a_session_stays_on_its_instances_and_moves_when_they_are_gone(world: World) -> None:
+    decodes = await world.decodes(4)
+    router = await world.cluster(await world.prefills(2), decodes, policy="session")
+    for name in ("a", "b"):
+        for number in range(6):
+            await run(router, replace(make_request(f"{name}{number}", [number] * 40), session=name))
+    ran = {name: [w for w in decodes for r in w.state.requests if r.request_id.startswith(name)] for name in "ab"}
+    homes = {name: set(map(id, there)) for name, there in ran.items()}
+    assert [len(there) for there in homes.values()] == [1, 1]
+    home = ran["a"][0]
+    await home.stop()
+    answer = await run(router, replace(make_request("a-later"), session="a"))
+    assert answer.trace.decode_instance != home.instance_id
+    router.assert_nothing_held()
+
+
+async def test_a_choice_by_cost_reaches_decode_and_what_it_reports_is_learnt(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster(await world.prefills(2), [decode], policy="cost_ms")
+    for number in range(4):
+        answer = await run(router, make_request(f"r{number}", [number] * 40))
+        decision = answer.chunks[0].decision
+        assert decision is not None
+        threshold = decode.state.requests[-1].remote_prefill_threshold
+        assert threshold == (1 if decision.path is PrefillPath.REMOTE else 2**31 - 1)
+        assert sum(term.value for term in decision.terms) == pytest.approx(decision.score)
+    speeds = router.dispatcher._placer._speeds
+    assert speeds is not None
+    assert speeds.output_tokens == pytest.approx(8.0), "every request generated eight tokens"
+    router.assert_nothing_held()

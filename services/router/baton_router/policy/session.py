@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from baton.errors import ConfigError
 from baton.types import InstanceId
-from baton_router.policy.base import Policy, Ratings, Request, Scores, Side, relative_loads
+from baton_router.policy.base import Policy, Ratings, Request, Scores, Side
 
 _STICKS = 1000.0
 """Above anything that another term can say."""
@@ -18,9 +18,9 @@ class Session:
     """Send every request of a session to the same pair.
 
     Algorithm: rendezvous hashing. Each instance gets a pseudo-random rank for the session, and the first in that order
-    is its home, unless it carries more than ``overload`` times its role's mean work: then the next one is. Where an
-    instance goes, only its sessions move; where one comes, only those that now prefer it. Nothing is remembered, so
-    a restarted router, or another one beside it, sends the session to the same place.
+    is its home, unless more is in flight there than ``overload`` times its role's mean and this request: then the next
+    one is. Where an instance goes, only its sessions move; where one comes, only those that now prefer it. Nothing is
+    remembered, so a restarted router, or another one beside it, sends the session to the same place.
 
     A session is named by the ``x-baton-session`` header or the ``session_id`` field. Requests without one are scored by
     the inner policy alone, which also orders the instances that come after the home.
@@ -29,7 +29,7 @@ class Session:
 
     Args:
         inner: Scores requests without a session.
-        overload: Relative load from which a home gives way, above 1.
+        overload: How many times the mean a home may carry, above 1.
 
     Raises:
         ConfigError: ``overload`` is not above 1; names ``session_overload``.
@@ -57,8 +57,8 @@ class Session:
         self._inner.chosen(request, instances)
 
     def _at_home(self, session: str, side: Side, scores: Scores) -> Scores:
-        loads = relative_loads(side)
-        free = [at for at in range(len(side)) if loads[at] <= self._overload] or range(len(side))
+        limit = self._overload * (sum(side.work) / max(1, len(side)) + side.cost)
+        free = [at for at, work in enumerate(side.work) if work <= limit] or range(len(side))
         sticky = [0.0] * len(side)
         if side.ids:
             sticky[max(free, key=lambda at: _rank(session, side.ids[at]))] = _STICKS
