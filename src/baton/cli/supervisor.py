@@ -33,6 +33,7 @@ class Supervisor:
         token: Shared token, if the services use one.
         ready_timeout_s: How long a process may take to become ready.
         grace_s: How long a process may take to drain.
+        backoff_s: Pause before the first restart of a process, and the longest pause when it dies again and again.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Supervisor:
         token: str | None = None,
         ready_timeout_s: float = 300.0,
         grace_s: float = 40.0,
+        backoff_s: tuple[float, float] = (FIRST_BACKOFF_S, LAST_BACKOFF_S),
     ) -> None:
         self.plan = plan
         self._emit = emit
         self._restart, self._token = restart, token
         self._ready_timeout_s, self._grace_s = ready_timeout_s, grace_s
+        self._first_backoff_s, self._last_backoff_s = backoff_s
         self._env = dict(os.environ)
         self.processes: dict[str, ManagedProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -149,7 +152,7 @@ class Supervisor:
 
     async def _watch(self, spec: ProcessSpec) -> None:
         """Restart a process as often as it dies, more slowly each time."""
-        backoff = FIRST_BACKOFF_S
+        backoff = self._first_backoff_s
         while True:
             process = self.processes[spec.name]
             started = time.monotonic()
@@ -159,9 +162,11 @@ class Supervisor:
                 if not self._ended.done():
                     self._ended.set_result(f"{spec.name} ended with status {code}")
                 return
-            backoff = FIRST_BACKOFF_S if time.monotonic() - started > STABLE_S else min(2 * backoff, LAST_BACKOFF_S)
+            if time.monotonic() - started > STABLE_S:
+                backoff = self._first_backoff_s
             self._emit(spec.name, f"restarting in {backoff:g} s")
             await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, self._last_backoff_s)
             await self._launch(spec)
             try:
                 await self._wait_ready(self.processes[spec.name])
