@@ -8,6 +8,8 @@
     ├── NotFoundError              no such model, instance or request          404  NOT_FOUND
     ├── QueueFullError             no room now, try again later                429  RESOURCE_EXHAUSTED
     ├── UnavailableError           nobody who could do it is there             503  UNAVAILABLE
+    │   └── OverloadedError        somebody is there, but it would take longer than is wanted
+    │       └── SloError           ... than the request itself wants; names ttft_ms or itl_ms
     ├── DeadlineError              it took longer than was allowed             504  DEADLINE_EXCEEDED
     ├── CancelledError             the caller went away                        499  CANCELLED
     ├── UnauthenticatedError       the token or certificate is wrong           401  UNAUTHENTICATED
@@ -86,6 +88,18 @@ class UnavailableError(BatonError):
     code = "unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+
+
+class OverloadedError(UnavailableError):
+    """Those who could do it are too busy to begin in reasonable time."""
+
+    code = "overloaded"
+
+
+class SloError(OverloadedError):
+    """They are too busy, or too slow, for what the request wants; ``field`` is ``ttft_ms`` or ``itl_ms``."""
+
+    code = "slo_unattainable"
 
 
 class DeadlineError(BatonError):

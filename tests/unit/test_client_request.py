@@ -77,6 +77,7 @@ def test_every_field_arrives() -> None:
         "n": 2,
     }
     extra = {"include_stop_in_output": True, "cache_salt": "t", "priority": -3, "request_id": "r", "session_id": "s"}
+    extra |= {"ttft_ms": 250, "itl_ms": 12.5, "user": "u"}
     request = build_generate("hi", "m", {**options, **extra})
     expected = SamplingParams(**{**options, "stop": ("a", "b"), "stop_token_ids": (5, 6)})
     assert sampling_from_pb(request.sampling, stop=tuple(request.stop)) == expected
@@ -150,6 +151,10 @@ def test_bad_prompts_name_their_field(prompt: Any, field: str) -> None:
         ("sampling", {"n": 1}),
         ("priority", 2**31),
         ("priority", "high"),
+        ("ttft_ms", 0),
+        ("ttft_ms", "soon"),
+        ("itl_ms", float("inf")),
+        ("user", 7),
         ("cache_salt", 3),
         ("request_id", None),
     ],

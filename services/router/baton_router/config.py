@@ -13,6 +13,7 @@ from baton_router.policy.match_minus_load import MatchMinusLoad
 from baton_router.policy.plugin import parse_options, parse_tier_weights
 from baton_router.speeds import Speeds
 
+_ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
 
 
@@ -56,6 +57,20 @@ class RouterConfig:
     open_http: bool = option(False, "serve HTTP off loopback although there are no API keys")
     token_file: str = option("", "file with the token that services show each other")
     max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
+    instance_slots: int | None = option(
+        None,
+        "sequences per decode instance beyond which requests wait in the router; 0: never; default: what it can batch "
+        "and an eighth more",
+    )
+    prefill_queue_tokens: int | None = option(
+        None,
+        "prompt tokens per prefill instance beyond which requests wait in the router; 0: never; default: a second of "
+        "work, at least 4096",
+    )
+    queue_requests: int = option(2048, "requests that may wait in the router; more are refused with 429")
+    queue_tokens: int = option(4_000_000, "prompt tokens that may wait in the router")
+    queue_tenant_share: float = option(0.5, "how much of both one tenant may have")
+    queue_timeout_s: float = option(60.0, "seconds a request may wait in the router, or is refused with 503")
     max_retries: int = option(3, "times a request goes to another decode instance after a failure")
     retry_budget: float = option(0.2, "second tries per recent request; an instance that went away costs none")
     breaker_failures: int = option(
@@ -66,6 +81,17 @@ class RouterConfig:
     no_instance_wait_s: float = option(5.0, "seconds a request waits for a decode instance when none is ready")
     lease_ttl_s: float = option(10.0, "seconds without heartbeat after which a registered instance is forgotten")
     max_instances: int = option(1024, "instances that may be known at a time")
+    max_inflight_per_instance: int | None = option(
+        None,
+        "sequences in flight per decode instance at most, of all routers together; 0: what it can batch; default: any "
+        "number",
+    )
+    redis: str = option("", "URL of a Redis through which several routers share their books; default: none")
+    redis_prefix: str = option("baton", "put before every key in Redis")
+    replica_name: str = option("", "what other routers call this one; default: host name and --grpc-port")
+    replicas: int = option(0, "routers for which a part of every capacity is kept, whether they are there or not")
+    replica_interval_ms: int = option(10, "time between two looks for news for the other routers")
+    replica_forget_s: float = option(60.0, "seconds of silence after which the others take a router's whole part")
     load_interval_ms: int = option(100, "shortest time between two load reports of an instance")
     probe_interval_s: float = option(2.0, "seconds between two probes of an instance")
     probe_timeout_s: float = option(5.0, "seconds an instance has to answer a probe")
@@ -89,14 +115,21 @@ class RouterConfig:
         for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
             _at_least(self, name, 1)
         _at_least(self, "probe_failures", 1)
-        for name in ("max_retries", "retry_budget", "breaker_failures", "index_heartbeat_ms"):
+        if self.max_inflight_per_instance is not None:
+            _at_least(self, "max_inflight_per_instance", 0)
+        check_sharing(self.redis, self.redis_prefix, self.replica_name)
+        for name, least in (("replicas", 0), ("replica_interval_ms", 1), ("replica_forget_s", 20)):
+            _at_least(self, name, least)
+        for name in ("max_retries", "retry_budget", "breaker_failures", "index_heartbeat_ms", "queue_requests"):
             _at_least(self, name, 0)
-        if self.block_size is not None:
-            _at_least(self, "block_size", 1)
-        if self.remote_prefill_threshold is not None:
-            _at_least(self, "remote_prefill_threshold", 0)
+        for name, least in (("block_size", 1), ("remote_prefill_threshold", 0), *_ROOM):
+            if getattr(self, name) is not None:
+                _at_least(self, name, least)
+        _at_least(self, "queue_tokens", 1)
+        if not 0 < self.queue_tenant_share <= 1:
+            raise ConfigError("queue_tenant_share must be above 0 and at most 1", field="queue_tenant_share")
         more_than_0 = ("request_timeout_s", "lease_ttl_s", "probe_interval_s", "probe_timeout_s", "reconnect_max_s")
-        for name in (*more_than_0, "breaker_open_s"):
+        for name in (*more_than_0, "breaker_open_s", "queue_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
         for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"):
@@ -116,6 +149,20 @@ class RouterConfig:
             speeds=speeds,
             options=parse_options(self.policy_options),
         )
+
+
+def check_sharing(url: str, prefix: str, name: str) -> None:
+    """Check how routers share their books.
+
+    Raises:
+        ConfigError: Names the field.
+    """
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError("redis must be a redis://, rediss:// or unix:// URL", field="redis")
+    if not 1 <= len(prefix) <= 64:
+        raise ConfigError("redis_prefix must have 1 to 64 characters", field="redis_prefix")
+    if len(name) > 200 or not name.isprintable():
+        raise ConfigError("replica_name must have at most 200 printable characters", field="replica_name")
 
 
 def check_address(address: str, *, field: str) -> None:

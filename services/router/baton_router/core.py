@@ -13,7 +13,14 @@ from baton_router.decision import Decision
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated."""
+    """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated.
+
+    Attributes:
+        ttft_ms: The first token is wanted within so many milliseconds of the arrival; ``None``: nobody said.
+        itl_ms: Most milliseconds wanted between two tokens; ``None``: nobody said.
+        tenant: With whom it shares its part of the cluster.
+        arrived: When it came, by ``time.perf_counter()``; 0: just now.
+    """
 
     request_id: RequestId
     prompt_token_ids: list[int]
@@ -21,6 +28,10 @@ class RoutedRequest:
     cache_salt: str = ""
     priority: int = 0
     session: str = ""
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    tenant: str = ""
+    arrived: float = 0.0
 
 
 @dataclass(slots=True)  # made per token: frozen ones cost three times as much
@@ -76,6 +87,7 @@ class Dispatcher(Protocol):
 
         Raises:
             QueueFullError: Everybody is full; says when to try again.
+            OverloadedError: It would wait too long, or longer than it allows; says when to try again.
             UnavailableError: No decode instance is left.
             InvalidRequestError: An instance refused the request; names the field.
         """

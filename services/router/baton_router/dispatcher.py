@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator
 
 from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
+from baton_router.admission import Admission, Limits
+from baton_router.admission.estimates import Estimates
+from baton_router.admission.room import Room
 from baton_router.config import RouterConfig
 from baton_router.core import ModelInfo, RoutedChunk, RoutedRequest
 from baton_router.cut_off import CutOff
@@ -49,6 +53,19 @@ class PlacingDispatcher:
             tier_weights=parse_tier_weights(config.tier_weights),
             seed=config.policy_seed,
         )
+        estimates = Estimates(self._placer, speeds, registry)
+        self.admission = Admission(
+            Room(registry, speeds, config.instance_slots, config.prefill_queue_tokens, time.monotonic),
+            estimates,
+            Limits(
+                config.queue_requests,
+                config.queue_tokens,
+                config.queue_tenant_share,
+                config.queue_timeout_s,
+                config.no_instance_wait_s,
+            ),
+            metrics.registry,
+        )
         self._context = RunContext(
             registry,
             self._placer,
@@ -57,6 +74,7 @@ class PlacingDispatcher:
             breakers=Breakers(config.breaker_failures, config.breaker_open_s, metrics.registry),
             budget=RetryBudget(config.retry_budget, metrics.registry),
             decisions=decisions or DecisionLog(metrics.decision_terms),
+            slow=estimates.slow,
         )
         self._cut_off = CutOff()
         self.num_in_flight = 0
@@ -69,11 +87,18 @@ class PlacingDispatcher:
         """Run a request; see ``Dispatcher.stream``."""
         if self.num_in_flight >= self._config.max_in_flight:
             self._metrics.failures.labels(code=QueueFullError.code).inc()
-            raise QueueFullError(f"{self.num_in_flight} requests are in flight already", retry_after_s=1.0)
+            message = f"{self.num_in_flight} requests are in flight already"
+            raise QueueFullError(message, retry_after_s=self.admission.retry_after_s())
         self.num_in_flight += 1
+        ticket = None
         try:
-            async with contextlib.aclosing(RequestRun(self._context, request).chunks()) as chunks:
+            ticket = await self.admission.enter(request)
+            begun = False
+            async with contextlib.aclosing(RequestRun(self._context, request, ticket.waited_s).chunks()) as chunks:
                 while (chunk := await self._cut_off.next(chunks)) is not None:
+                    if not begun:
+                        begun = True
+                        self.admission.first_token()
                     yield chunk
         except BatonError as error:
             self._metrics.failures.labels(code=error.code).inc()
@@ -86,9 +111,12 @@ class PlacingDispatcher:
             raise
         finally:
             self.num_in_flight -= 1
+            if ticket is not None:
+                self.admission.leave(ticket)
 
     def cut_off(self) -> None:
-        """End every running stream with ``UnavailableError``, and refuse new ones: the router ends."""
+        """End everything that runs or waits with ``UnavailableError``, and refuse new ones: the router ends."""
+        self.admission.close()
         self._cut_off.close()
 
     async def route(self, request: RoutedRequest) -> Decision:

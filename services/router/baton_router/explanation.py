@@ -46,6 +46,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "generated_tokens": clock.generated if clock is not None else 0,
         "match_rate": _match_rate(record, trace),
         "index_state": decision.index_state if decision is not None else None,
+        "router_queue_ms": trace.router_queue_us / 1000,
         "ttft_ms": _ms(clock.first_token_s if clock is not None else None),
         "duration_ms": _ms(record.duration_s),
         "placements": len(record.placements),

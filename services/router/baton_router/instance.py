@@ -48,6 +48,7 @@ class InstanceInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     tokenizer_digest: str = ""
+    max_num_seqs: int = 0
     content_key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +73,7 @@ class InstanceInfo:
             vocab_size=message.vocab_size,
             eos_token_ids=frozenset(message.eos_token_ids),
             tokenizer_digest=message.tokenizer_digest,
+            max_num_seqs=message.max_num_seqs,
         )
 
 

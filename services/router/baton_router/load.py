@@ -26,6 +26,7 @@ from baton.types import Role
 REQUEST_OVERHEAD_TOKENS = 64
 RECENT_S = 300.0
 """Work done this long ago counts 1/e as much as work done now."""
+NO_LIMIT = 2**62
 _RECENT_SHARE = 0.2
 """What a token of work done just now counts beside one in flight. In replays (docs/bench-router.md) more of it gave
 more hits and a better balance, but longer queues: at 1.0 a tenth more time to first token."""
@@ -44,11 +45,21 @@ class LoadBook:
     """Prompt tokens that a decode instance has yet to compute by itself, for requests that were placed so."""
     foreign: float = 0.0
     """Work placed here by others, from the last report."""
+    shared: float = 0.0
+    """Work placed here by routers that share their books."""
+    shared_requests: int = 0
+    shared_tokens: int = 0
+    limit: int = NO_LIMIT
+    """Sequences that this router may have here."""
+    freed: Callable[[], None] | None = None
+    """Called when a share is given back."""
     report: common_pb2.LoadReport = field(default_factory=common_pb2.LoadReport)
     draining: bool = False
     """Whether the instance said that it takes no new requests."""
     prompts_reported: int = 0
     """Prompt tokens that it has yet to compute, from its last report."""
+    ended: int = 0
+    """Sequences of this router that have ended since that report."""
     now: Callable[[], float] = time.monotonic
     _done: float = 0.0
     _done_at: float = 0.0
@@ -56,7 +67,7 @@ class LoadBook:
     @property
     def work(self) -> float:
         """Everything in flight, in tokens."""
-        return self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests + self.foreign
+        return self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests + self.foreign + self.shared
 
     @property
     def load(self) -> float:
@@ -78,17 +89,22 @@ class LoadBook:
 
     def observe(self, report: common_pb2.LoadReport, block_size: int) -> None:
         """Take a report of the instance."""
-        self.report = report
+        self.report, self.ended = report, 0
         self.draining, self.prompts_reported = report.draining, report.waiting_prompt_tokens
         if self.role is Role.PREFILL:
             tokens = float(report.waiting_prompt_tokens)
         else:
             tokens = float(report.blocks_active * block_size)
         requests = report.num_running + report.num_waiting + report.num_loading
-        more_requests = max(0, requests - self.requests)
+        more_requests = max(0, requests - self.requests - self.shared_requests)
         # Without a request of others, blocks in use beyond ours are rounding or requests that just ended.
-        more_tokens = max(0.0, tokens - self.tokens) if more_requests else 0.0
+        more_tokens = max(0.0, tokens - self.tokens - self.shared_tokens) if more_requests else 0.0
         self.foreign = more_tokens + REQUEST_OVERHEAD_TOKENS * more_requests
+
+    def share(self, requests: int, tokens: int) -> None:
+        """Take what other routers say that they have here; until the next report it is not taken off ``foreign``."""
+        self.shared_requests, self.shared_tokens = requests, tokens
+        self.shared = float(tokens + REQUEST_OVERHEAD_TOKENS * requests)
 
     def forget_reports(self) -> None:
         """The process behind the reports is gone."""
@@ -134,4 +150,7 @@ class Hold:
             self.prefilled()
             self.book.tokens -= self.tokens
             self.book.requests -= self.requests
+            self.book.ended += self.requests
             self.book.done(self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests)
+            if self.book.freed is not None:
+                self.book.freed()

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from baton.api.v1 import worker_pb2
@@ -29,6 +29,7 @@ from baton_router.config import RouterConfig
 from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
 from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
+from baton_router.instance import Instance
 from baton_router.merge import merge
 from baton_router.metrics import RouterMetrics
 from baton_router.placement import Ask, Placement, Placer
@@ -57,6 +58,8 @@ class RunContext:
     budget: RetryBudget
     decisions: DecisionLog = field(default_factory=DecisionLog)
     sessions: Sessions = field(default_factory=Sessions)
+    slow: Callable[[RoutedRequest], Iterable[Instance]] = lambda request: ()
+    """Returns the decode instances that are too slow for a request's ``itl_ms``."""
 
 
 @dataclass(slots=True)
@@ -110,13 +113,14 @@ class RequestRun:
     Args:
         context: Shared parts.
         request: The request; ``seed`` and ``max_tokens`` of its sampling are set.
+        waited_s: How long it waited in the router's queue.
     """
 
-    def __init__(self, context: RunContext, request: RoutedRequest) -> None:
+    def __init__(self, context: RunContext, request: RoutedRequest, waited_s: float = 0.0) -> None:
         self._context = context
         self._request = request
         self._deadline = time.monotonic() + context.config.request_timeout_s
-        self._traces = TraceMerge()
+        self._traces = TraceMerge(int(1e6 * waited_s))
         self._sequences = [_Sequence(index) for index in range(request.sampling.n)]
         self._calls = 0
         context.budget.count_request()
@@ -196,7 +200,7 @@ class RequestRun:
             left = min(give_up_at, self._deadline) - time.monotonic()
             if left <= 0:
                 last = group.last.error if group.last is not None else None
-                raise group.full or last or UnavailableError("no decode instance is ready", retry_after_s=1.0)
+                raise group.full or last or registry.none_free()
             if group.full is not None:
                 # A stream that has begun waits for room: somebody is reading it.
                 backoff = backoff or Backoff(1.0, random.Random())
@@ -209,6 +213,8 @@ class RequestRun:
         """Select and reserve, past instances whose breakers are open unless there are no others."""
         context = self._context
         refused = context.breakers.refused(context.registry.ready(Role.DECODE))
+        if self._request.itl_ms is not None:
+            refused = refused | {x.identity for x in context.slow(self._request)}
         placement = context.placer.place(self._ask(group, group.excluded | refused if refused else group.excluded))
         if placement is None and refused:
             placement = context.placer.place(self._ask(group, group.excluded))

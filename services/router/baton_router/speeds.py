@@ -128,6 +128,16 @@ class Lines(Generic[K]):
             for key in keys
         ]
 
+    def known(self, keys: Iterable[K]) -> list[Fit | None]:
+        """Return what was measured of each key, or of its like, lately; no prior stands in."""
+        known, oldest = self._lines.get, self._now() - _FRESH_S
+        every = self._all
+        like = every.fit if every.weight >= _MIN_OWN and every.at >= oldest else None
+        return [
+            line.fit if (line := known(key)) is not None and line.at >= oldest and line.weight >= _MIN_OWN else like
+            for key in keys
+        ]
+
 
 @dataclass(slots=True)
 class Served:

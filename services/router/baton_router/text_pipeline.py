@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -20,6 +21,7 @@ from baton.errors import (
 )
 from baton.text import StopStrings, TextModel
 from baton.types import FinishReason, RequestId, SamplingParams
+from baton_router.admission.tenant import Tenants
 from baton_router.core import Dispatcher, ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
 from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
@@ -64,6 +66,7 @@ class TextPipeline:
         self._metrics = metrics
         self._decisions = decisions or DecisionLog()
         self._large = asyncio.Semaphore(1)
+        self._tenants = Tenants()
 
     def model_info(self, model: str = "") -> ModelInfo:
         """Return the model that is served.
@@ -159,6 +162,10 @@ class TextPipeline:
             cache_salt=request.cache_salt,
             priority=request.priority,
             session=request.session,
+            ttft_ms=request.ttft_ms,
+            itl_ms=request.itl_ms,
+            tenant=self._tenants.name(request.client, request.cache_salt, request.user),
+            arrived=arrived,
         )
         return PreparedRequest(request, routed, info, text_model, stops, arrived)
 
@@ -167,6 +174,7 @@ class TextPipeline:
 
         Raises:
             QueueFullError: Everybody is full.
+            OverloadedError: It would wait too long, or longer than it allows.
             UnavailableError: No instance is left to do it.
             InvalidRequestError: An instance refused the request.
         """
@@ -323,6 +331,11 @@ def _check_bounds(request: TextRequest) -> None:
         raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
     if len(request.session) > MAX_SALT_CHARS:
         raise InvalidRequestError(f"session_id must have at most {MAX_SALT_CHARS} characters", field="session_id")
+    if len(request.user) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"user must have at most {MAX_SALT_CHARS} characters", field="user")
+    for name, value in (("ttft_ms", request.ttft_ms), ("itl_ms", request.itl_ms)):
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidRequestError(f"{name} must be a number above 0, got {value}", field=name)
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
 

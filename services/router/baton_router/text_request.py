@@ -49,6 +49,10 @@ class TextRequest:
         cache_salt: Separates the prefix caches of tenants.
         session: Whose conversation it belongs to; empty: nobody's.
         priority: Lower runs first.
+        ttft_ms: The first token is wanted within so many milliseconds; ``None``: whenever.
+        itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
+        user: Whose request it is, as the caller says.
+        client: Whose API key it showed; empty: there are no keys.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
         field_prefix: Put before the names of sampling fields in errors, e.g. ``"sampling."``.
@@ -65,6 +69,10 @@ class TextRequest:
     cache_salt: str = ""
     priority: int = 0
     session: str = ""
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    user: str = ""
+    client: str = ""
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
     field_prefix: str = ""

@@ -12,9 +12,13 @@ class TraceMerge:
 
     What describes the request (path, prompt and cached tokens, TTFT) comes from the first attempt that answered; costs
     are summed; ``decode_instance`` is the last one, ``pipe`` the first that was used.
+
+    Args:
+        router_queue_us: How long the request waited before the first attempt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, router_queue_us: int = 0) -> None:
+        self._router_queue_us = router_queue_us
         self._latest: dict[int, common_pb2.RequestTrace] = {}
         self._next = 0
         self.num_migrations = 0
@@ -47,4 +51,5 @@ class TraceMerge:
                 # The KV bytes summed above came over it.
                 out.pipe = trace.pipe
         out.num_migrations = self.num_migrations
+        out.router_queue_us = self._router_queue_us
         return out

@@ -47,6 +47,12 @@ class Options(TypedDict, total=False):
     """Keeps this tenant's prefix cache apart from others'."""
     priority: int
     """Lower runs first."""
+    ttft_ms: float
+    """The first token is wanted within so many milliseconds; refused at once where that cannot be."""
+    itl_ms: float
+    """Most milliseconds wanted between two tokens; refused at once where nobody is so fast."""
+    user: str
+    """Whose request it is: the tenant in the router's queue, where there is no ``cache_salt``."""
     session_id: str
     """Whose conversation this is, for routers that keep one in one place."""
     request_id: str
@@ -57,6 +63,9 @@ _REQUEST_KINDS: dict[str, type] = {
     "include_stop_in_output": bool,
     "cache_salt": str,
     "priority": int,
+    "ttft_ms": float,
+    "itl_ms": float,
+    "user": str,
     "session_id": str,
     "request_id": str,
 }
@@ -194,8 +203,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
-    ok = _is_int(value) and -_INT32 <= value < _INT32 if kind is int else isinstance(value, kind)
+    if kind is int:
+        ok, what = _is_int(value) and -_INT32 <= value < _INT32, "a 32-bit integer"
+    elif kind is float:
+        ok, what = _is_number(value) and 0 < value < math.inf, "a number above 0"
+    else:
+        ok, what = isinstance(value, kind), f"a {kind.__name__}"
     if not ok:
-        what = "a 32-bit integer" if kind is int else f"a {kind.__name__}"
         raise InvalidRequestError(f"{name} must be {what}, got {shown(value)}", field=name)
     return value

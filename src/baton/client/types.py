@@ -40,6 +40,7 @@ class Trace:
     num_preemptions: int = 0
     local_reason: str = ""
     num_migrations: int = 0
+    router_queue_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Nothing here has prompts, token ids, cache salts or the secrets that a process w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import orjson
@@ -100,6 +100,15 @@ def watch(
         "/console/{name}", files.file, methods=["GET", "HEAD"], response_class=Response, include_in_schema=False
     )
     return app
+
+
+def add_replicas(app: FastAPI, describe: Callable[[], dict[str, Any]] | None) -> None:
+    """Add ``GET /debug/replicas``: how this router stands with others; ``{}`` where it is alone by configuration."""
+
+    async def replicas(request: Request) -> Response:
+        return _json(describe() if describe is not None else {})
+
+    app.add_api_route("/debug/replicas", replicas, methods=["GET"], response_class=Response)
 
 
 def index_state(instances: Iterable[Instance]) -> dict[str, Any]:

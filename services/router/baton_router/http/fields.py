@@ -15,7 +15,6 @@ from baton.errors import InvalidRequestError
 
 HARMLESS = frozenset(
     {
-        "user",  # who the end user is
         "safety_identifier",
         "metadata",  # labels for stored answers
         "prompt_cache_key",  # a hint where the prompt may be cached; placement looks at the prompt itself

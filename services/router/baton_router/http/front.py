@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.errors import InternalError, UnauthenticatedError
 from baton_router.http.errors import baton_error_response
 from baton_router.http.metrics import HttpMetrics
+from baton_router.http.wishes import set_client
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,10 @@ class Front:
 
         self._metrics.begin(endpoint)
         try:
-            if self._keys and endpoint not in _OPEN_ENDPOINTS and not self._authorized(scope):
+            client = self._client(scope) if self._keys and endpoint not in _OPEN_ENDPOINTS else ""
+            if client:
+                set_client(scope, client)
+            if client is None:
                 error = UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
                 await baton_error_response(error)(scope, receive, send_with_id)
             else:
@@ -92,12 +96,13 @@ class Front:
         finally:
             self._metrics.end(endpoint, status, time.perf_counter() - begun)
 
-    def _authorized(self, scope: Scope) -> bool:
+    def _client(self, scope: Scope) -> str | None:
+        """Return the name of whose API key a request shows: its place in the file of keys; ``None``: nobody's."""
         scheme, _, key = _header(scope, b"authorization").partition(" ")
         digest = hashlib.sha256(key.strip().encode()).digest()
         # All of them every time: how long it takes must not depend on which one it is.
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return f"key-{1 + matches.index(True)}" if scheme.lower() == "bearer" and any(matches) else None
 
 
 def _header(scope: Scope, name: bytes) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -27,12 +26,11 @@ from baton_router.http.job import Job, chat_job, completion_job
 from baton_router.http.metrics import HttpMetrics
 from baton_router.http.options import HttpOptions
 from baton_router.http.protocol import DISCONNECT
+from baton_router.http.wishes import with_headers
 from baton_router.text_pipeline import TextPipeline
 from baton_router.text_request import PreparedRequest, TextChunk
 
 CLIENT_GONE_STATUS = 499
-SESSION_HEADER = "x-baton-session"
-"""Names the conversation, for the policy ``session``; goes before the field ``session_id``."""
 
 
 class Generations:
@@ -59,8 +57,7 @@ class Generations:
             return Response(status_code=CLIENT_GONE_STATUS)  # nobody reads it; the metrics count it
 
     async def _answer(self, request: Request, job: Job, ident: str) -> Response:
-        session = request.headers.get(SESSION_HEADER, "")
-        requests = [replace(item, session=session) if session else item for item in job.requests]
+        requests = with_headers(request, job.requests)
         prepared = [await self._pipeline.prepare(item, fallback_id=ident) for item in requests]
         ignored = job.ignored + _unread_variables(job, prepared[0])
         check_strict(ignored, self._options.strict_fields)

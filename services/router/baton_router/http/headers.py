@@ -72,6 +72,7 @@ def route_headers(routes: Sequence[Route]) -> dict[str, str]:
         "x-baton-cached-tokens": _total(traces, cached_tokens),
         "x-baton-index-state": _names(states),
         "x-baton-local-reason": _names(trace.local_reason for trace in traces),
+        "x-baton-queue-ms": f"{sum(trace.router_queue_us for trace in traces) / 1000:.3f}",
         "x-baton-migrations": _total(traces, lambda trace: trace.num_migrations),
     }
 

@@ -145,6 +145,9 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
         cache_salt=body.cache_salt or "",
         session=body.session_id or "",
         priority=body.priority or 0,
+        ttft_ms=body.ttft_ms,
+        itl_ms=body.itl_ms,
+        user=body.user or "",
         request_id=body.request_id or "",
         **more,
     )

@@ -63,6 +63,9 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     session_id: str | None = None
     priority: int | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    user: str | None = None
     request_id: str | None = None
 
 

@@ -97,6 +97,9 @@ class RouterGenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    ITL_MS_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the router makes one"""
     model: _builtins.str
@@ -107,6 +110,12 @@ class RouterGenerateRequest(_message.Message):
     priority: _builtins.int
     session_id: _builtins.str
     """whose conversation this is, for the policy "session"; empty: nobody's"""
+    ttft_ms: _builtins.float
+    """the first token is wanted within so many milliseconds; 0: whenever"""
+    itl_ms: _builtins.float
+    """most milliseconds wanted between two tokens; 0: any"""
+    user: _builtins.str
+    """whose request it is: the tenant in the router's queue, where cache_salt is empty"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -133,10 +142,13 @@ class RouterGenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         session_id: _builtins.str = ...,
+        ttft_ms: _builtins.float = ...,
+        itl_ms: _builtins.float = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "itl_ms", b"itl_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -1,0 +1,120 @@
+"""What a request would meet if it started now: time to its first token, and between tokens, by learnt speeds.
+
+Nothing is refused by a guess: where nothing was measured within the last minute, nothing is predicted. So a cluster
+that was too slow for everybody is tried again a minute later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.types import PrefillPath, Role
+from baton_router.admission.room import Ready
+from baton_router.core import RoutedRequest
+from baton_router.instance import Instance
+from baton_router.placement import Ask, Placement, Placer
+from baton_router.speeds import Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a request would meet.
+
+    Attributes:
+        missing: Prompt tokens that nobody holds.
+        ttft_ms: To the first token if it started now; ``None``: nothing was measured.
+        alone_ms: The same if nothing else ran.
+    """
+
+    missing: int
+    ttft_ms: float | None = None
+    alone_ms: float = 0.0
+
+
+class Estimates:
+    """Predicts, and reserves nothing.
+
+    Args:
+        placer: Says where a request would go.
+        speeds: What was learnt.
+        fleet: The instances.
+    """
+
+    def __init__(self, placer: Placer, speeds: Speeds, fleet: Ready) -> None:
+        self._placer, self._speeds, self._fleet = placer, speeds, fleet
+
+    def output_tokens(self, request: RoutedRequest) -> float:
+        """Return the tokens that a request is expected to generate, all its sequences together."""
+        sampling, expected = request.sampling, self._speeds.output_tokens
+        most = sampling.max_tokens
+        return sampling.n * (expected if most is None or most > expected else most)
+
+    def look(self, request: RoutedRequest) -> Outlook:
+        """Predict a request's start, as the policy would place it now."""
+        ask = Ask(
+            request.prompt_token_ids,
+            request.cache_salt,
+            request.sampling.n,
+            local_only=request.sampling.prompt_logprobs is not None,
+            session=request.session,
+            max_tokens=request.sampling.max_tokens,
+        )
+        placement = self._placer.place(ask, reserve=False)
+        total = len(request.prompt_token_ids)
+        if placement is None:
+            return Outlook(total)
+        decision = placement.decision
+        missing = total - max([*decision.prefill.matched, *decision.decode.matched])
+        times = [x for x in (self._remote(placement), self._local(placement)) if x is not None]
+        if not times:
+            return Outlook(missing)
+        return Outlook(missing, *min(times))
+
+    def slow(self, request: RoutedRequest) -> dict[Instance, float]:
+        """Return the decode instances whose time between tokens, with this request, is more than it asks for."""
+        limit = request.itl_ms
+        if limit is None:
+            return {}
+        instances = self._fleet.ready(Role.DECODE)
+        known = self._speeds.decode.known([x.instance_id for x in instances])
+        found = {}
+        for x, fit in zip(instances, known, strict=True):
+            if fit is not None and (ms := fit.at(x.load.requests + request.sampling.n)) > limit:
+                found[x] = ms
+        return found
+
+    def all_slow(self, request: RoutedRequest) -> tuple[str, float] | None:
+        """Return the fastest decode instance and its milliseconds, if none is fast enough; ``None``: one is."""
+        slow = self.slow(request)
+        if not slow or len(slow) < len(self._fleet.ready(Role.DECODE)):
+            return None
+        best = min(slow, key=slow.__getitem__)
+        return best.instance_id, slow[best]
+
+    def _remote(self, placement: Placement) -> tuple[float, float] | None:
+        """Predict a prefill on the chosen prefill instance: now, and if nothing else ran."""
+        decision = placement.decision
+        if not placement.prefill or decision.path in (PrefillPath.LOCAL, PrefillPath.STORE):
+            return None
+        prefill, decode = placement.prefill[0], placement.decode
+        (fit,) = self._speeds.prefill.known([prefill.instance_id])
+        if fit is None or decode.info is None:
+            return None
+        own = decision.decode.matched[decision.choice.decode]
+        missing = decision.prompt_tokens - max(own, decision.prefill.matched[decision.prefill_order[0]])
+        kind = decode.info.fingerprint
+        moved = (decision.prompt_tokens - own) * kind.block_bytes / kind.block_size
+        (transfer,) = self._speeds.transfer.get([(prefill.instance_id, decode.instance_id)])
+        alone = fit.at(missing) + transfer.at(moved)
+        return alone + fit.slope * prefill.load.work, alone
+
+    def _local(self, placement: Placement) -> tuple[float, float] | None:
+        """Predict a prefill on the decode instance itself."""
+        decision, decode = placement.decision, placement.decode
+        if decision.path in (PrefillPath.REMOTE, PrefillPath.STORE):
+            return None
+        (fit,) = self._speeds.local.known([decode.instance_id])
+        if fit is None:
+            return None
+        alone = fit.at(decision.prompt_tokens - decision.decode.matched[decision.choice.decode])
+        return alone + fit.slope * decode.load.prompts_waiting, alone

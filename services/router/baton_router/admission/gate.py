@@ -1,0 +1,333 @@
+"""The way into the cluster: a request starts at once while there is room, else it waits in the router's own queue.
+
+Workers' queues are first come, first served, so what waits there cannot be reordered. Hence they get little more than
+they can run (``room``), and the rest waits here: by priority, then in turns of its tenants, then by deadline. A request
+that would start too late is told so at once, with the time after which it has a chance.
+
+In front of an empty queue a request without wishes costs a look at two counters. Nothing here is placed or reserved:
+that follows in the same step of the event loop, and until then room is only promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from prometheus_client import CollectorRegistry
+
+from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
+from baton_router.admission.drain import DrainRate
+from baton_router.admission.estimates import Estimates, Outlook
+from baton_router.admission.metrics import AdmissionMetrics
+from baton_router.admission.queue import FairQueue
+from baton_router.admission.room import Room
+from baton_router.admission.waiting import Waiting
+from baton_router.core import RoutedRequest
+
+_TICK_S = 0.02
+"""How often the queue looks for room that nobody told it of: reports of instances, instances that come back."""
+_MAX_RETRY_S = 300.0
+_NEVER_RETRY_S = 60.0
+"""After which slow speeds are forgotten, and a request that nobody could serve is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the queue.
+
+    Attributes:
+        requests: Requests that may wait.
+        tokens: Prompt tokens that may wait.
+        tenant_share: How much of both one tenant may have.
+        wait_s: Seconds that a request may wait which has no deadline.
+        no_instance_s: Seconds that requests wait for any decode instance to be ready.
+    """
+
+    requests: int = 2048
+    tokens: int = 4_000_000
+    tenant_share: float = 0.5
+    wait_s: float = 60.0
+    no_instance_s: float = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request's leave to run; give it back with ``Admission.leave``.
+
+    Attributes:
+        cost: What it counts.
+        started: When it was let in.
+        waited_s: How long it waited for that.
+    """
+
+    cost: float
+    started: float
+    waited_s: float = 0.0
+
+
+class Admission:
+    """Lets requests in. Lives in one event loop.
+
+    Args:
+        room: How much may start.
+        estimates: What a request would meet.
+        limits: Bounds.
+        registry: Takes the metrics.
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        estimates: Estimates,
+        limits: Limits,
+        registry: CollectorRegistry,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._room, self._estimates, self._limits, self._now = room, estimates, limits, now
+        self.queue = FairQueue(limits.requests, limits.tokens, limits.tenant_share)
+        self._drain = DrainRate()
+        self.metrics = AdmissionMetrics(registry, self.queue, self.rate)
+        self._numbers = count()
+        self._in_flight = 0.0
+        self._ticker: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._none_since: float | None = None
+
+    def rate(self) -> float:
+        """Return the tokens per second that leave the queue, or would if there was one; 0: unknown."""
+        return self._drain.rate(self._in_flight, self._now())
+
+    async def enter(self, request: RoutedRequest) -> Ticket:
+        """Return when a request may be placed; cancel the wait to take it out of the queue.
+
+        Raises:
+            QueueFullError: The queue, or the tenant's part of it, is full.
+            OverloadedError: It would wait too long, or did.
+            SloError: It cannot have what it wants; names ``ttft_ms`` or ``itl_ms``.
+            UnavailableError: No decode instance is ready, or the router ends.
+        """
+        if not len(self.queue) and request.ttft_ms is None and request.itl_ms is None:
+            tokens = len(request.prompt_token_ids)
+            if self._room.take(request.sampling.n, tokens) or not self._room.num_decodes:
+                self.metrics.at_once += 1
+                return self._let_in(tokens + self._estimates.output_tokens(request))
+        return await self._enter_slowly(request)
+
+    def first_token(self) -> None:
+        """A request has its first token: there is room for another prompt."""
+        if len(self.queue):
+            self._pump()
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give a ticket back."""
+        self._in_flight -= ticket.cost
+        self._drain.served(ticket.cost, self._now() - ticket.started)
+        if len(self.queue):
+            self._pump()
+
+    def retry_after_s(self, cost: float | None = None) -> float:
+        """Return the seconds in which so much leaves; default: half of what waits and runs, so not all come at once."""
+        rate = self.rate()
+        if rate <= 0:
+            return 1.0
+        amount = (self.queue.cost + self._in_flight) / 2 if cost is None else cost
+        return min(_MAX_RETRY_S, max(0.1, amount / rate))
+
+    def close(self) -> None:
+        """Refuse everything that waits, and everything to come: the router ends."""
+        self._closed = True
+        for item in list(self.queue):
+            self._refuse(item, _closing(), "shutdown")
+
+    # --- coming in ---
+
+    def _let_in(self, cost: float, waited_s: float = 0.0) -> Ticket:
+        self._in_flight += cost
+        return Ticket(cost, self._now(), waited_s)
+
+    async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
+        """Let a request in that has wishes or has to wait."""
+        if self._closed:
+            raise self._count(_closing(), "shutdown")
+        waits = len(self.queue) > 0 or not self._room.is_free()
+        if waits:
+            self._check_bounds(request)
+        outlook = self._estimates.look(request)
+        self._check_itl(request)
+        item = self._waiting(request, outlook)
+        self._check_start(item, outlook, waits=waits)
+        if not waits:
+            self._room.take(request.sampling.n, outlook.missing)
+            self.metrics.at_once += 1
+            return self._let_in(item.cost)
+        return await self._wait(item)
+
+    def _waiting(self, request: RoutedRequest, outlook: Outlook) -> Waiting:
+        now = self._now()
+        arrived = now - max(0.0, time.perf_counter() - request.arrived) if request.arrived else now
+        deadline, start_by = math.inf, arrived + self._limits.wait_s
+        if request.ttft_ms is not None:
+            deadline = arrived + request.ttft_ms / 1000
+            start_by = min(start_by, deadline - (outlook.ttft_ms or 0.0) / 1000)
+        return Waiting(
+            request,
+            next(self._numbers),
+            arrived,
+            deadline,
+            start_by,
+            outlook.missing + self._estimates.output_tokens(request),
+            asyncio.get_running_loop().create_future(),
+        )
+
+    async def _wait(self, item: Waiting) -> Ticket:
+        self.queue.add(item)
+        self._drain.began(self._now())
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        self._pump()
+        sequences, tokens = item.request.sampling.n, item.tokens
+        try:
+            refusal = await item.future
+        except asyncio.CancelledError:
+            self.metrics.cancelled.inc()
+            if item.granted:
+                self._room.kept(sequences, tokens)
+                self._pump()
+            elif item.queued:
+                self.queue.remove(item)
+                self._check_empty()
+            raise
+        if refusal is not None:
+            raise refusal
+        self._room.kept(sequences, tokens)
+        waited = self._now() - item.arrived
+        self.metrics.started(item, waited)
+        return self._let_in(item.cost, waited)
+
+    # --- who is refused ---
+
+    def _check_bounds(self, request: RoutedRequest) -> None:
+        """Refuse a request for which the queue has no room, unless another has less right to it."""
+        queue, tenant, tokens = self.queue, request.tenant, len(request.prompt_token_ids)
+        if queue.over_share(tenant, tokens):
+            held, rate = queue.tenants()[tenant], self.rate()
+            share = rate / max(1, len(queue.tenants()))
+            wait = min(_MAX_RETRY_S, max(0.1, queue.tenant_cost(tenant) / 2 / share)) if share > 0 else 1.0
+            message = f"{held.requests} requests of this tenant wait already, its share of the queue"
+            raise self._count(QueueFullError(message, retry_after_s=wait), "tenant_share")
+        if not queue.full(tokens):
+            return
+        victim = queue.victim(tenant, request.priority)
+        if victim is None or queue.full(tokens, without=victim):
+            message = f"{len(queue)} requests wait already"
+            raise self._count(QueueFullError(message, retry_after_s=self.retry_after_s()), "queue_full")
+        message = "the queue is full, and others have more right to a place in it"
+        self._refuse(victim, QueueFullError(message, retry_after_s=self.retry_after_s()), "pushed_out")
+
+    def _check_itl(self, request: RoutedRequest) -> None:
+        found = self._estimates.all_slow(request) if request.itl_ms is not None else None
+        if found is not None:
+            raise self._count(self._itl_error(request, found), "itl")
+
+    def _itl_error(self, request: RoutedRequest, found: tuple[str, float]) -> SloError:
+        name, ms = found
+        return SloError(
+            f"itl_ms of {request.itl_ms:g} cannot be had: the fastest decode instance, {name}, measures {ms:.1f} ms "
+            "between tokens at its present load",
+            field="itl_ms",
+            retry_after_s=self.retry_after_s() if self._in_flight else _NEVER_RETRY_S,
+        )
+
+    def _check_start(self, item: Waiting, outlook: Outlook, *, waits: bool) -> None:
+        """Refuse a request that would start too late."""
+        now, rate, ahead = self._now(), self.rate(), 0.0
+        if waits and rate > 0:
+            ahead = self.queue.cost_ahead(item)
+        late = now + (ahead / rate if ahead else 0.0) - item.start_by
+        if late <= 0:
+            return
+        if item.request.ttft_ms is None:
+            message = f"about {ahead / rate:.0f} s of work wait ahead: this cluster is overloaded"
+            raise self._count(OverloadedError(message, retry_after_s=min(_MAX_RETRY_S, late)), "overloaded")
+        never = outlook.ttft_ms is not None and outlook.alone_ms > item.request.ttft_ms
+        message = f"ttft_ms of {item.request.ttft_ms:g} cannot be had: the first token would come after about "
+        message += f"{item.request.ttft_ms + 1000 * late:.0f} ms"
+        message += " even if nothing else ran" if never else f", with {ahead:.0f} tokens of work ahead in the queue"
+        after = _NEVER_RETRY_S if never else min(_MAX_RETRY_S, max(0.1, late))
+        raise self._count(SloError(message, field="ttft_ms", retry_after_s=after), "ttft")
+
+    def _count(self, error: BatonError, reason: str) -> BatonError:
+        self.metrics.refusals.labels(reason=reason).inc()
+        return error
+
+    def _refuse(self, item: Waiting, error: BatonError, reason: str) -> None:
+        """End a wait with an error."""
+        self.queue.remove(item)
+        self._end(item, error, reason)
+        self._check_empty()
+
+    def _end(self, item: Waiting, error: BatonError, reason: str) -> None:
+        if not item.future.done():  # else its client has just gone
+            item.future.set_result(self._count(error, reason))
+
+    # --- who goes next ---
+
+    def _tick(self) -> None:
+        self._ticker = None
+        if len(self.queue):
+            self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+            self._pump()
+
+    def _pump(self) -> None:
+        """Refuse who is late, and let in whoever is next while there is room."""
+        now, room = self._now(), self._room
+        for item in self.queue.take_late(now):
+            self._end(item, self._too_late(item, now), "expired")
+        while len(self.queue) and room.is_free():
+            item = self.queue.take()
+            if item.future.done():  # its client has just gone, and it will not be placed
+                continue
+            if item.request.itl_ms is not None and (found := self._estimates.all_slow(item.request)) is not None:
+                self._end(item, self._itl_error(item.request, found), "itl")
+                continue
+            room.promise(item.request.sampling.n, item.tokens)
+            self._drain.left(item.cost, now)
+            item.granted = True
+            item.future.set_result(None)
+        if len(self.queue) and not room.num_decodes:
+            self._nobody_there(now)
+        else:
+            self._none_since = None
+        self._check_empty()
+
+    def _nobody_there(self, now: float) -> None:
+        """No decode instance is ready: what waits waits on for a while."""
+        if self._none_since is None:
+            self._none_since = now
+        elif now - self._none_since >= self._limits.no_instance_s:
+            for item in list(self.queue):
+                self._refuse(item, UnavailableError("no decode instance is ready", retry_after_s=1.0), "no_instance")
+
+    def _too_late(self, item: Waiting, now: float) -> OverloadedError:
+        waited = now - item.arrived
+        after = self.retry_after_s()
+        if item.request.ttft_ms is None:
+            return OverloadedError(f"it waited {waited:.1f} s and there was no room", retry_after_s=after)
+        message = f"ttft_ms of {item.request.ttft_ms:g} cannot be had any more: it waited {1000 * waited:.0f} ms"
+        return SloError(message, field="ttft_ms", retry_after_s=after)
+
+    def _check_empty(self) -> None:
+        if not len(self.queue):
+            self._drain.ended(self._now())
+            if self._ticker is not None:
+                self._ticker.cancel()
+                self._ticker = None
+
+
+def _closing() -> UnavailableError:
+    return UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)

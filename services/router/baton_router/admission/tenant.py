@@ -1,0 +1,30 @@
+"""Who a request belongs to, as far as the router can tell."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+
+class Tenants:
+    """Names tenants. A salt is a secret and a user may be a person: their names say nothing to those who see them."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(16)
+
+    def name(self, client: str, cache_salt: str, user: str) -> str:
+        """Return a request's tenant: whose API key it showed, else its cache salt, else its user; else all share one.
+
+        Args:
+            client: Name of the API key's holder; empty: there are no API keys.
+            cache_salt: As in the request.
+            user: As in the request.
+        """
+        if client:
+            return client
+        if cache_salt:
+            return f"salt-{self._digest(cache_salt)}"
+        return f"user-{self._digest(user)}" if user else ""
+
+    def _digest(self, text: str) -> str:
+        return hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=6, key=self._key).hexdigest()
