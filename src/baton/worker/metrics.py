@@ -90,7 +90,7 @@ class _EngineCollector(Collector):
         "num_loading": "Sequences that wait for KV from outside",
         "blocks_total": "KV blocks in the pool",
         "blocks_active": "KV blocks held by requests or leases",
-        "blocks_cached": "KV blocks that are free but can be hit",
+        "blocks_cached": "KV blocks that can be hit, those in use included",
         "waiting_prompt_tokens": "Prompt tokens not computed yet",
     }
     _COUNTERS: ClassVar = {

@@ -585,7 +585,7 @@ class LoadReport(_message.Message):
     blocks_active: _builtins.int
     """held by requests or leases"""
     blocks_cached: _builtins.int
-    """free, but their content can still be hit"""
+    """found by their hash, blocks in use included"""
     waiting_prompt_tokens: _builtins.int
     """prompt tokens not computed yet"""
     prefill_tokens_per_s: _builtins.float
