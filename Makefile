@@ -27,6 +27,7 @@ up: $(STAMP) ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
 
 test: $(STAMP) ## the whole test suite
 	@scripts/install_browser.sh
+	@scripts/install_redis.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device

@@ -22,10 +22,12 @@ from baton_router.config import RouterConfig
 from baton_router.decisions import DecisionLog
 from baton_router.dispatcher import PlacingDispatcher
 from baton_router.generation_metrics import GenerationMetrics
-from baton_router.http import HttpOptions, create_app, watch
+from baton_router.http import HttpOptions, add_replicas, create_app, watch
 from baton_router.http.protocol import BoundedProtocol
 from baton_router.metrics import RouterMetrics
 from baton_router.registry import Registry
+from baton_router.replicas.metrics import ReplicaMetrics
+from baton_router.replicas.replica import Replica
 from baton_router.servicer import SERVICE, RouterServicer
 from baton_router.text_pipeline import TextPipeline
 
@@ -62,6 +64,7 @@ class RouterApp:
         self.registry = Registry(config, self.metrics, token=token)
         decisions = DecisionLog(self.metrics.decision_terms)
         self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions)
+        self.replica = Replica(config, self.registry, ReplicaMetrics(self.metrics.registry)) if config.redis else None
         self._tokenizers = TextModelCache(config.model)
         self.pipeline = TextPipeline(
             self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
@@ -76,6 +79,7 @@ class RouterApp:
         )
         seen = self.metrics.registry
         watch(http, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)
+        add_replicas(http, self.replica.describe if self.replica is not None else None)
         self._http = _HttpServer(
             uvicorn.Config(
                 http,
@@ -114,6 +118,8 @@ class RouterApp:
             sock.close()
             raise
         self.registry.start()
+        if self.replica is not None:
+            self.replica.start()
         self._serving = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
         await self._http.wait_started(self._serving)
         await self._grpc.set_serving(True)
@@ -141,6 +147,8 @@ class RouterApp:
             ends.append(self._grpc.stop(self._config.drain_timeout_s + _CUT_OFF_S))
         await asyncio.gather(*ends)
         time_is_up.cancel()
+        if self.replica is not None:
+            await self.replica.close()
         await self.registry.close()
 
 

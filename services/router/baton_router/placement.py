@@ -101,6 +101,8 @@ class Placer:
         decodes = self._fleet.ready(Role.DECODE)
         if ask.exclude:
             decodes = [x for x in decodes if x.identity not in ask.exclude]
+        if reserve:
+            decodes = [x for x in decodes if x.load.requests + ask.num_sequences <= x.load.limit]
         if not decodes:
             return None
         prefills = [] if ask.local_only else self._fleet.ready(Role.PREFILL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 
@@ -33,6 +33,10 @@ class Leases:
     def __len__(self) -> int:
         """Leases that have not been taken out yet."""
         return len(self._by_id)
+
+    def addresses(self) -> Collection[str]:
+        """Return who holds a lease."""
+        return self._by_address.keys()
 
     def grant(self, address: str) -> Lease:
         """Give an address a new lease; one it had before is void."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from baton.api.v1 import router_pb2
-from baton.errors import ConfigError, InvalidRequestError, QueueFullError, UnavailableError
+from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.hashing import native_chain
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
@@ -23,6 +23,9 @@ from baton_router.instance import Instance, InstanceInfo, Status
 from baton_router.link import Link
 from baton_router.metrics import InstanceCollector, RouterMetrics
 from baton_router.registration import Leases
+from baton_router.replicas.metrics import UnitsCollector
+from baton_router.replicas.room import Room
+from baton_router.replicas.units import Units, replica_name
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +66,21 @@ class Registry:
         self._instances: dict[str, Instance] = {}
         self._links: dict[str, tuple[Link, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
-        self._change = asyncio.Event()
+        self._found: dict[str, frozenset[str]] = {}
+        self.name = replica_name(config)
+        self.room = Room()
+        self.units = Units(
+            self.name,
+            config.max_inflight_per_instance,
+            config.replicas,
+            shared=bool(config.redis),
+            freed=self.room.wake,
+        )
         tokenizer = tokenizer_digest(config.model) if config.model else ""
         self._identity = IdentityCheck(tokenizer, config.block_size)
         self._ticker: asyncio.Task[None] | None = None
         metrics.registry.register(InstanceCollector(self.instances))
+        metrics.registry.register(UnitsCollector(self))
 
     def start(self) -> None:
         """Connect to the static instances and begin to watch the leases; needs a running loop."""
@@ -121,16 +134,47 @@ class Registry:
         )
 
     async def wait_changed(self, timeout_s: float) -> None:
-        """Wait until some instance became more or less usable, at most ``timeout_s`` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._change.wait()
-        except TimeoutError:
-            return
+        """Wait until some instance became more or less usable or has room, at most ``timeout_s`` seconds."""
+        await self.room.wait(timeout_s)
+
+    def none_free(self) -> BatonError:
+        """Return why no decode instance takes a request."""
+        if self.ready(Role.DECODE):
+            return QueueFullError("every decode instance has all the requests it may have", retry_after_s=1.0)
+        return UnavailableError("no decode instance is ready", retry_after_s=1.0)
 
     def _changed(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
+        self.room.wake_all()
+
+    # --- discovery ---
+
+    def registered(self) -> list[tuple[str, Role]]:
+        """Return the addresses of the instances that registered themselves here."""
+        known = self._instances
+        return [(x, known[x].role) for x in self.leases.addresses() if x in known]
+
+    def found(self, source: str, instances: Mapping[str, Role]) -> None:
+        """Know the instances that a source of discovery names now; forget what it named before and nobody else names.
+
+        Args:
+            source: Its name.
+            instances: Roles by address.
+        """
+        before = self._found.get(source, frozenset())
+        self._found[source] = frozenset(instances)
+        for address, role in instances.items():
+            if address in self._instances:
+                continue
+            if len(self._instances) >= self._config.max_instances:
+                log.warning("%s, found by %s, is one instance too many", address, source)
+                break
+            log.info("%s instance at %s found by %s", role, address, source)
+            self._add(address, role)
+        for address in before.difference(instances):
+            self._drop_registered(address, f"{source} names it no more")
+
+    def _is_named(self, address: str) -> bool:
+        return address in self._static or any(address in x for x in (*self._found.values(), self.leases.addresses()))
 
     # --- registration ---
 
@@ -212,7 +256,7 @@ class Registry:
 
     def _drop_registered(self, address: str, why: str, *, silent: bool = False) -> None:
         instance = self._instances.get(address)
-        if instance is not None and address not in self._static:
+        if instance is not None and not self._is_named(address):
             log.info("%s instance %s is forgotten: %s", instance.role, instance.instance_id, why)
             self._remove(address, silent=silent)
 
@@ -272,6 +316,7 @@ class Registry:
         """
         others = any(x.admitted for x in self._instances.values() if x is not instance)
         self._identity.admit(info, instance.role, first=not others)
+        self.units.admitted(instance, info)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

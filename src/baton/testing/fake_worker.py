@@ -69,6 +69,7 @@ class FakeWorkerState:
         model_path, max_model_len: Reported by GetInfo.
         load: Reported by StreamLoad.
         requests: Every Generate that was admitted.
+        peak: Most that ran at a time.
         running, finished, cancelled: Their ids by what became of them.
         event_subscriptions: ``from_sequence`` of every StreamKvEvents call.
         event_position: Sequence of the batch that was sent (or lost) last.
@@ -84,6 +85,7 @@ class FakeWorkerState:
     max_model_len: int = 4096
     load: common_pb2.LoadReport = field(default_factory=common_pb2.LoadReport)
     requests: list[worker_pb2.GenerateRequest] = field(default_factory=list)
+    peak: int = 0
     running: set[str] = field(default_factory=set)
     finished: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -281,6 +283,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._admit(request)
         self.state.requests.append(kept)
         self.state.running.add(request.request_id)
+        self.state.peak = max(self.state.peak, len(self.state.running))
         self.changed()
         ended = self.state.cancelled
         try:

@@ -1,0 +1,49 @@
+"""Requests that wait for an instance that can take them, first come, first served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Room:
+    """A queue of waiting requests. Lives in one event loop.
+
+    Who is woken looks again whether there is room; whoever finds none waits again, behind the others.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait to be woken, at most ``timeout_s`` seconds."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn
+        except TimeoutError:
+            return
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.wake()  # the turn was ours, and we don't use it
+            raise
+        finally:
+            if not turn.done() or turn.cancelled():
+                self._waiting.remove(turn)
+
+    def wake(self, count: int = 1) -> None:
+        """Wake those who wait longest: there is room for ``count`` more."""
+        while count > 0 and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                count -= 1
+
+    def wake_all(self) -> None:
+        """Wake everybody: some instance became more or less usable."""
+        self.wake(len(self._waiting))

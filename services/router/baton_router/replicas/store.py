@@ -1,0 +1,200 @@
+"""The Redis side: one stream of entries, and per instance a hash of who holds how many units of its capacity.
+
+Why units are leased instead of reserved one by one: a reservation per request would put a round trip to Redis
+(0.2 ms on one host, more over a network) before every placement and make requests depend on Redis. With units in hand a
+placement is a comparison of two numbers. One script gives units out, and it alone, so their sum never exceeds the
+capacity however many replicas ask at a time.
+
+A Redis that comes back empty knows of no units. For ``SETTLE_MS`` it gives out none beyond what each replica says it
+holds; and whoever comes first also writes down what it remembers of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+SETTLE_MS = 3000
+STREAM_LENGTH = 4096
+COMMAND_TIMEOUT_S = 1.0
+READ_BLOCK_MS = 400
+_READ_BACK_MS = 3000
+
+_CLAIM = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local me, settle = ARGV[1], tonumber(ARGV[2])
+local boot = tonumber(redis.call('GET', KEYS[2]) or '')
+if not boot then boot = now; redis.call('SET', KEYS[2], now) end
+redis.call('HSET', KEYS[1], me, now)
+local grants = {}
+for i = 3, #KEYS do
+  local at = 3 + 4 * (i - 3)
+  local capacity, claim = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
+  local held, used = tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
+  local all, others = redis.call('HGETALL', KEYS[i]), 0
+  for j = 1, #all, 2 do
+    if all[j] ~= me then
+      local seen = tonumber(redis.call('HGET', KEYS[1], all[j]) or '')
+      if not seen then redis.call('HSET', KEYS[1], all[j], now) end
+      others = others + tonumber(all[j + 1])
+    end
+  end
+  local grant = math.max(0, math.min(claim, capacity - others))
+  if now - boot < settle then grant = math.min(grant, held) end
+  grant = math.max(grant, used)
+  if grant > 0 then redis.call('HSET', KEYS[i], me, grant) else redis.call('HDEL', KEYS[i], me) end
+  grants[#grants + 1] = grant
+end
+return grants
+"""
+
+_RECLAIM = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local seen = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '')
+if not seen or now - seen < tonumber(ARGV[2]) then return 0 end
+local held, keep = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0'), tonumber(ARGV[3])
+if held <= keep then return 0 end
+if keep > 0 then redis.call('HSET', KEYS[2], ARGV[1], keep) else redis.call('HDEL', KEYS[2], ARGV[1]) end
+return held - keep
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A replica's wish for one instance.
+
+    Attributes:
+        units: That it wants to hold from now on.
+        held: That it holds by its own books.
+        used: Of these, how many are in use: they are never taken away.
+    """
+
+    instance: str
+    capacity: int
+    units: int
+    held: int
+    used: int
+
+
+class Store:
+    """What replicas keep in Redis.
+
+    Args:
+        url: ``redis://`` or ``rediss://`` URL.
+        prefix: Put before every key.
+        replica: This replica's name.
+
+    Raises:
+        ConfigError: The URL cannot be read, or the client is not installed.
+    """
+
+    def __init__(self, url: str, prefix: str, replica: str) -> None:
+        self._redis = open_redis(url)
+        self._prefix, self._replica = prefix, replica
+        self._stream = f"{prefix}:replicas"
+        self._claim = self._redis.register_script(_CLAIM)
+        self._reclaim = self._redis.register_script(_RECLAIM)
+        self._position = "0-0"
+
+    async def connect(self) -> None:
+        """Check that Redis answers; reading begins a few seconds back."""
+        seconds, micros = await self._redis.time()
+        self._position = f"{max(0, seconds * 1000 + micros // 1000 - _READ_BACK_MS)}-0"
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._redis.aclose()
+
+    async def disconnect(self) -> None:
+        """Drop connections that may hang; the next call opens others."""
+        with contextlib.suppress(Exception):  # they are broken: that is why
+            await self._redis.connection_pool.disconnect()
+
+    async def publish(self, data: bytes) -> None:
+        """Add an entry."""
+        await self._redis.xadd(self._stream, {b"m": data}, maxlen=STREAM_LENGTH, approximate=True)
+
+    async def read(self) -> AsyncIterator[list[bytes]]:
+        """Yield entries as they come, several at a time."""
+        while True:
+            answer: Any = await self._redis.xread({self._stream: self._position}, count=256, block=READ_BLOCK_MS)
+            for _, entries in _items(answer):
+                self._position = entries[-1][0].decode() if isinstance(entries[-1][0], bytes) else entries[-1][0]
+                yield [fields[b"m"] for _, fields in entries if fields and b"m" in fields]
+
+    async def claim(self, claims: list[Claim]) -> list[int]:
+        """Set the units that this replica holds; returns how many it was given."""
+        keys = [self._key("members"), self._key("boot"), *(self._units(x.instance) for x in claims)]
+        numbers = [number for x in claims for number in (x.capacity, x.units, x.held, x.used)]
+        answer: Any = await self._claim(keys=keys, args=[self._replica, SETTLE_MS, *numbers])
+        return [int(x) for x in answer]
+
+    async def remember(self, replica: str, held: Iterable[tuple[str, int]]) -> None:
+        """Write down what another replica was known to hold, where Redis does not know it."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for instance, units in held:
+                pipeline.hsetnx(self._units(instance), replica, str(units))
+            await pipeline.execute()
+
+    async def reclaim(self, replica: str, instance: str, *, silent_ms: int, keep: int) -> int:
+        """Take back what a replica that Redis has not heard of for ``silent_ms`` holds beyond ``keep``."""
+        answer: Any = await self._reclaim(
+            keys=[self._key("members"), self._units(instance)], args=[replica, silent_ms, keep]
+        )
+        return int(answer)
+
+    async def leave(self, instances: Iterable[str]) -> None:
+        """Give everything back."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for instance in instances:
+                pipeline.hdel(self._units(instance), self._replica)
+            pipeline.hdel(self._key("members"), self._replica)
+            await pipeline.execute()
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    def _units(self, instance: str) -> str:
+        return f"{self._prefix}:units:{instance}"
+
+
+def open_redis(url: str) -> Redis:
+    """Open a client that neither retries nor waits long: whoever uses it has pauses of its own.
+
+    Raises:
+        ConfigError: The URL cannot be read, or the client is not installed.
+    """
+    try:
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+    except ImportError as error:
+        raise ConfigError(
+            "--redis needs the Python package redis: pip install 'baton-serve[redis]'", field="redis"
+        ) from error
+    try:
+        return Redis.from_url(
+            url,
+            socket_timeout=COMMAND_TIMEOUT_S,
+            socket_connect_timeout=COMMAND_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        raise ConfigError(f"the URL of Redis cannot be read: {error}", field="redis") from error
+
+
+def _items(answer: Any) -> list[tuple[Any, list[Any]]]:
+    """Return what XREAD answered, stream by stream; nothing came: an empty list."""
+    if not answer:
+        return []
+    return list(answer.items()) if isinstance(answer, dict) else list(answer)

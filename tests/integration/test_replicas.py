@@ -1,0 +1,170 @@
+"""Three routers over one Redis: they share what each has placed, and never place more than an instance may have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.test_router_process import Process, router
+
+from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import role_to_pb
+from baton.testing.fake_worker import FakeWorker, expected_tokens
+from baton.testing.redis_server import RedisServer, missing_redis, redis_server
+from baton.types import Role
+
+pytestmark = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
+CAPACITY = 6
+TOKENS = 12
+
+
+class Replica:
+    """A router process, and what it says of itself."""
+
+    def __init__(self, process: Process, stub: Any, http: httpx.AsyncClient) -> None:
+        self.process, self.stub, self.http = process, stub, http
+
+    async def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.http.get("/debug/replicas")).json()
+        return found
+
+    async def metrics(self) -> str:
+        return (await self.http.get("/metrics")).text
+
+    async def generate(self, number: int) -> list[int]:
+        prompt = [number % 900, *range(20)]
+        request = router_pb2.RouterGenerateRequest(
+            token_ids=router_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParams(max_tokens=TOKENS, seed=number),
+        )
+        found = []
+        async for message in self.stub.Generate(request, timeout=60):
+            found += [token for delta in message.deltas for token in delta.token_ids]
+        assert found == expected_tokens(prompt, TOKENS, seed=number)
+        return found
+
+
+@contextlib.asynccontextmanager
+async def workers(count: int) -> AsyncIterator[list[FakeWorker]]:
+    found = [FakeWorker(Role.DECODE, f"d{number}") for number in range(count)]
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in found:
+            worker.state.model_path = "models/baton-tiny"
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def replicas(count: int, redis: RedisServer, *flags: str) -> AsyncIterator[list[Replica]]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def one(number: int) -> Replica:
+            process = await stack.enter_async_context(
+                router("--redis", redis.url, "--replica-name", f"r{number}", "--no-instance-wait-s", "30", *flags)
+            )
+            channel = await stack.enter_async_context(open_channel(process.grpc))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}"))
+            return Replica(process, router_pb2_grpc.RouterServiceStub(channel), http)
+
+        yield list(await asyncio.gather(*map(one, range(count))))
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def all_are(routers: list[Replica], state: str) -> bool:
+    found = [await x.state() for x in routers]
+    return all(x["state"] == state for x in found) and (
+        state != "shared" or all(len(x["others"]) == len(routers) - 1 for x in found)
+    )
+
+
+async def test_three_replicas_never_place_more_than_the_capacity_while_redis_dies_and_comes_back() -> None:
+    async with redis_server() as redis, workers(2) as decodes:
+        flags = ("--decode", ",".join(x.address for x in decodes), "--max-inflight-per-instance", str(CAPACITY))
+        async with replicas(3, redis, *flags) as routers:
+            await until(lambda: all_are(routers, "shared"))
+            numbers, stop, done = itertools.count(), asyncio.Event(), [0, 0, 0]
+
+            async def client(at: int) -> None:
+                while not stop.is_set():
+                    await routers[at].generate(next(numbers))
+                    done[at] += 1
+
+            async def served(more: int) -> None:
+                """Wait until each router has served so many more."""
+                goals = [count + more for count in done]
+
+                async def reached() -> bool:
+                    return all(count >= goal for count, goal in zip(done, goals, strict=True))
+
+                await until(reached)
+
+            # Unequal loads, so that units have to move between the routers.
+            async with asyncio.TaskGroup() as clients:
+                for at, count in enumerate((16, 8, 2)):
+                    for _ in range(count):
+                        clients.create_task(client(at))
+                await served(30)
+                await redis.kill()
+                await until(lambda: all_are(routers, "alone"))
+                text = await routers[0].metrics()
+                assert 'baton_router_replica_state{state="alone"} 1.0' in text
+                await served(30)
+                await redis.start()
+                await until(lambda: all_are(routers, "shared"))
+                await served(30)
+                stop.set()
+            for worker in decodes:
+                assert worker.state.peak == CAPACITY, "all of it was used, and never more"
+                assert not worker.state.cancelled
+            assert sum(len(x.state.finished) for x in decodes) == sum(done)
+            for x in routers:
+                state = await x.state()
+                assert {part["in_flight"] for part in state["units"].values()} == {0}
+                assert "baton_router_request_failures_total{" not in await x.metrics()
+
+
+async def test_replicas_share_loads_and_registrations_and_one_that_dies_loses_both() -> None:
+    async with redis_server() as redis, workers(1) as (worker,), replicas(3, redis) as routers:
+        first, second, third = routers
+        lease = await first.stub.Register(
+            router_pb2.RegisterRequest(
+                address=worker.address, instance_id="d0", role=role_to_pb(Role.DECODE), epoch=worker.epoch
+            )
+        )
+
+        async def knows(who: Replica, in_flight: int) -> bool:
+            return f'baton_router_instance_shared_in_flight{{instance="d0"}} {in_flight}.0' in await who.metrics()
+
+        for x in (second, third):
+            await until(lambda x=x: knows(x, 0))
+        worker.state.pause_after = 2
+        held = [asyncio.create_task(x.generate(number)) for number, x in enumerate((second, second, third))]
+        for who, count in ((first, 3), (second, 1), (third, 2)):
+            await until(lambda who=who, count=count: knows(who, count))
+        third.process.process.kill()
+        await asyncio.wait([held[2]])
+        for who, count in ((first, 2), (second, 0)):
+            await until(lambda who=who, count=count: knows(who, count))
+        worker.state.pause_after = None
+        worker.changed()
+        await asyncio.gather(*held[:2])
+        with pytest.raises(Exception, match="UNAVAILABLE"):
+            await held[2]
+        await first.stub.Deregister(router_pb2.DeregisterRequest(lease_id=lease.lease_id))
+
+        async def gone() -> bool:
+            return 'instance="d0"' not in await second.metrics()
+
+        await until(gone)
