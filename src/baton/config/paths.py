@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_dir(env: Mapping[str, str] | None = None) -> Path:
-    """Return the folder for compiled operators: ``BATON_CACHE_DIR``, or ``baton`` in the user's cache folder."""
+    """Return the folder for what is compiled: ``BATON_CACHE_DIR``, or ``baton`` in the user's cache folder."""
     source = os.environ if env is None else env
     if source.get("BATON_CACHE_DIR"):
         return Path(source["BATON_CACHE_DIR"]).expanduser()
