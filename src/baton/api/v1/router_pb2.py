@@ -23,61 +23,68 @@ _sym_db = _symbol_database.Default()
 
 
 from baton.api.v1 import common_pb2 as baton_dot_api_dot_v1_dot_common__pb2
+from baton.api.v1 import worker_pb2 as baton_dot_api_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/api/v1/router.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.baton.api.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf4\x02\n\x15RouterGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.baton.api.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.baton.api.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.baton.api.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x1e\n\x16include_stop_in_output\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x0f\n\x07ttft_ms\x18\x0c \x01(\x01\x12\x0e\n\x06itl_ms\x18\r \x01(\x01\x12\x0c\n\x04user\x18\x0e \x01(\tB\x08\n\x06prompt\"\xe4\x01\n\x16RouterGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.baton.api.v1.TextDelta\x12)\n\x05trace\x18\x03 \x01(\x0b\x32\x1a.baton.api.v1.RequestTrace\x12-\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1b.baton.api.v1.RouteDecision\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\"\xb1\x01\n\tTextDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.baton.api.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\"\xb8\x01\n\x0cRouteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.baton.api.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1a.baton.api.v1.ChatMessagesH\x00\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\nsession_id\x18\x06 \x01(\tB\x08\n\x06prompt\">\n\rRouteResponse\x12-\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x1b.baton.api.v1.RouteDecision\"\xab\x02\n\rRouteDecision\x12\x18\n\x10prefill_instance\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x30\n\ncandidates\x18\x04 \x03(\x0b\x32\x1c.baton.api.v1.RouteCandidate\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x19\n\x11prefill_addresses\x18\x06 \x03(\t\x12\x13\n\x0bindex_state\x18\x07 \x01(\t\x12\'\n\x04path\x18\x08 \x01(\x0e\x32\x19.baton.api.v1.PrefillPath\x12\r\n\x05score\x18\t \x01(\x01\x12&\n\x05terms\x18\n \x03(\x0b\x32\x17.baton.api.v1.ScoreTerm\"(\n\tScoreTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xa0\x01\n\x0eRouteCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\x12\n\nmatch_rate\x18\x03 \x01(\x01\x12\x0c\n\x04load\x18\x04 \x01(\x01\x12\r\n\x05score\x18\x05 \x01(\x01\x12&\n\x05terms\x18\x06 \x03(\x0b\x32\x17.baton.api.v1.ScoreTerm\"h\n\x0fRegisterRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\r\n\x05\x65poch\x18\x04 \x01(\x0c\"4\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"$\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\"\n\x11HeartbeatResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x11\x44\x65registerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x16\n\x14ListInstancesRequest\"H\n\x15ListInstancesResponse\x12/\n\tinstances\x18\x01 \x03(\x0b\x32\x1c.baton.api.v1.InstanceStatus\"\xd1\x01\n\x0eInstanceStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x13\n\x0bindex_state\x18\x05 \x01(\t\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.baton.api.v1.LoadReport\x12\x11\n\tin_flight\x18\x07 \x01(\r\x12\x16\n\x0eindexed_blocks\x18\x08 \x01(\x04\"\x13\n\x11ListModelsRequest\"D\n\x12ListModelsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.baton.api.v1.ModelDescription\"b\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r2\xbf\x04\n\rRouterService\x12W\n\x08Generate\x12#.baton.api.v1.RouterGenerateRequest\x1a$.baton.api.v1.RouterGenerateResponse0\x01\x12@\n\x05Route\x12\x1a.baton.api.v1.RouteRequest\x1a\x1b.baton.api.v1.RouteResponse\x12I\n\x08Register\x12\x1d.baton.api.v1.RegisterRequest\x1a\x1e.baton.api.v1.RegisterResponse\x12L\n\tHeartbeat\x12\x1e.baton.api.v1.HeartbeatRequest\x1a\x1f.baton.api.v1.HeartbeatResponse\x12O\n\nDeregister\x12\x1f.baton.api.v1.DeregisterRequest\x1a .baton.api.v1.DeregisterResponse\x12X\n\rListInstances\x12\".baton.api.v1.ListInstancesRequest\x1a#.baton.api.v1.ListInstancesResponse\x12O\n\nListModels\x12\x1f.baton.api.v1.ListModelsRequest\x1a .baton.api.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/api/v1/router.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\x1a\x19\x62\x61ton/api/v1/worker.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.baton.api.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8e\x03\n\x15RouterGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.baton.api.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.baton.api.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.baton.api.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x1e\n\x16include_stop_in_output\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x0f\n\x07ttft_ms\x18\x0c \x01(\x01\x12\x0e\n\x06itl_ms\x18\r \x01(\x01\x12\x0c\n\x04user\x18\x0e \x01(\t\x12\x18\n\x10output_token_ids\x18\x0f \x03(\rB\x08\n\x06prompt\"\xe4\x01\n\x16RouterGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.baton.api.v1.TextDelta\x12)\n\x05trace\x18\x03 \x01(\x0b\x32\x1a.baton.api.v1.RequestTrace\x12-\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1b.baton.api.v1.RouteDecision\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\"\xb1\x01\n\tTextDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.api.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.baton.api.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\"\xed\x01\n\x0cRouteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.baton.api.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1a.baton.api.v1.ChatMessagesH\x00\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\nsession_id\x18\x06 \x01(\t\x12\x33\n\x06\x64irect\x18\x07 \x01(\x0b\x32#.baton.api.v1.RouterGenerateRequestB\x08\n\x06prompt\"m\n\rRouteResponse\x12-\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x1b.baton.api.v1.RouteDecision\x12-\n\x06\x64irect\x18\x02 \x01(\x0b\x32\x1d.baton.api.v1.DirectPlacement\"\x8a\x01\n\x0f\x44irectPlacement\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12.\n\x07request\x18\x02 \x01(\x0b\x32\x1d.baton.api.v1.GenerateRequest\x12\x10\n\x08start_ms\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x12\n\nmodel_path\x18\x05 \x01(\t\"\x85\x01\n\x11NoteDirectRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12)\n\x05trace\x18\x05 \x01(\x0b\x32\x1a.baton.api.v1.RequestTrace\"#\n\x12NoteDirectResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"\xab\x02\n\rRouteDecision\x12\x18\n\x10prefill_instance\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x30\n\ncandidates\x18\x04 \x03(\x0b\x32\x1c.baton.api.v1.RouteCandidate\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x19\n\x11prefill_addresses\x18\x06 \x03(\t\x12\x13\n\x0bindex_state\x18\x07 \x01(\t\x12\'\n\x04path\x18\x08 \x01(\x0e\x32\x19.baton.api.v1.PrefillPath\x12\r\n\x05score\x18\t \x01(\x01\x12&\n\x05terms\x18\n \x03(\x0b\x32\x17.baton.api.v1.ScoreTerm\"(\n\tScoreTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xa0\x01\n\x0eRouteCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\x12\n\nmatch_rate\x18\x03 \x01(\x01\x12\x0c\n\x04load\x18\x04 \x01(\x01\x12\r\n\x05score\x18\x05 \x01(\x01\x12&\n\x05terms\x18\x06 \x03(\x0b\x32\x17.baton.api.v1.ScoreTerm\"h\n\x0fRegisterRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\r\n\x05\x65poch\x18\x04 \x01(\x0c\"4\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"$\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\"\n\x11HeartbeatResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x11\x44\x65registerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x16\n\x14ListInstancesRequest\"H\n\x15ListInstancesResponse\x12/\n\tinstances\x18\x01 \x03(\x0b\x32\x1c.baton.api.v1.InstanceStatus\"\xd1\x01\n\x0eInstanceStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.api.v1.Role\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x13\n\x0bindex_state\x18\x05 \x01(\t\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.baton.api.v1.LoadReport\x12\x11\n\tin_flight\x18\x07 \x01(\r\x12\x16\n\x0eindexed_blocks\x18\x08 \x01(\x04\"\x13\n\x11ListModelsRequest\"D\n\x12ListModelsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.baton.api.v1.ModelDescription\"b\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r2\x90\x05\n\rRouterService\x12W\n\x08Generate\x12#.baton.api.v1.RouterGenerateRequest\x1a$.baton.api.v1.RouterGenerateResponse0\x01\x12@\n\x05Route\x12\x1a.baton.api.v1.RouteRequest\x1a\x1b.baton.api.v1.RouteResponse\x12O\n\nNoteDirect\x12\x1f.baton.api.v1.NoteDirectRequest\x1a .baton.api.v1.NoteDirectResponse\x12I\n\x08Register\x12\x1d.baton.api.v1.RegisterRequest\x1a\x1e.baton.api.v1.RegisterResponse\x12L\n\tHeartbeat\x12\x1e.baton.api.v1.HeartbeatRequest\x1a\x1f.baton.api.v1.HeartbeatResponse\x12O\n\nDeregister\x12\x1f.baton.api.v1.DeregisterRequest\x1a .baton.api.v1.DeregisterResponse\x12X\n\rListInstances\x12\".baton.api.v1.ListInstancesRequest\x1a#.baton.api.v1.ListInstancesResponse\x12O\n\nListModels\x12\x1f.baton.api.v1.ListModelsRequest\x1a .baton.api.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.api.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=70
-  _globals['_CHATMESSAGE']._serialized_end=114
-  _globals['_CHATMESSAGES']._serialized_start=116
-  _globals['_CHATMESSAGES']._serialized_end=175
-  _globals['_TOKENIDS']._serialized_start=177
-  _globals['_TOKENIDS']._serialized_end=200
-  _globals['_ROUTERGENERATEREQUEST']._serialized_start=203
-  _globals['_ROUTERGENERATEREQUEST']._serialized_end=575
-  _globals['_ROUTERGENERATERESPONSE']._serialized_start=578
-  _globals['_ROUTERGENERATERESPONSE']._serialized_end=806
-  _globals['_TEXTDELTA']._serialized_start=809
-  _globals['_TEXTDELTA']._serialized_end=986
-  _globals['_ROUTEREQUEST']._serialized_start=989
-  _globals['_ROUTEREQUEST']._serialized_end=1173
-  _globals['_ROUTERESPONSE']._serialized_start=1175
-  _globals['_ROUTERESPONSE']._serialized_end=1237
-  _globals['_ROUTEDECISION']._serialized_start=1240
-  _globals['_ROUTEDECISION']._serialized_end=1539
-  _globals['_SCORETERM']._serialized_start=1541
-  _globals['_SCORETERM']._serialized_end=1581
-  _globals['_ROUTECANDIDATE']._serialized_start=1584
-  _globals['_ROUTECANDIDATE']._serialized_end=1744
-  _globals['_REGISTERREQUEST']._serialized_start=1746
-  _globals['_REGISTERREQUEST']._serialized_end=1850
-  _globals['_REGISTERRESPONSE']._serialized_start=1852
-  _globals['_REGISTERRESPONSE']._serialized_end=1904
-  _globals['_HEARTBEATREQUEST']._serialized_start=1906
-  _globals['_HEARTBEATREQUEST']._serialized_end=1942
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1944
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1978
-  _globals['_DEREGISTERREQUEST']._serialized_start=1980
-  _globals['_DEREGISTERREQUEST']._serialized_end=2017
-  _globals['_DEREGISTERRESPONSE']._serialized_start=2019
-  _globals['_DEREGISTERRESPONSE']._serialized_end=2039
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=2041
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=2063
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=2065
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=2137
-  _globals['_INSTANCESTATUS']._serialized_start=2140
-  _globals['_INSTANCESTATUS']._serialized_end=2349
-  _globals['_LISTMODELSREQUEST']._serialized_start=2351
-  _globals['_LISTMODELSREQUEST']._serialized_end=2370
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2372
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2440
-  _globals['_MODELDESCRIPTION']._serialized_start=2442
-  _globals['_MODELDESCRIPTION']._serialized_end=2540
-  _globals['_ROUTERSERVICE']._serialized_start=2543
-  _globals['_ROUTERSERVICE']._serialized_end=3118
+  _globals['_CHATMESSAGE']._serialized_start=97
+  _globals['_CHATMESSAGE']._serialized_end=141
+  _globals['_CHATMESSAGES']._serialized_start=143
+  _globals['_CHATMESSAGES']._serialized_end=202
+  _globals['_TOKENIDS']._serialized_start=204
+  _globals['_TOKENIDS']._serialized_end=227
+  _globals['_ROUTERGENERATEREQUEST']._serialized_start=230
+  _globals['_ROUTERGENERATEREQUEST']._serialized_end=628
+  _globals['_ROUTERGENERATERESPONSE']._serialized_start=631
+  _globals['_ROUTERGENERATERESPONSE']._serialized_end=859
+  _globals['_TEXTDELTA']._serialized_start=862
+  _globals['_TEXTDELTA']._serialized_end=1039
+  _globals['_ROUTEREQUEST']._serialized_start=1042
+  _globals['_ROUTEREQUEST']._serialized_end=1279
+  _globals['_ROUTERESPONSE']._serialized_start=1281
+  _globals['_ROUTERESPONSE']._serialized_end=1390
+  _globals['_DIRECTPLACEMENT']._serialized_start=1393
+  _globals['_DIRECTPLACEMENT']._serialized_end=1531
+  _globals['_NOTEDIRECTREQUEST']._serialized_start=1534
+  _globals['_NOTEDIRECTREQUEST']._serialized_end=1667
+  _globals['_NOTEDIRECTRESPONSE']._serialized_start=1669
+  _globals['_NOTEDIRECTRESPONSE']._serialized_end=1704
+  _globals['_ROUTEDECISION']._serialized_start=1707
+  _globals['_ROUTEDECISION']._serialized_end=2006
+  _globals['_SCORETERM']._serialized_start=2008
+  _globals['_SCORETERM']._serialized_end=2048
+  _globals['_ROUTECANDIDATE']._serialized_start=2051
+  _globals['_ROUTECANDIDATE']._serialized_end=2211
+  _globals['_REGISTERREQUEST']._serialized_start=2213
+  _globals['_REGISTERREQUEST']._serialized_end=2317
+  _globals['_REGISTERRESPONSE']._serialized_start=2319
+  _globals['_REGISTERRESPONSE']._serialized_end=2371
+  _globals['_HEARTBEATREQUEST']._serialized_start=2373
+  _globals['_HEARTBEATREQUEST']._serialized_end=2409
+  _globals['_HEARTBEATRESPONSE']._serialized_start=2411
+  _globals['_HEARTBEATRESPONSE']._serialized_end=2445
+  _globals['_DEREGISTERREQUEST']._serialized_start=2447
+  _globals['_DEREGISTERREQUEST']._serialized_end=2484
+  _globals['_DEREGISTERRESPONSE']._serialized_start=2486
+  _globals['_DEREGISTERRESPONSE']._serialized_end=2506
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=2508
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=2530
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=2532
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=2604
+  _globals['_INSTANCESTATUS']._serialized_start=2607
+  _globals['_INSTANCESTATUS']._serialized_end=2816
+  _globals['_LISTMODELSREQUEST']._serialized_start=2818
+  _globals['_LISTMODELSREQUEST']._serialized_end=2837
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2839
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2907
+  _globals['_MODELDESCRIPTION']._serialized_start=2909
+  _globals['_MODELDESCRIPTION']._serialized_end=3007
+  _globals['_ROUTERSERVICE']._serialized_start=3010
+  _globals['_ROUTERSERVICE']._serialized_end=3666
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ isort:skip_file
 What the router serves beside its OpenAI-compatible HTTP interface."""
 
 from baton.api.v1 import common_pb2 as _common_pb2
+from baton.api.v1 import worker_pb2 as _worker_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -100,6 +101,7 @@ class RouterGenerateRequest(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     ITL_MS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the router makes one"""
     model: _builtins.str
@@ -128,6 +130,10 @@ class RouterGenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop strings"""
 
+    @_builtins.property
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """generated so far, elsewhere: goes on after them; wants token_ids, a seed and n = 1"""
+
     def __init__(
         self,
         *,
@@ -145,10 +151,11 @@ class RouterGenerateRequest(_message.Message):
         ttft_ms: _builtins.float = ...,
         itl_ms: _builtins.float = ...,
         user: _builtins.str = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "itl_ms", b"itl_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "itl_ms", b"itl_ms", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -246,6 +253,7 @@ class RouteRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     cache_salt: _builtins.str
@@ -254,6 +262,10 @@ class RouteRequest(_message.Message):
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
+    @_builtins.property
+    def direct(self) -> Global___RouterGenerateRequest:
+        """set: reserves, and returns a ticket for this request; the fields above are not looked at"""
+
     def __init__(
         self,
         *,
@@ -263,10 +275,11 @@ class RouteRequest(_message.Message):
         chat: Global___ChatMessages | None = ...,
         cache_salt: _builtins.str = ...,
         session_id: _builtins.str = ...,
+        direct: Global___RouterGenerateRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "direct", b"direct", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "prompt", b"prompt", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "direct", b"direct", "model", b"model", "prompt", b"prompt", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -279,20 +292,124 @@ class RouteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISION_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decision(self) -> Global___RouteDecision: ...
+    @_builtins.property
+    def direct(self) -> Global___DirectPlacement:
+        """if asked for"""
+
     def __init__(
         self,
         *,
         decision: Global___RouteDecision | None = ...,
+        direct: Global___DirectPlacement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "direct", b"direct"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "direct", b"direct"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
+
+@_typing.final
+class DirectPlacement(_message.Message):
+    """What a client needs to have a request run without the router between."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    START_MS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the decode instance"""
+    start_ms: _builtins.int
+    """it must be sent within this time"""
+    lease_ms: _builtins.int
+    """the router's reservation ends if nothing is noted for so long"""
+    model_path: _builtins.str
+    """where the tokenizer's files are, as the instance sees it"""
+    @_builtins.property
+    def request(self) -> _worker_pb2.GenerateRequest:
+        """to be sent as it is: the ticket in it is for nothing else"""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        request: _worker_pb2.GenerateRequest | None = ...,
+        start_ms: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        model_path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "lease_ms", b"lease_ms", "model_path", b"model_path", "request", b"request", "start_ms", b"start_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DirectPlacement: _TypeAlias = DirectPlacement  # noqa: Y015
+
+@_typing.final
+class NoteDirectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """of the GenerateRequest"""
+    num_tokens: _builtins.int
+    """generated so far, all sequences together"""
+    ended: _builtins.bool
+    """however it did"""
+    failed: _builtins.bool
+    """the instance broke off"""
+    @_builtins.property
+    def trace(self) -> _common_pb2.RequestTrace:
+        """the latest, if one came"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+        failed: _builtins.bool = ...,
+        trace: _common_pb2.RequestTrace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "failed", b"failed", "num_tokens", b"num_tokens", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteDirectRequest: _TypeAlias = NoteDirectRequest  # noqa: Y015
+
+@_typing.final
+class NoteDirectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """false: the reservation has ended before"""
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteDirectResponse: _TypeAlias = NoteDirectResponse  # noqa: Y015
 
 @_typing.final
 class RouteDecision(_message.Message):

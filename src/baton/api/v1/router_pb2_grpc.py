@@ -44,6 +44,11 @@ class RouterServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_router__pb2.RouteResponse.FromString,
                 _registered_method=True)
+        self.NoteDirect = channel.unary_unary(
+                '/baton.api.v1.RouterService/NoteDirect',
+                request_serializer=baton_dot_api_dot_v1_dot_router__pb2.NoteDirectRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_router__pb2.NoteDirectResponse.FromString,
+                _registered_method=True)
         self.Register = channel.unary_unary(
                 '/baton.api.v1.RouterService/Register',
                 request_serializer=baton_dot_api_dot_v1_dot_router__pb2.RegisterRequest.SerializeToString,
@@ -82,7 +87,14 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """Which instances would take this prompt, and why. Reserves nothing.
+        """Which instances would take this prompt, and why. Reserves nothing, unless a ticket is asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NoteDirect(self, request, context):
+        """How a request that runs by a ticket stands: keeps its reservation, and ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +145,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Route,
                     request_deserializer=baton_dot_api_dot_v1_dot_router__pb2.RouteRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_router__pb2.RouteResponse.SerializeToString,
+            ),
+            'NoteDirect': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteDirect,
+                    request_deserializer=baton_dot_api_dot_v1_dot_router__pb2.NoteDirectRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_router__pb2.NoteDirectResponse.SerializeToString,
             ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
@@ -214,6 +231,33 @@ class RouterService(object):
             '/baton.api.v1.RouterService/Route',
             baton_dot_api_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_router__pb2.RouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteDirect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.RouterService/NoteDirect',
+            baton_dot_api_dot_v1_dot_router__pb2.NoteDirectRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_router__pb2.NoteDirectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,9 @@ class RouterServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.RouterGenerateRequest, _router_pb2.RouterGenerateResponse]
     """Text or token ids in, text and token ids out. Cancel the call to abort."""
     Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
-    """Which instances would take this prompt, and why. Reserves nothing."""
+    """Which instances would take this prompt, and why. Reserves nothing, unless a ticket is asked for."""
+    NoteDirect: _grpc.UnaryUnaryMultiCallable[_router_pb2.NoteDirectRequest, _router_pb2.NoteDirectResponse]
+    """How a request that runs by a ticket stands: keeps its reservation, and ends it."""
     Register: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]
     """An instance makes itself known and keeps its lease by heartbeats."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_router_pb2.HeartbeatRequest, _router_pb2.HeartbeatResponse]
@@ -50,7 +52,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.RouterGenerateRequest, _router_pb2.RouterGenerateResponse]  # type: ignore[assignment]
     """Text or token ids in, text and token ids out. Cancel the call to abort."""
     Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
-    """Which instances would take this prompt, and why. Reserves nothing."""
+    """Which instances would take this prompt, and why. Reserves nothing, unless a ticket is asked for."""
+    NoteDirect: _aio.UnaryUnaryMultiCallable[_router_pb2.NoteDirectRequest, _router_pb2.NoteDirectResponse]  # type: ignore[assignment]
+    """How a request that runs by a ticket stands: keeps its reservation, and ends it."""
     Register: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]  # type: ignore[assignment]
     """An instance makes itself known and keeps its lease by heartbeats."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_router_pb2.HeartbeatRequest, _router_pb2.HeartbeatResponse]  # type: ignore[assignment]
@@ -75,7 +79,15 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
-        """Which instances would take this prompt, and why. Reserves nothing."""
+        """Which instances would take this prompt, and why. Reserves nothing, unless a ticket is asked for."""
+
+    @_abc_1.abstractmethod
+    def NoteDirect(
+        self,
+        request: _router_pb2.NoteDirectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.NoteDirectResponse, _abc.Awaitable[_router_pb2.NoteDirectResponse]]:
+        """How a request that runs by a ticket stands: keeps its reservation, and ends it."""
 
     @_abc_1.abstractmethod
     def Register(

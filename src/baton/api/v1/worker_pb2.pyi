@@ -53,6 +53,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     REMOTE_PREFILL_THRESHOLD_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
     cache_salt: _builtins.str
@@ -77,6 +78,10 @@ class GenerateRequest(_message.Message):
     def trace_context(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """W3C trace context"""
 
+    @_builtins.property
+    def ticket(self) -> Global___PlacementTicket:
+        """of a client that comes without a router between"""
+
     def __init__(
         self,
         *,
@@ -89,16 +94,85 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         remote_prefill_threshold: _builtins.int | None = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ticket: Global___PlacementTicket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remote_prefill_threshold: _TypeAlias = _typing.Literal["remote_prefill_threshold"]  # noqa: Y015
     _WhichOneofArgType__remote_prefill_threshold: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__remote_prefill_threshold) -> _WhichOneofReturnType__remote_prefill_threshold | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class PlacementTicket(_message.Message):
+    """Leave to run one request on one instance, once, soon. The MAC is HMAC-SHA256 of `body`, a TicketBody."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BODY_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
+    body: _builtins.bytes
+    mac: _builtins.bytes
+    """32 bytes"""
+    def __init__(
+        self,
+        *,
+        body: _builtins.bytes = ...,
+        mac: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "mac", b"mac"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementTicket: _TypeAlias = PlacementTicket  # noqa: Y015
+
+@_typing.final
+class TicketBody(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PREFILL_ADDRESSES_FIELD_NUMBER: _builtins.int
+    REQUEST_DIGEST_FIELD_NUMBER: _builtins.int
+    EXPIRES_MS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """of the decode instance"""
+    epoch: _builtins.bytes
+    """of its process"""
+    address: _builtins.str
+    request_digest: _builtins.bytes
+    """SHA-256 of the GenerateRequest without ticket and trace context"""
+    expires_ms: _builtins.int
+    """Unix time"""
+    nonce: _builtins.bytes
+    """16 random bytes: a ticket counts once"""
+    @_builtins.property
+    def prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        epoch: _builtins.bytes = ...,
+        address: _builtins.str = ...,
+        prefill_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        request_digest: _builtins.bytes = ...,
+        expires_ms: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "expires_ms", b"expires_ms", "instance_id", b"instance_id", "nonce", b"nonce", "prefill_addresses", b"prefill_addresses", "request_digest", b"request_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TicketBody: _TypeAlias = TicketBody  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
