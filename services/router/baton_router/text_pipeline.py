@@ -27,7 +27,6 @@ from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
 from baton_router.generation_metrics import GenerationClock, GenerationMetrics, cached_tokens
 from baton_router.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextDelta, TextRequest
-from baton_router.text_sequence import SequenceText
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 4096
@@ -221,7 +220,7 @@ class _Answer:
     __slots__ = ("_open", "_running", "_sequences")
 
     def __init__(self, prepared: PreparedRequest) -> None:
-        self._sequences = [SequenceText(prepared) for _ in range(prepared.routed.sampling.n)]
+        self._sequences = [prepared.sequence() for _ in range(prepared.routed.sampling.n)]
         self._open = len(self._sequences)
         self._running = len(self._sequences)
 

@@ -8,9 +8,12 @@ from typing import Any, TypeAlias
 
 from baton.api.v1 import common_pb2
 from baton.text import StopStrings, TextModel
-from baton.types import FinishReason, SamplingParams, TokenLogprob
+from baton.text.sequence import SequenceText, TextDelta
+from baton.types import SamplingParams, TokenLogprob
 from baton_router.core import ModelInfo, RoutedRequest
 from baton_router.decision import Decision
+
+__all__ = ["ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +101,19 @@ class PreparedRequest:
         """Tokens of the prompt."""
         return len(self.routed.prompt_token_ids)
 
-
-@dataclass(slots=True)
-class TextDelta:
-    """What one message brought to one sequence.
-
-    Attributes:
-        text: New text; empty while a character or a possible stop string is incomplete.
-        token_ids: New tokens, a stop token included; none after the token that completed a stop string.
-        logprobs: Parallel to ``token_ids``, if asked for.
-        offsets: Parallel to ``token_ids``, if ``logprobs`` were asked for: characters of the sequence before the token.
-        finish_reason: Stop or length when the sequence ended.
-        stop_reason: The stop string or the stop token (asked for by id) that ended it.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    def sequence(self) -> SequenceText:
+        """Return what makes the text of one of its sequences."""
+        request, prompt = self.request, self.request.prompt
+        # A completion's text continues its prompt; an answer begins anew, unless it goes on with a given message.
+        continues = prompt.continue_final_message if isinstance(prompt, ChatPrompt) else True
+        return SequenceText(
+            self.text_model.tokenizer,
+            self.routed.prompt_token_ids if continues else (),
+            self.routed.sampling,
+            stops=self.stops,
+            skip_special_tokens=request.skip_special_tokens,
+            include_stop=request.include_stop,
+        )
 
 
 @dataclass(slots=True)

@@ -2,16 +2,74 @@
 
 from __future__ import annotations
 
-from baton.text import IncrementalDetokenizer, StopStringMatcher
-from baton.types import FinishReason
-from baton_router.core import RoutedDelta
-from baton_router.text_request import ChatPrompt, PreparedRequest, TextDelta
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.text.detokenizer import IncrementalDetokenizer
+from baton.text.stop import StopStringMatcher, StopStrings
+from baton.text.tokenizer import Tokenizer
+from baton.types import FinishReason, SamplingParams, TokenLogprob
 
 _CONTEXT_TOKENS = 8
 
 
+class TokenDelta(Protocol):
+    """New tokens of a sequence, as an instance sends them."""
+
+    @property
+    def index(self) -> int:
+        """Which sequence."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Parallel to them, if asked for."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ended, if it did."""
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The token that ended it, if one did."""
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one message brought to one sequence.
+
+    Attributes:
+        text: New text; empty while a character or a possible stop string is incomplete.
+        token_ids: New tokens, a stop token included; none after the token that completed a stop string.
+        logprobs: Parallel to ``token_ids``, if asked for.
+        offsets: Parallel to ``token_ids``, if ``logprobs`` were asked for: characters of the sequence before the token.
+        finish_reason: Stop or length when the sequence ended.
+        stop_reason: The stop string or the stop token (asked for by id) that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
 class SequenceText:
     """Follows one sequence of a request.
+
+    Args:
+        tokenizer: The model's.
+        prompt: The prompt's tokens, if the text goes on with the prompt's; none if it begins anew.
+        sampling: The request's.
+        stops: Its stop strings.
+        skip_special_tokens: Whether special tokens have no text.
+        include_stop: Whether the stop string or token that ended the sequence belongs to its text.
 
     Attributes:
         ended: Whether the sequence has ended; it takes no more tokens then.
@@ -29,20 +87,22 @@ class SequenceText:
         "ended",
     )
 
-    def __init__(self, prepared: PreparedRequest) -> None:
-        request, routed = prepared.request, prepared.routed
-        # A completion's text continues its prompt; an answer begins anew, unless it goes on with a given message.
-        prompt = request.prompt
-        continues = prompt.continue_final_message if isinstance(prompt, ChatPrompt) else True
-        context = routed.prompt_token_ids[-_CONTEXT_TOKENS:] if continues else ()
-        self._detokenizer = IncrementalDetokenizer(
-            prepared.text_model.tokenizer, request.skip_special_tokens, context=context
-        )
-        self._include_stop = request.include_stop
-        self._matcher = None if prepared.stops is None else StopStringMatcher(prepared.stops, request.include_stop)
-        self._min_tokens = routed.sampling.min_tokens
-        self._own_stops = frozenset(routed.sampling.stop_token_ids)
-        self._with_offsets = routed.sampling.logprobs is not None
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stops: StopStrings | None = None,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context=prompt[-_CONTEXT_TOKENS:])
+        self._include_stop = include_stop
+        self._matcher = None if stops is None else StopStringMatcher(stops, include_stop)
+        self._min_tokens = sampling.min_tokens
+        self._own_stops = frozenset(sampling.stop_token_ids)
+        self._with_offsets = sampling.logprobs is not None
         self._count = 0
         self._chars = 0
         self.ended = False
@@ -52,7 +112,7 @@ class SequenceText:
         """Whether a stop string ended the sequence."""
         return self._matcher is not None and self._matcher.matched is not None
 
-    def push(self, delta: RoutedDelta) -> TextDelta:
+    def push(self, delta: TokenDelta) -> TextDelta:
         """Take the sequence's new tokens and return what they bring."""
         ids = delta.token_ids
         # The token that ended the sequence is one of its tokens, but, as a stop string, none of its text.
