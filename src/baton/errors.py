@@ -13,6 +13,7 @@
     ├── DeadlineError              it took longer than was allowed             504  DEADLINE_EXCEEDED
     ├── CancelledError             the caller went away                        499  CANCELLED
     ├── UnauthenticatedError       the token or certificate is wrong           401  UNAUTHENTICATED
+    ├── PermissionDeniedError      the placement ticket is not good for this   403  PERMISSION_DENIED
     ├── FingerprintMismatchError   peers whose KV is not the same; names the field  409  FAILED_PRECONDITION
     ├── TransferError              KV bytes did not arrive                     502  UNAVAILABLE
     │   ├── PipeClosedError        the peer or the pipe is gone
@@ -124,6 +125,14 @@ class UnauthenticatedError(BatonError):
     code = "unauthenticated"
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(BatonError):
+    """The placement ticket is missing, forged, expired, used before, or for something else."""
+
+    code = "permission_denied"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
 
 
 class FingerprintMismatchError(BatonError):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from baton.kv.connector import KVConnector
+from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
 from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.p2p_load import OwnPool, P2PLoader
 from baton.types import Role
@@ -42,7 +43,9 @@ class DecodeParts:
     def servicer(self, context: WorkerContext) -> DecodeServicer:
         """Build the decode calls."""
         context.metrics.watch_store(self._store.use)
-        return DecodeServicer(context, self._loader)
+        key = read_ticket_key(context.config.ticket_key_file)
+        bearer = Bearer(context.instance_id, context.arena.epoch)
+        return DecodeServicer(context, self._loader, TicketCheck(key, bearer) if key is not None else None)
 
     async def close(self) -> None:
         """End loads, then close connections."""

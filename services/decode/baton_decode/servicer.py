@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
-from baton.errors import BatonError, InternalError, UnavailableError
+from baton.errors import BatonError, InternalError, PermissionDeniedError, UnavailableError
 from baton.rpc.convert import (
     finish_to_pb,
     logprob_to_pb,
@@ -15,6 +16,7 @@ from baton.rpc.convert import (
     prompt_logprobs_to_pb,
     sampling_from_pb,
 )
+from baton.rpc.ticket import TicketCheck
 from baton.transport.connector.p2p_load import P2PLoader
 from baton.types import FinishReason, PrefillPath, RequestId
 from baton.worker.engine_thread import RequestStream
@@ -24,13 +26,28 @@ from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_req
 class DecodeServicer(WorkerServicerBase):
     """Owns each request from admission to its last token."""
 
-    def __init__(self, context: WorkerContext, loader: P2PLoader) -> None:
+    def __init__(self, context: WorkerContext, loader: P2PLoader, tickets: TicketCheck | None = None) -> None:
         super().__init__(context)
         self._loader = loader
+        self._tickets = tickets
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        """Run a request that came without a router between: it has a ticket where this instance has a key."""
+        if self._tickets is not None:
+            try:
+                self._tickets.verify(request)
+            except PermissionDeniedError as error:
+                self._worker.metrics.requests.labels("generate", error.code).inc()
+                raise
+        async with aclosing(self._generate(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _generate(
+        self, request: worker_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.GenerateResponse, None]:
         """Run a request and stream its tokens; one message per engine step."""
         worker = self._worker
         code = "cancelled"

@@ -26,6 +26,9 @@ class WorkerConfig:
     kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
     fetch_threads: int = option(16, "fetches of KV at once")
     token_file: str = option("", "file with the token that services show each other")
+    ticket_key_file: str = option(
+        "", "decode: file with the key of placement tickets; a client that comes without a router must show one"
+    )
     kvstore: str = option("", "gRPC address of a KV store to load from and save to; default: none")
     kv_connectors: tuple[str, ...] = option((), "KV connectors of installed packages, asked before the built-in ones")
     kv_connector_options: tuple[str, ...] = option((), "their options, as connector.key=value")

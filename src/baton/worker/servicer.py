@@ -66,11 +66,18 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
         self._refuse("generate")
         yield worker_pb2.GenerateResponse()  # never reached: makes this a stream
 
+    async def _generate(
+        self, request: worker_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        """Run one request of a router."""
+        async for response in self.Generate(request, context):
+            yield response
+
     async def GenerateMany(
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
     ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
-        """Generate for many requests on one stream."""
-        async with aclosing(generate_many(self.Generate, requests, context)) as messages:
+        """Generate for many requests on one stream, which routers open: what runs on it needs no ticket."""
+        async with aclosing(generate_many(self._generate, requests, context)) as messages:
             async for message in messages:
                 yield message
 

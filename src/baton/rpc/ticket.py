@@ -1,0 +1,144 @@
+"""Placement tickets: leave to run one request on one decode instance, once, soon, without a router between.
+
+A router signs, the decode instance verifies; both read the key from a file. A ticket names the instance and its
+process, the digest of the very request, the time until which it counts and a nonce. So a copied ticket is good
+for nothing: not for another request, not elsewhere, not twice, not later, and not for the instance's next process, which
+has not seen the nonces of the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from baton.api.v1 import worker_pb2
+from baton.errors import ConfigError, PermissionDeniedError
+
+MIN_KEY_BYTES = 16
+_NONCE_BYTES = 16
+_MAX_BODY_BYTES = 64 * 1024
+_MAX_NONCES = 1_000_000
+_LONGEST_S = 3600.0
+
+
+def read_ticket_key(path: str) -> bytes | None:
+    """Read the key that routers and decode instances share; an empty path means none.
+
+    Raises:
+        ConfigError: The file cannot be read, or the key is too short.
+    """
+    if not path:
+        return None
+    try:
+        key = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the ticket key {path}: {error.strerror}", field="ticket_key_file") from error
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"the ticket key in {path} has {len(key)} bytes; {MIN_KEY_BYTES} are the least", field="ticket_key_file"
+        )
+    return key
+
+
+def request_digest(request: worker_pb2.GenerateRequest) -> bytes:
+    """Return the SHA-256 of everything in a request but its ticket and its trace context."""
+    bare = worker_pb2.GenerateRequest()
+    bare.CopyFrom(request)
+    bare.ClearField("ticket")
+    bare.ClearField("trace_context")
+    return hashlib.sha256(bare.SerializeToString(deterministic=True)).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Bearer:
+    """Whom a ticket is for."""
+
+    instance_id: str
+    epoch: bytes
+    address: str = ""
+
+
+def sign(
+    key: bytes,
+    request: worker_pb2.GenerateRequest,
+    bearer: Bearer,
+    *,
+    life_s: float,
+    now: Callable[[], float] = time.time,
+) -> None:
+    """Put a ticket for ``bearer`` into a request that is otherwise complete."""
+    body = worker_pb2.TicketBody(
+        instance_id=bearer.instance_id,
+        epoch=bearer.epoch,
+        address=bearer.address,
+        prefill_addresses=request.prefill_candidates,
+        request_digest=request_digest(request),
+        expires_ms=int(1000 * (now() + life_s)),
+        nonce=secrets.token_bytes(_NONCE_BYTES),
+    ).SerializeToString()
+    request.ticket.body = body
+    request.ticket.mac = _mac(key, body)
+
+
+class TicketCheck:
+    """Verifies the tickets of one decode instance.
+
+    Args:
+        key: Shared with the routers.
+        bearer: Who verifies.
+        now: Unix time in seconds.
+    """
+
+    def __init__(self, key: bytes, bearer: Bearer, now: Callable[[], float] = time.time) -> None:
+        self._key, self._bearer, self._now = key, bearer, now
+        self._used: dict[bytes, float] = {}
+
+    def verify(self, request: worker_pb2.GenerateRequest) -> None:
+        """Check a request's ticket, and take note that it was used.
+
+        Raises:
+            PermissionDeniedError: The ticket is missing, forged, expired, used before, or for something else.
+        """
+        ticket, now = request.ticket, self._now()
+        if not request.HasField("ticket"):
+            raise _denied("this instance wants a placement ticket: ask a router for one")
+        if len(ticket.body) > _MAX_BODY_BYTES or not hmac.compare_digest(_mac(self._key, ticket.body), ticket.mac):
+            raise _denied("the ticket is forged, or signed with another key")
+        try:
+            body = worker_pb2.TicketBody.FromString(ticket.body)
+        except DecodeError as error:
+            raise _denied("the ticket cannot be read") from error
+        if body.instance_id != self._bearer.instance_id or body.epoch != self._bearer.epoch:
+            raise _denied(f"the ticket is for another instance or process than {self._bearer.instance_id}")
+        ends_at = body.expires_ms / 1000
+        if ends_at <= now:
+            raise _denied(f"the ticket expired {now - ends_at:.1f} s ago")
+        if ends_at > now + _LONGEST_S or len(body.nonce) != _NONCE_BYTES:
+            raise _denied("the ticket is none that a router makes")
+        if not hmac.compare_digest(body.request_digest, request_digest(request)):
+            raise _denied("the ticket is for another request")
+        if body.nonce in self._used:
+            raise _denied("the ticket was used before")
+        self._note(body.nonce, ends_at, now)
+
+    def _note(self, nonce: bytes, ends_at: float, now: float) -> None:
+        if len(self._used) >= _MAX_NONCES:
+            self._used = {known: end for known, end in self._used.items() if end > now}
+            if len(self._used) >= _MAX_NONCES:
+                raise _denied("too many tickets are in use")
+        self._used[nonce] = ends_at
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, body, "sha256")
+
+
+def _denied(reason: str) -> PermissionDeniedError:
+    return PermissionDeniedError(reason, field="ticket")
