@@ -175,15 +175,20 @@ async def test_killed_instances_cost_no_token(deployment, prompts, expected):
 
 
 async def test_a_frozen_prefill_instance_delays_but_does_not_stop_an_answer(deployment, prompts, expected):
-    """SIGSTOP: the process is there, its sockets too, but nothing moves."""
+    """SIGSTOP: the process is there, its sockets too, but nothing moves. Some of these prompts are sent there."""
     process = deployment.processes["prefill-0"]
     os.kill(process.pid, signal.SIGSTOP)
     try:
         async with AsyncClient(deployment.plan.grpc_address, timeout=120.0) as client:
             answers = await asyncio.gather(
-                *(client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS) for prompt in prompts)
+                *(
+                    client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS, cache_salt=salt)
+                    for salt in ("one", "two")
+                    for prompt in prompts
+                )
             )
-        assert [answer.token_ids for answer in answers] == expected
+        assert [answer.token_ids for answer in answers] == expected * 2
+        assert any(answer.trace.failed_prefills for answer in answers)
     finally:
         os.kill(process.pid, signal.SIGCONT)
     await settle(deployment)
@@ -192,7 +197,9 @@ async def test_a_frozen_prefill_instance_delays_but_does_not_stop_an_answer(depl
 async def test_a_client_that_goes_away_leaves_nothing_within_a_second(deployment, prompts):
     async with AsyncClient(deployment.plan.grpc_address) as client:
         streams = [
-            await client.generate(prompt, temperature=0.0, max_tokens=400, ignore_eos=True, stream=True)
+            await client.generate(
+                prompt, temperature=0.0, max_tokens=400, ignore_eos=True, stream=True, cache_salt="leaves"
+            )
             for prompt in prompts
         ]
         await asyncio.gather(*(anext(stream) for stream in streams))

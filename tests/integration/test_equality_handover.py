@@ -8,9 +8,8 @@ import pytest
 
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
-from baton.testing.checkpoints import make_checkpoint
 from baton.testing.cluster import LocalCluster, Result
-from baton.testing.equality import ARCHITECTURES, hf_greedy, mixed_prompts
+from baton.testing.equality import ARCHITECTURES, References, mixed_prompts
 from baton.types import FinishReason, SamplingParams
 from baton.worker.instance import WorkerInstance
 
@@ -19,11 +18,10 @@ GROWING_TOKENS = 60
 VOCAB = 512
 
 
-@pytest.fixture(scope="module")
-def checkpoint(request, tmp_path_factory):
-    path = make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, references: References):
     prompts = mixed_prompts(7, VOCAB)
-    return path, prompts, hf_greedy(path, prompts, NEW_TOKENS)
+    return references.checkpoint(request.param), prompts, references.greedy(request.param, prompts, NEW_TOKENS)
 
 
 def engine_config(path, **changes) -> EngineConfig:
@@ -59,11 +57,11 @@ async def test_equality_through_every_pipe(checkpoint, kinds):
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "gpt_oss"], indirect=True)
-async def test_equality_when_the_decode_pool_is_so_small_that_sequences_are_preempted(checkpoint):
+async def test_equality_when_the_decode_pool_is_so_small_that_sequences_are_preempted(checkpoint, references):
     path, prompts, _ = checkpoint
     # Short prompts with long answers: many are admitted, and then all of them grow.
     prompts = [prompt for prompt in prompts if len(prompt) < 100]
-    expected = hf_greedy(path, prompts, GROWING_TOKENS)
+    expected = references.greedy(path.name, prompts, GROWING_TOKENS)
     async with LocalCluster(engine_config(path), decode_changes={"kv_blocks": 48}) as cluster:
         decode = cluster.decode[0]
         results = await generate_all(cluster, decode, prompts, new_tokens=GROWING_TOKENS)
