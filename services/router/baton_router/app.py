@@ -16,6 +16,7 @@ from baton.api.v1 import router_pb2_grpc
 from baton.errors import ConfigError
 from baton.rpc.auth import is_loopback, read_token, require_safe_bind
 from baton.rpc.server import GrpcServer
+from baton.rpc.ticket import read_ticket_key
 from baton.text import TextModelCache
 from baton.types import Role
 from baton_router.config import RouterConfig
@@ -30,6 +31,7 @@ from baton_router.replicas.metrics import ReplicaMetrics
 from baton_router.replicas.replica import Replica
 from baton_router.servicer import SERVICE, RouterServicer
 from baton_router.text_pipeline import TextPipeline
+from baton_router.ticket import TicketDesk
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,9 @@ class RouterApp:
         self._tokenizers = TextModelCache(config.model)
         self.pipeline = TextPipeline(
             self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
+        )
+        self.tickets = TicketDesk(
+            read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics
         )
         self._token = token
         self._grpc: GrpcServer | None = None
@@ -118,6 +123,7 @@ class RouterApp:
             sock.close()
             raise
         self.registry.start()
+        self.tickets.start()
         if self.replica is not None:
             self.replica.start()
         self._serving = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
@@ -131,7 +137,7 @@ class RouterApp:
 
     async def _start_grpc(self) -> GrpcServer:
         server = GrpcServer(host=self._config.host, port=self._config.grpc_port, services=[SERVICE], token=self._token)
-        servicer = RouterServicer(self.pipeline, self.registry)
+        servicer = RouterServicer(self.pipeline, self.registry, self.tickets)
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
         self.grpc_port = await server.start()
         return server
@@ -147,6 +153,7 @@ class RouterApp:
             ends.append(self._grpc.stop(self._config.drain_timeout_s + _CUT_OFF_S))
         await asyncio.gather(*ends)
         time_is_up.cancel()
+        await self.tickets.close()
         if self.replica is not None:
             await self.replica.close()
         await self.registry.close()

@@ -55,6 +55,9 @@ class RouterConfig:
     strict_fields: bool = option(False, "refuse requests with unknown fields")
     api_key_file: str = option("", "file with the API keys that HTTP clients must show, one per line")
     open_http: bool = option(False, "serve HTTP off loopback although there are no API keys")
+    ticket_key_file: str = option(
+        "", "file with the key of placement tickets, by which clients reach decode instances; default: no tickets"
+    )
     token_file: str = option("", "file with the token that services show each other")
     max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
     instance_slots: int | None = option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +20,7 @@ class RoutedRequest:
         itl_ms: Most milliseconds wanted between two tokens; ``None``: nobody said.
         tenant: With whom it shares its part of the cluster.
         arrived: When it came, by ``time.perf_counter()``; 0: just now.
+        output_token_ids: Generated so far, elsewhere; with ``n`` = 1.
     """
 
     request_id: RequestId
@@ -32,6 +33,7 @@ class RoutedRequest:
     itl_ms: float | None = None
     tenant: str = ""
     arrived: float = 0.0
+    output_token_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)  # made per token: frozen ones cost three times as much

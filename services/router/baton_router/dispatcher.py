@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
+from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
-from baton_router.admission import Admission, Limits
+from baton_router.admission import Admission, Limits, Ticket
 from baton_router.admission.estimates import Estimates
 from baton_router.admission.room import Room
 from baton_router.config import RouterConfig
@@ -17,13 +19,49 @@ from baton_router.cut_off import CutOff
 from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
 from baton_router.metrics import RouterMetrics
-from baton_router.placement import Ask, Placer
+from baton_router.placement import Ask, Placement, Placer
 from baton_router.policy import make_policy
 from baton_router.policy.plugin import parse_tier_weights
 from baton_router.recovery import Breakers, RetryBudget
 from baton_router.registry import Registry
 from baton_router.run import RequestRun, RunContext
 from baton_router.speeds import Speeds
+
+
+@dataclass(eq=False, slots=True)
+class Reserved:
+    """A request's place while somebody else runs it.
+
+    Attributes:
+        placement: Its shares of its instances.
+        message: What is to be sent to the decode instance.
+        failed: Whether the instance broke off.
+    """
+
+    placement: Placement
+    message: worker_pb2.GenerateRequest
+    admission: Admission
+    ticket: Ticket
+    breakers: Breakers
+    on_end: Callable[[], None]
+    failed: bool = False
+
+    def grow(self, tokens: int, *, first: bool) -> None:
+        """Count tokens that were generated."""
+        self.placement.grow(tokens)
+        if first:
+            self.placement.prefilled()
+            self.breakers.answered(self.placement.decode)
+            self.admission.first_token(self.ticket)
+
+    def end(self) -> None:
+        """Give everything back; once."""
+        if self.failed:
+            self.breakers.failed(self.placement.decode)
+        self.breakers.ended(self.placement.decode, well=not self.failed)
+        self.placement.release()
+        self.admission.leave(self.ticket)
+        self.on_end()
 
 
 class PlacingDispatcher:
@@ -118,6 +156,31 @@ class PlacingDispatcher:
         """End everything that runs or waits with ``UnavailableError``, and refuse new ones: the router ends."""
         self.admission.close()
         self._cut_off.close()
+
+    async def reserve(self, request: RoutedRequest) -> Reserved:
+        """Place a request that somebody else runs, and hold its shares until :meth:`Reserved.end`.
+
+        Raises:
+            BatonError: As :meth:`stream` before its first chunk.
+        """
+        if self.num_in_flight >= self._config.max_in_flight:
+            message = f"{self.num_in_flight} requests are in flight already"
+            raise QueueFullError(message, retry_after_s=self.admission.retry_after_s())
+        self.num_in_flight += 1
+        ticket = None
+        try:
+            ticket = await self.admission.enter(request)
+            placement, message_pb = await RequestRun(self._context, request, ticket.waited_s).place()
+        except BaseException:
+            self._leave()
+            if ticket is not None:
+                self.admission.leave(ticket)
+            raise
+        placement.speeds = None  # nobody here sees when its tokens come
+        return Reserved(placement, message_pb, self.admission, ticket, self._context.breakers, self._leave)
+
+    def _leave(self) -> None:
+        self.num_in_flight -= 1
 
     async def route(self, request: RoutedRequest) -> Decision:
         """Say where the request would go; see ``Dispatcher.route``.

@@ -28,13 +28,32 @@ async def generate(
     Raises:
         BatonError: Whatever :meth:`TextPipeline.prepare` and :meth:`TextPipeline.stream` raise.
     """
+    asked = text_request(request)
+    prepared = await pipeline.prepare(asked)
+    async with aclosing(pipeline.stream(prepared)) as chunks:
+        async for chunk in chunks:
+            yield _response(asked.request_id, chunk)
+
+
+def text_request(request: router_pb2.RouterGenerateRequest) -> TextRequest:
+    """Read a request.
+
+    Raises:
+        InvalidRequestError: A field is wrong; names it.
+    """
     sampling = sampling_from_pb(request.sampling, stop=tuple(request.stop))
-    text_request = TextRequest(
+    kind = request.WhichOneof("prompt")
+    output = list(request.output_token_ids)
+    if output and (kind != "token_ids" or sampling.n != 1 or sampling.seed is None):
+        raise InvalidRequestError("resumed output needs token_ids, a seed and n = 1", field="output_token_ids")
+    if output and sampling.max_tokens is not None and len(output) >= sampling.max_tokens:
+        raise InvalidRequestError("all max_tokens have been generated", field="output_token_ids")
+    return TextRequest(
         prompt=_prompt(request),
         sampling=sampling,
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
         model=request.model,
-        add_special_tokens=request.WhichOneof("prompt") == "text",
+        add_special_tokens=kind == "text",
         include_stop=request.include_stop_in_output,
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -42,13 +61,10 @@ async def generate(
         itl_ms=request.itl_ms or None,
         user=request.user,
         session=request.session_id,
-        prompt_field=request.WhichOneof("prompt") or "prompt",
+        output_token_ids=output,
+        prompt_field=kind or "prompt",
         field_prefix="sampling.",
     )
-    prepared = await pipeline.prepare(text_request)
-    async with aclosing(pipeline.stream(prepared)) as chunks:
-        async for chunk in chunks:
-            yield _response(text_request.request_id, chunk)
 
 
 async def route(pipeline: TextPipeline, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
@@ -57,7 +73,7 @@ async def route(pipeline: TextPipeline, request: router_pb2.RouteRequest, contex
     Raises:
         BatonError: Whatever :meth:`TextPipeline.prepare` raises.
     """
-    text_request = TextRequest(
+    asked = TextRequest(
         prompt=_prompt(request),
         sampling=SamplingParams(),
         model=request.model,
@@ -66,7 +82,7 @@ async def route(pipeline: TextPipeline, request: router_pb2.RouteRequest, contex
         session=request.session_id,
         prompt_field=request.WhichOneof("prompt") or "prompt",
     )
-    prepared = await pipeline.prepare(text_request)
+    prepared = await pipeline.prepare(asked)
     return router_pb2.RouteResponse(decision=(await pipeline.route(prepared)).to_pb())
 
 

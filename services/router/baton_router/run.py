@@ -121,7 +121,7 @@ class RequestRun:
         self._request = request
         self._deadline = time.monotonic() + context.config.request_timeout_s
         self._traces = TraceMerge(int(1e6 * waited_s))
-        self._sequences = [_Sequence(index) for index in range(request.sampling.n)]
+        self._sequences = [_Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]
         self._calls = 0
         context.budget.count_request()
         self._begun = False
@@ -139,6 +139,12 @@ class RequestRun:
         finally:
             for trace in self._traces.attempts():
                 self._context.metrics.observe_trace(trace)
+
+    async def place(self) -> tuple[Placement, worker_pb2.GenerateRequest]:
+        """Select and reserve for somebody else who runs the request; returns what he is to send."""
+        group = _Group(self._sequences)
+        placement = await self._place(group)
+        return placement, self._message(group, placement)
 
     async def _run_group(self, group: _Group) -> AsyncGenerator[RoutedChunk, None]:
         while group.has_open():

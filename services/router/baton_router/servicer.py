@@ -10,6 +10,7 @@ from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton_router import grpc_generate
 from baton_router.registry import Registry
 from baton_router.text_pipeline import TextPipeline
+from baton_router.ticket import TicketDesk
 
 SERVICE = "baton.api.v1.RouterService"
 
@@ -20,9 +21,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     Args:
         pipeline: For Generate and Route.
         registry: For everything about instances.
+        tickets: For requests that run without this router between.
     """
 
-    def __init__(self, pipeline: TextPipeline, registry: Registry) -> None:
+    def __init__(self, pipeline: TextPipeline, registry: Registry, tickets: TicketDesk) -> None:
+        self._tickets = tickets
         self._pipeline = pipeline
         self._registry = registry
 
@@ -36,8 +39,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 yield response
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
-        """Say where a prompt would go."""
+        """Say where a prompt would go, or place it and give a ticket."""
+        if request.HasField("direct"):
+            return await self._tickets.place(request.direct)
         return await grpc_generate.route(self._pipeline, request, context)
+
+    async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
+        """Hear how a request that runs by a ticket stands."""
+        return router_pb2.NoteDirectResponse(known=self._tickets.note(request))
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
         """Say which models are served."""

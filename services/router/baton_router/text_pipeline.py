@@ -161,6 +161,7 @@ class TextPipeline:
             cache_salt=request.cache_salt,
             priority=request.priority,
             session=request.session,
+            output_token_ids=request.output_token_ids,
             ttft_ms=request.ttft_ms,
             itl_ms=request.itl_ms,
             tenant=self._tenants.name(request.client, request.cache_salt, request.user),

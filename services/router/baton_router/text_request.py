@@ -56,6 +56,7 @@ class TextRequest:
         itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
         user: Whose request it is, as the caller says.
         client: Whose API key it showed; empty: there are no keys.
+        output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
         field_prefix: Put before the names of sampling fields in errors, e.g. ``"sampling."``.
@@ -76,6 +77,7 @@ class TextRequest:
     itl_ms: float | None = None
     user: str = ""
     client: str = ""
+    output_token_ids: Sequence[int] = ()
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
     field_prefix: str = ""

@@ -2,7 +2,7 @@
 
 A router signs, the decode instance verifies; both read the key from a file. A ticket names the instance and its
 process, the digest of the very request, the time until which it counts and a nonce. So a copied ticket is good
-for nothing: not for another request, not elsewhere, not twice, not later, and not for the instance's next process, which
+for nothing: not for another request, not elsewhere, not twice, not later, and not for the next process there, which
 has not seen the nonces of the one before.
 """
 

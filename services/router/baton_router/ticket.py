@@ -1,0 +1,143 @@
+"""Direct mode: places a request, signs a ticket for it, and holds its share while the client runs it by itself.
+
+The share ends with the client's notice, or when it has said nothing for ``LEASE_S``: a client that died has broken its
+stream to the decode instance too, and the work there has ended with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from baton.api.v1 import router_pb2
+from baton.errors import InvalidRequestError, UnavailableError
+from baton.rpc.ticket import Bearer, sign
+from baton_router.dispatcher import PlacingDispatcher, Reserved
+from baton_router.grpc_generate import text_request
+from baton_router.metrics import RouterMetrics
+from baton_router.text_pipeline import TextPipeline
+
+START_S = 30.0
+"""How long a ticket counts: the client asks for it when it is about to use it."""
+LEASE_S = 30.0
+MAX_RESERVATIONS = 65536
+_TICK_S = 1.0
+
+
+@dataclass(slots=True)
+class _Open:
+    reserved: Reserved
+    ends_at: float
+    tokens: int = 0
+
+
+class TicketDesk:
+    """Gives tickets out and keeps their reservations.
+
+    Args:
+        key: Shared with the decode instances; ``None``: there is no direct mode.
+        pipeline: Checks and tokenizes.
+        dispatcher: Places.
+        metrics: Where requests are counted.
+        now: Monotonic clock.
+    """
+
+    def __init__(
+        self,
+        key: bytes | None,
+        pipeline: TextPipeline,
+        dispatcher: PlacingDispatcher,
+        metrics: RouterMetrics,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._key, self._pipeline, self._dispatcher, self._now = key, pipeline, dispatcher, now
+        self._metrics = metrics
+        self._open: dict[str, _Open] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        r: CollectorRegistry = metrics.registry
+        self._ended = Counter(
+            "baton_router_direct_requests",
+            "Requests that ran by a ticket, by how they ended",
+            ["outcome"],
+            registry=registry,
+        )
+        Gauge(
+            "baton_router_direct_open", "Reservations of requests that run by a ticket", registry=registry
+        ).set_function(lambda: len(self._open))
+
+    def start(self) -> None:
+        """Begin to watch the leases; needs a running loop."""
+        if self._key is not None:
+            self._ticker = asyncio.create_task(self._tick(), name="tickets")
+
+    async def close(self) -> None:
+        """End every reservation."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        for name in list(self._open):
+            self._end(name, "router_ended")
+
+    async def place(self, request: router_pb2.RouterGenerateRequest) -> router_pb2.RouteResponse:
+        """Place a request and sign a ticket for it.
+
+        Raises:
+            InvalidRequestError: This router has no key for tickets, or the request is wrong; names the field.
+            QueueFullError: Everybody is full.
+            UnavailableError: No instance is ready.
+        """
+        if self._key is None:
+            raise InvalidRequestError("this router gives no tickets: it has no --ticket-key-file", field="direct")
+        if len(self._open) >= MAX_RESERVATIONS:
+            raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
+        prepared = await self._pipeline.prepare(text_request(request))
+        reserved = await self._dispatcher.reserve(prepared.routed)
+        message, decode = reserved.message, reserved.placement.decode
+        assert decode.info is not None  # it was chosen, so it said who it is
+        sign(self._key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
+        self._open[message.request_id] = _Open(reserved, self._now() + max(START_S, LEASE_S))
+        return router_pb2.RouteResponse(
+            decision=reserved.placement.decision.to_pb(),
+            direct=router_pb2.DirectPlacement(
+                address=decode.address,
+                request=message,
+                start_ms=int(1000 * START_S),
+                lease_ms=int(1000 * LEASE_S),
+                model_path=prepared.info.path,
+            ),
+        )
+
+    def note(self, request: router_pb2.NoteDirectRequest) -> bool:
+        """Take a client's notice; ``False``: there is no such reservation any more."""
+        found = self._open.get(request.request_id)
+        if found is None:
+            return False
+        found.ends_at = self._now() + LEASE_S
+        if request.num_tokens > found.tokens:
+            found.reserved.grow(request.num_tokens - found.tokens, first=not found.tokens)
+            found.tokens = request.num_tokens
+        if request.ended:
+            if request.HasField("trace"):
+                self._metrics.observe_trace(request.trace)
+            found.reserved.failed = request.failed
+            self._end(request.request_id, "failed" if request.failed else "done")
+        return True
+
+    def expire(self) -> None:
+        """End the reservations of clients that said nothing for too long."""
+        now = self._now()
+        for name in [name for name, found in self._open.items() if found.ends_at <= now]:
+            self._end(name, "expired")
+
+    def _end(self, name: str, outcome: str) -> None:
+        self._open.pop(name).reserved.end()
+        self._ended.labels(outcome=outcome).inc()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.expire()
