@@ -136,7 +136,7 @@ class PlacingDispatcher:
                 while (chunk := await self._cut_off.next(chunks)) is not None:
                     if not begun:
                         begun = True
-                        self.admission.first_token()
+                        self.admission.first_token(ticket)
                     yield chunk
         except BatonError as error:
             self._metrics.failures.labels(code=error.code).inc()

@@ -15,15 +15,11 @@ class DrainRate:
     """Tokens per second that leave the queue while there is one.
 
     Before that was seen for a while, Little's law stands in: what is in flight, over the time that requests take.
-
-    Args:
-        typical_s: Seconds that a request takes, until one has been served.
     """
 
-    def __init__(self, typical_s: float = 2.0) -> None:
+    def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
         self._since: float | None = None
-        self._typical_s = typical_s
         self._served_cost = self._served_time = 0.0
 
     def began(self, now: float) -> None:
@@ -47,15 +43,18 @@ class DrainRate:
         self._served_time = _KEEP * self._served_time + cost * seconds
 
     def rate(self, in_flight: float, now: float) -> float:
-        """Return tokens per second; 0: nothing is in flight, so nothing can be said.
+        """Return tokens per second; 0: nothing was served yet, or nothing is in flight, so nothing can be said.
 
         Args:
             in_flight: Cost of what is being served.
             now: The time.
         """
         self._advance(now)
-        takes = self._served_time / self._served_cost if self._served_cost else self._typical_s
-        guess = in_flight / max(takes, 1e-3)
+        guess = 0.0
+        if self._served_cost:
+            guess = in_flight / max(self._served_time / self._served_cost, 1e-3)
+        elif not self._tokens:
+            return 0.0
         return (self._tokens + _PRIOR_S * guess) / (self._seconds + _PRIOR_S)
 
     def _advance(self, now: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from baton_router.admission.waiting import Waiting
 
-QUANTUM = 2048.0
+QUANTUM = 512.0
 """Tokens per turn."""
 
 

@@ -28,7 +28,7 @@ from baton_router.admission.room import Room
 from baton_router.admission.waiting import Waiting
 from baton_router.core import RoutedRequest
 
-_TICK_S = 0.02
+_TICK_S = 0.01
 """How often the queue looks for room that nobody told it of: reports of instances, instances that come back."""
 _MAX_RETRY_S = 300.0
 _NEVER_RETRY_S = 60.0
@@ -60,11 +60,15 @@ class Ticket:
 
     Attributes:
         cost: What it counts.
+        sequences: How many run.
+        tokens: Prompt tokens still to be computed, or none any more.
         started: When it was let in.
         waited_s: How long it waited for that.
     """
 
     cost: float
+    sequences: int
+    tokens: int
     started: float
     waited_s: float = 0.0
 
@@ -115,17 +119,20 @@ class Admission:
             tokens = len(request.prompt_token_ids)
             if self._room.take(request.sampling.n, tokens) or not self._room.num_decodes:
                 self.metrics.at_once += 1
-                return self._let_in(tokens + self._estimates.output_tokens(request))
+                return self._let_in(request, tokens + self._estimates.output_tokens(request))
         return await self._enter_slowly(request)
 
-    def first_token(self) -> None:
+    def first_token(self, ticket: Ticket) -> None:
         """A request has its first token: there is room for another prompt."""
+        self._room.give_back(0, ticket.tokens)
+        ticket.tokens = 0
         if len(self.queue):
             self._pump()
 
     def leave(self, ticket: Ticket) -> None:
         """Give a ticket back."""
         self._in_flight -= ticket.cost
+        self._room.give_back(ticket.sequences, ticket.tokens)
         self._drain.served(ticket.cost, self._now() - ticket.started)
         if len(self.queue):
             self._pump()
@@ -146,9 +153,9 @@ class Admission:
 
     # --- coming in ---
 
-    def _let_in(self, cost: float, waited_s: float = 0.0) -> Ticket:
+    def _let_in(self, request: RoutedRequest, cost: float, waited_s: float = 0.0) -> Ticket:
         self._in_flight += cost
-        return Ticket(cost, self._now(), waited_s)
+        return Ticket(cost, request.sampling.n, len(request.prompt_token_ids), self._now(), waited_s)
 
     async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
         """Let a request in that has wishes or has to wait."""
@@ -162,9 +169,9 @@ class Admission:
         item = self._waiting(request, outlook)
         self._check_start(item, outlook, waits=waits)
         if not waits:
-            self._room.take(request.sampling.n, outlook.missing)
+            self._room.take(request.sampling.n, item.tokens)
             self.metrics.at_once += 1
-            return self._let_in(item.cost)
+            return self._let_in(request, item.cost)
         return await self._wait(item)
 
     def _waiting(self, request: RoutedRequest, outlook: Outlook) -> Waiting:
@@ -197,6 +204,7 @@ class Admission:
             self.metrics.cancelled.inc()
             if item.granted:
                 self._room.kept(sequences, tokens)
+                self._room.give_back(sequences, tokens)
                 self._pump()
             elif item.queued:
                 self.queue.remove(item)
@@ -207,7 +215,7 @@ class Admission:
         self._room.kept(sequences, tokens)
         waited = self._now() - item.arrived
         self.metrics.started(item, waited)
-        return self._let_in(item.cost, waited)
+        return self._let_in(item.request, item.cost, waited)
 
     # --- who is refused ---
 

@@ -13,10 +13,13 @@ from typing import Protocol
 
 from baton.types import Role
 from baton_router.instance import Instance
+from baton_router.load import NO_LIMIT
 from baton_router.speeds import Speeds
 
 _FRESH_S = 0.01
-"""How long a look at all instances is good for, while there is room."""
+_AGAIN_S = 0.001
+"""How long a look at all instances is good for, while there is room and while there is none. It costs as much as a
+placement; what starts and ends in between is counted here."""
 _QUEUE_MS = 1000.0
 _LEAST_TOKENS = 4096.0
 """Two of the steps that an engine makes by default: less could leave it idle between two of them."""
@@ -56,9 +59,10 @@ class Room:
         self.num_decodes = 0
 
     def is_free(self) -> bool:
-        """Whether a request could start; looks again at the instances if that was not just now."""
+        """Whether a request could start; looks at the instances if that was not done just now."""
         now = self._now()
-        if now - self._at > _FRESH_S or self._sequences <= 0 or self._tokens <= 0:
+        age = now - self._at
+        if age > _FRESH_S or (age > _AGAIN_S and (self._sequences <= 0 or self._tokens <= 0)):
             self._look(now)
         return self._sequences > 0 and self._tokens > 0
 
@@ -72,6 +76,11 @@ class Room:
         self._sequences -= sequences
         self._tokens -= tokens
         return True
+
+    def give_back(self, sequences: int, tokens: int) -> None:
+        """Sequences have ended, or a prompt was computed."""
+        self._sequences += sequences
+        self._tokens += tokens
 
     def promise(self, sequences: int, tokens: int) -> None:
         """Keep room for a request that was told to start, but has no place yet: no instance's books know of it."""
@@ -99,10 +108,10 @@ class Room:
             batch = info.max_num_seqs if info is not None else 0
             slots = batch + max(1, batch // _SLACK) if batch else 0
         if not slots:
-            return math.inf
+            return max(0, book.limit - book.requests) if book.limit < NO_LIMIT else math.inf
         if book.report.num_waiting - book.ended > max(1, slots // _SLACK):
             return 0
-        return max(0, slots - book.requests)
+        return max(0, min(slots - book.shared_requests, book.limit) - book.requests)
 
     def _free_tokens(self, decodes: list[Instance]) -> float:
         if self._prompt_tokens == 0:
