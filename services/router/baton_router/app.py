@@ -71,9 +71,7 @@ class RouterApp:
         self.pipeline = TextPipeline(
             self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
         )
-        self.tickets = TicketDesk(
-            read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics
-        )
+        self.tickets = TicketDesk(read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics)
         self._token = token
         self._grpc: GrpcServer | None = None
         options = HttpOptions(

@@ -63,11 +63,11 @@ class TicketDesk:
             "baton_router_direct_requests",
             "Requests that ran by a ticket, by how they ended",
             ["outcome"],
-            registry=registry,
+            registry=r,
         )
-        Gauge(
-            "baton_router_direct_open", "Reservations of requests that run by a ticket", registry=registry
-        ).set_function(lambda: len(self._open))
+        Gauge("baton_router_direct_open", "Reservations of requests that run by a ticket", registry=r).set_function(
+            lambda: len(self._open)
+        )
 
     def start(self) -> None:
         """Begin to watch the leases; needs a running loop."""
