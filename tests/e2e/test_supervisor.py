@@ -34,7 +34,7 @@ async def test_an_instance_that_dies_is_restarted_and_registers_again(model):
             # The router knows the new one by its epoch: nothing of the old one's cache is believed.
             assert (await client.generate("import os", max_tokens=4, ignore_eos=True)).token_ids
         pids = [process.pid for process in supervisor.processes.values()]
-    assert any("restarting in" in line for line in lines), lines[-20:]
+    assert any("restarting in 0.5 s" in line for line in lines), lines[-20:]
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
