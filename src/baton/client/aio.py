@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.client.direct_aio import AsyncDirectCall, AsyncDirectLinks
 from baton.client.exchange import CHANNEL_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
@@ -42,8 +43,12 @@ class AsyncClient:
         token: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
+        direct: bool = False,
+        tokenizer: str = "",
     ) -> None:
         self._settings = Settings(address, token, timeout, retries)
+        self._is_direct, self._tokenizer = direct, tokenizer
+        self._direct: AsyncDirectLinks | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._closed = False
@@ -84,7 +89,7 @@ class AsyncClient:
         With ``stream=True`` the awaited result is an asynchronous iterator of chunks.
         """
         request = build_generate(prompt, model, options)
-        answer = AsyncStream(self._open("Generate", request), request.sampling.n, self._settings.budget(timeout))
+        answer = AsyncStream(self._open_generate(request), request.sampling.n, self._settings.budget(timeout))
         return answer if stream else await answer.collect()
 
     async def route(
@@ -107,6 +112,8 @@ class AsyncClient:
     async def close(self) -> None:
         """End every call and the connection."""
         self._closed = True
+        if self._direct is not None:
+            await self._direct.close()
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -118,16 +125,31 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _open(self, name: str, request: Any) -> Callable[[float], Any]:
-        def call(timeout: float) -> Any:
-            if self._closed:
-                raise UnavailableError("this client is closed")
-            if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
-                self._channel = grpc.aio.insecure_channel(self._settings.address, options=CHANNEL_OPTIONS)
-                self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-            return getattr(self._stub, name)(request, timeout=timeout, metadata=self._settings.metadata)
+    def _open_generate(self, request: router_pb2.RouterGenerateRequest) -> Callable[[float], Any]:
+        if not self._is_direct:
+            return self._open("Generate", request)
+
+        def call(timeout: float) -> AsyncDirectCall:
+            stub = self._connected()
+            if self._direct is None:
+                self._direct = AsyncDirectLinks(self._settings, stub, self._tokenizer)
+            return AsyncDirectCall(self._direct, request, timeout)
 
         return call
+
+    def _open(self, name: str, request: Any) -> Callable[[float], Any]:
+        def call(timeout: float) -> Any:
+            return getattr(self._connected(), name)(request, timeout=timeout, metadata=self._settings.metadata)
+
+        return call
+
+    def _connected(self) -> Any:
+        if self._closed:
+            raise UnavailableError("this client is closed")
+        if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
+            self._channel = grpc.aio.insecure_channel(self._settings.address, options=CHANNEL_OPTIONS)
+            self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+        return self._stub
 
     async def _unary(self, name: str, request: Any, timeout: float | None) -> Any:
         budget, call = self._settings.budget(timeout), self._open(name, request)

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.client.direct_sync import DirectCall, DirectLinks
 from baton.client.exchange import CHANNEL_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
@@ -39,6 +40,9 @@ class Client:
         token: Shared token, if the router wants one.
         timeout: Seconds that a call may take if it names no time-out of its own.
         retries: Tries after the first where no instance was available and no token has come yet.
+        direct: Have tokens from decode instances themselves; the router only places, and signs a ticket. If the
+            instance's stream breaks, the router goes on with it.
+        tokenizer: With ``direct``: directory with the model's tokenizer; empty: the path that the instance names.
 
     Raises:
         InvalidRequestError: An argument cannot work; names it.
@@ -51,10 +55,13 @@ class Client:
         token: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
+        direct: bool = False,
+        tokenizer: str = "",
     ) -> None:
         self._settings = Settings(address, token, timeout, retries)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+        self._direct = DirectLinks(self._settings, self._stub, tokenizer) if direct else None
         self._closed = False
 
     @overload
@@ -101,7 +108,7 @@ class Client:
             BatonError: See :mod:`baton.errors`. With ``stream=True`` most come from the iteration.
         """
         request = build_generate(prompt, model, options)
-        answer = Stream(self._open(self._stub.Generate, request), request.sampling.n, self._settings.budget(timeout))
+        answer = Stream(self._open_generate(request), request.sampling.n, self._settings.budget(timeout))
         return answer if stream else answer.collect()
 
     def route(
@@ -124,6 +131,8 @@ class Client:
     def close(self) -> None:
         """End every call and the connection."""
         self._closed = True
+        if self._direct is not None:
+            self._direct.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -133,6 +142,18 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _open_generate(self, request: router_pb2.RouterGenerateRequest) -> Callable[[float], Any]:
+        links = self._direct
+        if links is None:
+            return self._open(self._stub.Generate, request)
+
+        def call(timeout: float) -> DirectCall:
+            if self._closed:
+                raise UnavailableError("this client is closed")
+            return DirectCall(links, request, timeout)
+
+        return call
 
     def _open(self, method: Any, request: Any) -> Callable[[float], Any]:
         def call(timeout: float) -> Any:

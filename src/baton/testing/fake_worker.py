@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from baton.kv.layout import LayerShape
 from baton.rpc.convert import fingerprint_to_pb, finish_to_pb, role_to_pb
 from baton.rpc.many import generate_many
 from baton.rpc.server import GrpcServer
+from baton.rpc.ticket import Bearer, TicketCheck
 from baton.seeds import sequence_seed
 from baton.types import BlockHash, Epoch, FinishReason, Role
 
@@ -101,6 +102,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         instance_id: Its name.
         fingerprint: What its KV claims to be.
         token: Shared token that callers must show.
+        ticket_key: Key of the tickets that calls of Generate must show.
         caches: Whether the prompts of its requests appear in its cache and its events.
     """
 
@@ -111,13 +113,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         *,
         fingerprint: Fingerprint = FINGERPRINT,
         token: str | None = None,
+        ticket_key: bytes | None = None,
         caches: bool = True,
     ) -> None:
         self.role, self.instance_id, self.fingerprint = role, instance_id, fingerprint
         self.state = FakeWorkerState()
         self.epoch = Epoch(secrets.token_bytes(16))
         self.port = 0
-        self._token = token
+        self._token, self._ticket_key = token, ticket_key
+        self._tickets: TicketCheck | None = None
         self._caches = caches
         self._changed = asyncio.Event()
         self._log: list[events_pb2.KvEventBatch] = []
@@ -133,6 +137,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def start(self, port: int = 0) -> str:
         """Listen and return the address."""
+        if self._ticket_key is not None:
+            self._tickets = TicketCheck(self._ticket_key, Bearer(self.instance_id, self.epoch))
         self._server = GrpcServer(host="127.0.0.1", port=port, services=[SERVICE], token=self._token)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()
@@ -277,6 +283,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        """Generate for a client that comes without a router."""
+        if self._tickets is not None:
+            self._tickets.verify(request)
+        async with aclosing(self._run(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _run(
+        self, request: worker_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.GenerateResponse, None]:
         """Generate one token per sequence and message."""
         kept = worker_pb2.GenerateRequest()
         kept.CopyFrom(request)
@@ -299,7 +315,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
     ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
         """Generate for many requests on one stream."""
-        async with aclosing(generate_many(self.Generate, requests, context)) as messages:
+        async with aclosing(generate_many(self._run, requests, context)) as messages:
             async for message in messages:
                 yield message
 

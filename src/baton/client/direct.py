@@ -1,0 +1,265 @@
+"""Direct mode: the router places a request and signs a ticket; the tokens come from the decode instance itself.
+
+What is here is free of I/O, and both clients drive it: the instance's messages become those that a router would have
+sent, and when the instance's stream breaks the rest is asked of the router, with prompt and tokens so far. A sequence
+depends on its seed and its own tokens alone, so the next token is the one that would have come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from baton.api.v1 import common_pb2, router_pb2, worker_pb2
+from baton.errors import ConfigError, InternalError
+from baton.rpc.convert import finish_from_pb, finish_to_pb, logprob_from_pb, logprob_to_pb, sampling_from_pb
+from baton.seeds import sequence_seed
+from baton.text import StopStrings, TextModel
+from baton.text.sequence import SequenceText
+from baton.types import FinishReason, TokenLogprob
+
+MAX_CHANNELS = 64
+NOTE_TIMEOUT_S = 5.0
+_NOTE_EVERY_S = 5.0
+_CONTEXT_PROMPTS = frozenset({"text", "token_ids"})
+"""Prompts whose text the answer's text goes on with; after a conversation it begins anew."""
+
+_GO_ON = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+
+
+def may_go_on(error: grpc.RpcError) -> bool:
+    """Whether another instance could do better than the one whose stream ended with this."""
+    return error.code() in _GO_ON
+
+
+def load_text_model(tokenizer: str, model_path: str) -> TextModel:
+    """Load the tokenizer that makes text of the instance's tokens.
+
+    Args:
+        tokenizer: Directory that the client was given; empty: the one that the instance names, if it is here.
+        model_path: Where the instance has its files.
+
+    Raises:
+        ConfigError: There is none; names ``tokenizer``.
+    """
+    path = tokenizer or model_path
+    if not path or not Path(path).is_dir():
+        message = f"direct mode makes the text here and needs the model's tokenizer: {path!r} is no directory"
+        raise ConfigError(message, field="tokenizer")
+    return TextModel.load(path)
+
+
+@dataclass(slots=True)
+class _Delta:
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+
+
+@dataclass(slots=True)
+class _Sequence:
+    text: SequenceText
+    token_ids: list[int] = field(default_factory=list)
+    """All that came, those after a stop string included."""
+    finished: bool = False
+    """Whether the instance ended it; a stop string ends its text alone."""
+
+
+class DirectAnswer:
+    """One request that runs by a ticket.
+
+    Args:
+        request: What the caller asked for.
+        route: The router's answer.
+        model: Makes text.
+        now: Monotonic clock.
+    """
+
+    def __init__(
+        self,
+        request: router_pb2.RouterGenerateRequest,
+        route: router_pb2.RouteResponse,
+        model: TextModel,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address, self.message = route.direct.address, route.direct.request
+        self._request, self._now = request, now
+        self._decision: router_pb2.RouteDecision | None = route.decision
+        self._trace: common_pb2.RequestTrace | None = None
+        self._prompt_logprobs = False
+        self._noted_at = 0.0
+        sampling = sampling_from_pb(self.message.sampling, stop=tuple(request.stop))
+        prompt = self.message.prompt_token_ids if request.WhichOneof("prompt") in _CONTEXT_PROMPTS else ()
+        stops = StopStrings(sampling.stop) if sampling.stop else None
+        self._sequences = [
+            _Sequence(
+                SequenceText(
+                    model.tokenizer,
+                    list(prompt[-64:]),
+                    sampling,
+                    stops=stops,
+                    include_stop=request.include_stop_in_output,
+                )
+            )
+            for _ in range(sampling.n)
+        ]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every sequence has ended."""
+        return all(x.finished or x.text.ended for x in self._sequences)
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether nothing is wanted any more of what the instance still runs: stop strings ended it here."""
+        return self.ended and not all(x.finished for x in self._sequences)
+
+    def take(self, response: worker_pb2.GenerateResponse) -> router_pb2.RouterGenerateResponse:
+        """Return what the instance's message brings, as a router would have sent it.
+
+        Raises:
+            InternalError: The instance names a sequence that nobody asked for.
+        """
+        deltas = [
+            _Delta(
+                item.index,
+                list(item.token_ids),
+                [logprob_from_pb(x) for x in item.logprobs],
+                finish_from_pb(item.finish_reason) if item.finish_reason else None,
+                item.stop_token_id if item.HasField("stop_token_id") else None,
+            )
+            for item in response.deltas
+        ]
+        if response.HasField("trace"):
+            self._trace = response.trace
+            self._trace.decode_instance = self._trace.decode_instance or self.address
+        self._prompt_logprobs = self._prompt_logprobs or bool(response.prompt_logprobs)
+        out = self._response(deltas, response.trace if response.HasField("trace") else None)
+        out.prompt_logprobs.extend(response.prompt_logprobs)
+        return out
+
+    # --- the reservation ---
+
+    def note(self) -> router_pb2.NoteDirectRequest | None:
+        """Return a notice for the router if one is due: after the first token, and every few seconds."""
+        now = self._now()
+        if now - self._noted_at < _NOTE_EVERY_S:
+            return None
+        self._noted_at = now
+        return router_pb2.NoteDirectRequest(request_id=self.message.request_id, num_tokens=self._num_tokens)
+
+    def last_note(self, *, failed: bool) -> router_pb2.NoteDirectRequest:
+        """Return the notice that gives the reservation back."""
+        return router_pb2.NoteDirectRequest(
+            request_id=self.message.request_id,
+            num_tokens=self._num_tokens,
+            ended=True,
+            failed=failed,
+            trace=self._trace,
+        )
+
+    # --- going on elsewhere ---
+
+    def exhausted(self) -> router_pb2.RouterGenerateResponse | None:
+        """End sequences that have all their tokens but broke off before they were told to have ended."""
+        limit = self.message.sampling.max_tokens
+        done = [i for i, x in enumerate(self._sequences) if self.is_open(i) and len(x.token_ids) >= limit]
+        if not done:
+            return None
+        return self._response([_Delta(i, [], [], FinishReason.LENGTH, None) for i in done], None)
+
+    def rest(self) -> list[tuple[int, router_pb2.RouterGenerateRequest]]:
+        """Return the requests by which a router goes on, one per open sequence."""
+        return [(i, self._rest_of(i)) for i in range(len(self._sequences)) if self.is_open(i)]
+
+    def take_rest(self, index: int, response: router_pb2.RouterGenerateResponse) -> router_pb2.RouterGenerateResponse:
+        """Return what a router's message brings to a sequence that went on there."""
+        deltas = []
+        for item in response.deltas:
+            finish = finish_from_pb(item.finish_reason) if item.finish_reason else None
+            ids = list(item.token_ids)
+            # It was given no stop strings, so what stopped it is a token.
+            stop = ids[-1] if finish is FinishReason.STOP and ids else None
+            deltas.append(_Delta(index, ids, [logprob_from_pb(x) for x in item.logprobs], finish, stop))
+        trace = None
+        if response.HasField("trace"):
+            trace = self._trace = response.trace
+            trace.num_migrations += 1
+        out = self._response(deltas, trace)
+        if not self._prompt_logprobs:
+            out.prompt_logprobs.extend(response.prompt_logprobs)
+        return out
+
+    # --- inside ---
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(x.token_ids) for x in self._sequences)
+
+    def is_open(self, index: int) -> bool:
+        """Whether a sequence has not ended."""
+        sequence = self._sequences[index]
+        return not (sequence.finished or sequence.text.ended)
+
+    def _rest_of(self, index: int) -> router_pb2.RouterGenerateRequest:
+        request, message = self._request, self.message
+        rest = router_pb2.RouterGenerateRequest(
+            request_id=request.request_id,
+            model=request.model,
+            token_ids=router_pb2.TokenIds(ids=message.prompt_token_ids),
+            sampling=message.sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            session_id=request.session_id,
+            itl_ms=request.itl_ms,
+            user=request.user,
+            output_token_ids=self._sequences[index].token_ids,
+        )
+        rest.sampling.n = 1
+        rest.sampling.seed = (
+            sequence_seed(message.sampling.seed, index) if len(self._sequences) > 1 else (message.sampling.seed)
+        )
+        if self._prompt_logprobs:
+            rest.sampling.ClearField("prompt_logprobs")
+        return rest
+
+    def _response(
+        self, deltas: list[_Delta], trace: common_pb2.RequestTrace | None
+    ) -> router_pb2.RouterGenerateResponse:
+        out = router_pb2.RouterGenerateResponse(
+            request_id=self._request.request_id or self.message.request_id, trace=trace, decision=self._decision
+        )
+        self._decision = None
+        for delta in deltas:
+            if delta.index >= len(self._sequences):
+                raise InternalError(f"{self.address} sent tokens of sequence {delta.index}, which nobody asked for")
+            sequence = self._sequences[delta.index]
+            if sequence.finished or sequence.text.ended:
+                continue
+            sequence.token_ids += delta.token_ids
+            sequence.finished = delta.finish_reason is not None
+            made = sequence.text.push(delta)
+            out.deltas.add(
+                index=made.index,
+                text=made.text,
+                token_ids=made.token_ids,
+                logprobs=[logprob_to_pb(x) for x in made.logprobs],
+                finish_reason=finish_to_pb(made.finish_reason),
+                stop_reason=made.stop_reason if isinstance(made.stop_reason, str) else "",
+            )
+        return out
