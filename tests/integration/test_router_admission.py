@@ -34,8 +34,8 @@ class TimedWorker(FakeWorker):
 
 
 @contextlib.asynccontextmanager
-async def worker(kind: type[FakeWorker] = FakeWorker, name: str = "d0") -> AsyncIterator[FakeWorker]:
-    worker = kind(Role.DECODE, name, caches=False)
+async def worker(*, timed: bool = False) -> AsyncIterator[FakeWorker]:
+    worker = (TimedWorker if timed else FakeWorker)(Role.DECODE, "d0", caches=False)
     worker.state.model_path = "models/baton-tiny"
     await worker.start()
     try:
@@ -83,12 +83,14 @@ CLASSES = ("high", "normal", "low")
 
 @contextlib.asynccontextmanager
 async def serving(*flags: str, decode: FakeWorker) -> AsyncIterator[tuple[Process, Client]]:
-    async with router("--decode", decode.address, *flags) as process:
-        async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=30) as http:
-            async with asyncio.timeout(10):
-                while (await http.get("/readyz")).status_code != 200:
-                    await asyncio.sleep(0.01)
-            yield process, Client(http)
+    async with (
+        router("--decode", decode.address, *flags) as process,
+        httpx.AsyncClient(base_url=f"http://{process.http}", timeout=30) as http,
+    ):
+        async with asyncio.timeout(10):
+            while (await http.get("/readyz")).status_code != 200:
+                await asyncio.sleep(0.01)
+        yield process, Client(http)
 
 
 def go_on(decode: FakeWorker) -> None:
@@ -195,7 +197,7 @@ async def test_overload_is_said_before_it_is_waited_for() -> None:
 
 
 async def test_a_ttft_that_cannot_be_had_is_refused_at_once() -> None:
-    async with worker(TimedWorker) as decode, serving(decode=decode) as (process, client):
+    async with worker(timed=True) as decode, serving(decode=decode) as (process, client):
         untried = await client.send("untried", ttft_ms=100)
         assert untried.status_code == 200, "nothing was measured yet, so nobody is refused"
         assert (await client.send("second")).status_code == 200

@@ -141,7 +141,7 @@ def test_what_is_said_to_be_ahead_is_ahead(
     queue.add(mine)
     order = drained(queue)
     really = sum(item.cost for item in order[: order.index(mine)])
-    largest = max(cost for _, cost, *_ in [*rows, new])
+    largest = max(new[1], *(cost for _, cost, _, _ in rows))
     assert abs(said - really) <= 4 * (QUANTUM + 2 * largest)
     assert_empty(queue)
 
