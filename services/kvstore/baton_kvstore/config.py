@@ -8,6 +8,8 @@ from baton.config.flags import option
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
 
+_MIN_DISK_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class KVStoreConfig:
@@ -18,6 +20,14 @@ class KVStoreConfig:
     advertise_host: str = option("", "host under which instances reach this store's blocks; default: --host")
     instance_id: str = option("", "name of this store; default: kvstore-<random>")
     capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
+    disk_path: str = option("", "directory, of its own, for blocks that memory has no room for; default: memory only")
+    disk_bytes: int = option(16 << 30, "size of the files in --disk-path, all together")
+    disk_write: str = option("evicted", "blocks that go to disk", choices=("evicted", "all"))
+    disk_sync_s: float = option(1.0, "longest time after which a block written to disk survives a loss of power")
+    disk_checkpoint_s: float = option(30.0, "time between two copies of the index, which make a start fast")
+    disk_segment_bytes: int = option(256 << 20, "size of one file")
+    disk_readers: int = option(4, "threads that read from disk")
+    disk_direct: bool = option(True, "read and write around the page cache where block size and file system allow it")
     pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
     token_file: str = option("", "file with the shared token that callers must show")
     metrics_port: int = option(0, "port of /metrics; 0: none")
@@ -40,6 +50,7 @@ class KVStoreConfig:
             "max_fingerprints",
             "pull_workers",
             "max_pending_puts",
+            "disk_readers",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
@@ -50,6 +61,12 @@ class KVStoreConfig:
             raise ConfigError(
                 f"drain_timeout_s must be in [0, 3600], got {self.drain_timeout_s}", field="drain_timeout_s"
             )
+        for name in ("disk_bytes", "disk_segment_bytes"):
+            if getattr(self, name) < _MIN_DISK_BYTES:
+                raise ConfigError(f"{name} must be at least {_MIN_DISK_BYTES}, got {getattr(self, name)}", field=name)
+        for name in ("disk_sync_s", "disk_checkpoint_s"):
+            if not 0.0 <= getattr(self, name) <= 3600.0:
+                raise ConfigError(f"{name} must be in [0, 3600], got {getattr(self, name)}", field=name)
         if self.default_lease_s > self.max_lease_s:
             raise ConfigError("default_lease_s must be at most max_lease_s", field="default_lease_s")
         check_pipes(self.pipes, without=frozenset({"memory"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -9,7 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton_kvstore.disk.tier import DiskTier
 from baton_kvstore.store import BlockStore
+from baton_kvstore.tiers import Tiers
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -36,8 +39,33 @@ class StoreMetrics(Collector):
         "expired_leases": "Leases that nobody gave back",
     }
 
-    def __init__(self, store: BlockStore) -> None:
-        self._store = store
+    _TIER_COUNTERS: ClassVar = {
+        "promotions": "Blocks brought from disk to memory",
+        "demotions": "Blocks written from memory to disk",
+        "refused": "Blocks that the disk could not take",
+    }
+    _DISK_COUNTERS: ClassVar = {
+        "read_bytes": "Bytes of blocks read from disk",
+        "written_bytes": "Bytes of records written to disk",
+        "checksum_failures": "Blocks that were damaged on disk",
+        "read_errors": "Reads that failed",
+        "write_errors": "Writes and syncs that failed",
+        "evictions": "Blocks dropped from disk to make room",
+        "moved": "Blocks copied to the end of the log before their segment went",
+        "compactions": "Segments of mostly garbage that were emptied",
+        "syncs": "Files synced",
+        "cut_bytes": "Torn ends cut at the start",
+    }
+    _DISK_GAUGES: ClassVar = {
+        "num_blocks": "Blocks on disk",
+        "used_bytes": "Bytes of files",
+        "capacity_bytes": "Bytes that files may have",
+        "num_segments": "Files",
+        "queued_bytes": "Bytes of blocks that wait to be written",
+    }
+
+    def __init__(self, store: BlockStore, tiers: Tiers, disk: DiskTier | None) -> None:
+        self._store, self._tiers, self._disk = store, tiers, disk
         self.registry = CollectorRegistry()
         to = self.registry
         self.calls = Counter("baton_kvstore_calls", "Calls by method and outcome", ["method", "code"], registry=to)
@@ -54,6 +82,7 @@ class StoreMetrics(Collector):
     def refresh(self) -> None:
         """Take a new snapshot; called in the store's thread."""
         self._stats = self._store.stats()
+        self._tier_counts = dataclasses.replace(self._tiers.counters)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the snapshot (scrape thread)."""
@@ -62,3 +91,23 @@ class StoreMetrics(Collector):
             yield GaugeMetricFamily(f"baton_kvstore_{name.removeprefix('num_')}", text, value=getattr(stats, name))
         for name, text in self._COUNTERS.items():
             yield CounterMetricFamily(f"baton_kvstore_{name}", text, value=getattr(stats, name))
+        yield from self._tiers_metrics()
+
+    def _tiers_metrics(self) -> Iterable[Metric]:
+        counts = self._tier_counts
+        hits = CounterMetricFamily("baton_kvstore_tier_hits", "Blocks that Get found, by tier", labels=["tier"])
+        misses = CounterMetricFamily("baton_kvstore_tier_misses", "Blocks that Get did not find there", labels=["tier"])
+        for tier in ("memory", "disk")[: 1 if self._disk is None else 2]:
+            hits.add_metric([tier], getattr(counts, f"{tier}_hits"))
+            misses.add_metric([tier], getattr(counts, f"{tier}_misses"))
+        yield hits
+        yield misses
+        if self._disk is None:
+            return
+        for name, text in self._TIER_COUNTERS.items():
+            yield CounterMetricFamily(f"baton_kvstore_{name}", text, value=getattr(counts, name))
+        for name, text in self._DISK_COUNTERS.items():
+            yield CounterMetricFamily(f"baton_kvstore_disk_{name}", text, value=getattr(self._disk.counters, name))
+        stats = self._disk.stats()
+        for name, text in self._DISK_GAUGES.items():
+            yield GaugeMetricFamily(f"baton_kvstore_disk_{name.removeprefix('num_')}", text, value=getattr(stats, name))

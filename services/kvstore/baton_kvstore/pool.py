@@ -12,6 +12,7 @@ from baton.errors import InternalError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.types import BlockHash
+from baton_kvstore.disk.format import Kind
 
 PAGE_BYTES = 4096
 MAX_SLOTS = 2**32 - 1
@@ -33,6 +34,8 @@ class Entry:
     Attributes:
         pins: Leases and running Puts that need the block to stay; a pinned block is neither evicted nor reused.
         doomed: Deleted while it was pinned: no longer found, and its slot is given back with the last pin.
+        saved: The tier behind has it, or will never have it: nothing is lost if it is evicted.
+        stamp: When it was used last; rises over all entries.
     """
 
     pool: Pool
@@ -41,6 +44,8 @@ class Entry:
     state: State = State.PENDING
     pins: int = 0
     doomed: bool = False
+    saved: bool = False
+    stamp: int = 0
 
 
 @dataclass(eq=False)
@@ -54,7 +59,8 @@ class Pool:
     num_pinned: int = 0
 
     def __post_init__(self) -> None:
-        self.key = self.fingerprint.digest()
+        self.kind = kind_of(self.fingerprint)
+        self.key = self.kind.key
         self._warm: list[int] = []
         self._cold: list[int] = []
         self._next = 0
@@ -135,3 +141,8 @@ class Pool:
             raise InternalError("counters of a pool do not add up")
         if int(self._backed.sum()) != self.num_backed:
             raise InternalError("backed slots of a pool do not add up")
+
+
+def kind_of(fingerprint: Fingerprint) -> Kind:
+    """Return what a tier behind needs to know of a kind of KV."""
+    return Kind(fingerprint.digest(), fingerprint.content_key(), fingerprint.block_bytes)

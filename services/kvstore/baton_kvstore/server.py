@@ -18,10 +18,12 @@ from baton.rpc.server import GrpcServer
 from baton.transport.blocks.kinds import resolve_kinds
 from baton.types import Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.disk.open import open_disk
 from baton_kvstore.lanes import Lanes
 from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.service import KvStoreServicer
 from baton_kvstore.store import BlockStore
+from baton_kvstore.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +36,12 @@ class KVStoreServer:
 
     Attributes:
         address: ``host:port`` of the gRPC server, once started.
-        store: The store, to be looked at in the event loop's thread.
+        store: What is in memory, to be looked at in the event loop's thread.
+        tiers: Memory and what is behind it.
+        disk: The disk tier, if there is one.
 
     Raises:
-        ConfigError: The token file cannot be read, or off loopback without one.
+        ConfigError: The token file cannot be read, or off loopback without one, or the disk tier cannot be opened.
     """
 
     def __init__(self, config: KVStoreConfig) -> None:
@@ -53,14 +57,17 @@ class KVStoreServer:
             max_leases=config.max_leases,
             clock=time.monotonic,
             on_close=self._lanes.close_pool,
+            behind=bool(config.disk_path),
         )
-        self.metrics = StoreMetrics(self.store)
+        self.disk = open_disk(config)
+        self.tiers = Tiers(self.store, self.disk, write_all=config.disk_write == "all", readers=config.disk_readers)
+        self.metrics = StoreMetrics(self.store, self.tiers, self.disk)
         self._grpc = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token)
         servicer = KvStoreServicer(
             config,
             instance_id=self.instance_id,
             epoch=self.epoch,
-            store=self.store,
+            tiers=self.tiers,
             lanes=self._lanes,
             metrics=self.metrics,
         )
@@ -105,6 +112,7 @@ class KVStoreServer:
             await asyncio.to_thread(server.shutdown)
             server.server_close()
             await asyncio.to_thread(thread.join)
+        await self.tiers.close()
         self.store.close()
         await self._lanes.close()
 
@@ -113,6 +121,7 @@ class KVStoreServer:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             expired = self.store.expire()
+            self.tiers.kick()
             if expired:
                 log.warning("%d leases ran out without having been released", expired)
             self.metrics.refresh()

@@ -19,11 +19,15 @@ from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.lanes import Lanes
 from baton_kvstore.metrics import StoreMetrics
-from baton_kvstore.store import RETRY_AFTER_S, BlockStore, Reservation
+from baton_kvstore.store import RETRY_AFTER_S
+from baton_kvstore.tiers import Tiers
+
+_PATIENCE = 0.8
+"""Share of a Get's time that may pass until blocks are back from disk: an answer with fewer is better than none."""
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Serves one :class:`BlockStore`; every call that fails takes and keeps nothing."""
+    """Serves one :class:`BlockStore` and the tier behind it; every call that fails takes and keeps nothing."""
 
     def __init__(
         self,
@@ -31,12 +35,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         *,
         instance_id: InstanceId,
         epoch: Epoch,
-        store: BlockStore,
+        tiers: Tiers,
         lanes: Lanes,
         metrics: StoreMetrics,
     ) -> None:
         self._config, self._instance_id, self._epoch = config, instance_id, epoch
-        self._store, self._lanes, self._metrics = store, lanes, metrics
+        self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
         self._turns = asyncio.Semaphore(config.pull_workers)
         self._num_puts = 0
 
@@ -53,14 +57,19 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             _check_source(request, fingerprint, source)
             left = context.time_remaining()
             deadline = time.monotonic() + min(self._config.pull_timeout_s, left if left is not None else float("inf"))
+            _check_distinct(hashes)
+            stored: list[bool] = []
+            num_bytes = 0
             async with self._turn(deadline):
-                reservation = self._store.reserve(fingerprint, hashes)
-                arrived, num_bytes = [False] * len(reservation.missing), 0
-                try:
-                    if reservation.missing:
-                        arrived, num_bytes = await self._pull(reservation, request, source, deadline)
-                finally:
-                    stored = self._store.commit(reservation, arrived)
+                step = self._tiers.piece(fingerprint, len(hashes))
+                while len(stored) < len(hashes):
+                    piece = slice(len(stored), len(stored) + step)
+                    results, count = await self._put(fingerprint, piece, request, source, deadline)
+                    stored += results
+                    num_bytes += count
+            if request.durable:
+                kept = await self._tiers.persist(fingerprint, hashes, deadline)
+                return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes, durable=kept)
             return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes)
 
     async def Get(self, request: kvstore_pb2.GetRequest, context: Any) -> kvstore_pb2.GetResponse:
@@ -68,7 +77,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         with self._counted("Get"):
             ttl_s = min(request.lease_ms / 1000 or self._config.default_lease_s, self._config.max_lease_s)
             hashes = self._hashes(request.block_hashes)
-            lease = self._store.lease(_fingerprint(request.fingerprint), hashes, ttl_s)
+            left = context.time_remaining()
+            wait_s = self._config.pull_timeout_s if left is None else min(_PATIENCE * left, self._config.pull_timeout_s)
+            fingerprint = _fingerprint(request.fingerprint)
+            lease, more = await self._tiers.get(fingerprint, hashes, ttl_s, time.monotonic() + wait_s)
             if lease is None:
                 return kvstore_pb2.GetResponse()
             pool = lease.entries[0].pool
@@ -79,17 +91,20 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 block_ids=slots,
                 generations=pool.arena.generations[slots].tolist(),
                 lease_ms=round(1000 * ttl_s),
+                more=more,
             )
 
     async def Release(self, request: kvstore_pb2.ReleaseRequest, context: Any) -> kvstore_pb2.ReleaseResponse:
         """End a lease."""
         with self._counted("Release"):
-            return kvstore_pb2.ReleaseResponse(found=self._store.release(request.lease_id))
+            found = self._store.release(request.lease_id)
+            self._tiers.kick()
+            return kvstore_pb2.ReleaseResponse(found=found)
 
     async def Contains(self, request: kvstore_pb2.ContainsRequest, context: Any) -> kvstore_pb2.ContainsResponse:
         """Count the leading blocks that are there."""
         with self._counted("Contains"):
-            found = self._store.contains(_fingerprint(request.fingerprint), self._hashes(request.block_hashes))
+            found = self._tiers.contains(_fingerprint(request.fingerprint), self._hashes(request.block_hashes))
             return kvstore_pb2.ContainsResponse(num_blocks=found)
 
     async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
@@ -98,7 +113,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             if request.all and request.block_hashes:
                 raise InvalidRequestError("name blocks or set all, not both", field="all")
             hashes = None if request.all else self._hashes(request.block_hashes)
-            return kvstore_pb2.DeleteResponse(num_deleted=self._store.delete(_fingerprint(request.fingerprint), hashes))
+            deleted = await self._tiers.delete(_fingerprint(request.fingerprint), hashes)
+            return kvstore_pb2.DeleteResponse(num_deleted=deleted)
 
     async def GetStoreInfo(
         self, request: kvstore_pb2.GetStoreInfoRequest, context: Any
@@ -118,16 +134,31 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             num_leases=stats.num_leases,
         )
 
-    async def _pull(
-        self, reservation: Reservation, request: kvstore_pb2.PutRequest, source: BlockSource, deadline: float
+    async def _put(
+        self,
+        fingerprint: Fingerprint,
+        piece: slice,
+        request: kvstore_pb2.PutRequest,
+        source: BlockSource,
+        deadline: float,
     ) -> tuple[list[bool], int]:
-        at = reservation.missing
-        reads = [request.block_ids[i] for i in at], [request.generations[i] for i in at], reservation.slots
-        result = await self._lanes.pull(reservation.pool, source, reads, deadline)
-        arrived = [bool(ok) for ok in result.valid]
-        self._metrics.pulled_bytes.labels(result.pipe_kind).inc(result.num_bytes)
-        self._metrics.refused_blocks.inc(arrived.count(False))
-        return arrived, result.num_bytes
+        """Take and fill slots for a part of a Put's blocks."""
+        hashes = [BlockHash(value) for value in request.block_hashes[piece]]
+        await self._tiers.make_room(len(hashes) * fingerprint.block_bytes, deadline)
+        reservation = self._store.reserve(fingerprint, hashes)
+        arrived, num_bytes, stored = [False] * len(reservation.missing), 0, list[bool]()
+        try:
+            if reservation.missing:
+                at = [piece.start + i for i in reservation.missing]
+                reads = [request.block_ids[i] for i in at], [request.generations[i] for i in at], reservation.slots
+                result = await self._lanes.pull(reservation.pool, source, reads, deadline)
+                arrived, num_bytes = [bool(ok) for ok in result.valid], result.num_bytes
+                self._metrics.pulled_bytes.labels(result.pipe_kind).inc(num_bytes)
+                self._metrics.refused_blocks.inc(arrived.count(False))
+        finally:
+            stored = self._store.commit(reservation, arrived)
+            self._tiers.kick()
+        return stored, num_bytes
 
     @asynccontextmanager
     async def _turn(self, deadline: float) -> AsyncIterator[None]:
@@ -196,3 +227,8 @@ def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, sou
             raise InvalidRequestError(
                 f"block {block_id} is not in a pool of {source.num_blocks}", field=f"block_ids[{i}]"
             )
+
+
+def _check_distinct(hashes: Sequence[BlockHash]) -> None:
+    if len(set(hashes)) != len(hashes):
+        raise InvalidRequestError("block_hashes names a block twice", field="block_hashes")

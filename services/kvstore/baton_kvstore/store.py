@@ -23,8 +23,10 @@ from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.types import BlockHash
+from baton_kvstore.counts import Counters, StoreStats
 from baton_kvstore.leases import Lease, LeaseTable
 from baton_kvstore.pool import MAX_SLOTS, Entry, Pool, State
+from baton_kvstore.recency import Recency
 
 RETRY_AFTER_S = 1.0
 
@@ -41,40 +43,13 @@ class Reservation:
     pool: Pool
     entries: list[Entry | None]
     missing: list[int]
+    settled: bool = False
     done: bool = False
 
     @property
     def slots(self) -> list[int]:
         """Slots to fill, parallel to ``missing``."""
         return [entry.slot for i in self.missing if (entry := self.entries[i]) is not None]
-
-
-@dataclass
-class Counters:
-    """Since start; blocks unless a name says otherwise."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    stored: int = 0
-    expired_leases: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """A moment's view of a store; counts of blocks unless a name says otherwise."""
-
-    capacity_bytes: int
-    used_bytes: int
-    backed_bytes: int
-    num_blocks: int
-    num_pools: int
-    num_leases: int
-    hits: int
-    misses: int
-    evictions: int
-    stored: int
-    expired_leases: int
 
 
 class BlockStore:
@@ -86,6 +61,7 @@ class BlockStore:
         max_leases: Leases at once.
         clock: Monotonic seconds.
         on_close: Told of every pool that was dropped; its arena is the callee's to close.
+        behind: Whether there is a tier behind, which blocks must reach before they are evicted.
     """
 
     def __init__(
@@ -96,6 +72,7 @@ class BlockStore:
         max_leases: int,
         clock: Callable[[], float],
         on_close: Callable[[Pool], None] = lambda pool: pool.arena.close(),
+        behind: bool = False,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.counters = Counters()
@@ -103,7 +80,7 @@ class BlockStore:
         self._max_pools = max_pools
         self._on_close = on_close
         self._pools: OrderedDict[bytes, Pool] = OrderedDict()
-        self._lru: OrderedDict[Entry, None] = OrderedDict()
+        self.recency = Recency(behind=behind)
         self._pinned: set[Entry] = set()
 
     @property
@@ -158,12 +135,13 @@ class BlockStore:
             raise QueueFullError("every block of the store is leased or being filled", retry_after_s=RETRY_AFTER_S)
         return Reservation(pool, entries, missing)
 
-    def commit(self, reservation: Reservation, arrived: Sequence[bool]) -> list[bool]:
+    def commit(self, reservation: Reservation, arrived: Sequence[bool], *, promoted: bool = False) -> list[bool]:
         """End a Put.
 
         Args:
             reservation: From :meth:`reserve`; each can be ended once.
             arrived: Parallel to ``reservation.missing``: whether the block's bytes are whole.
+            promoted: The blocks come from the tier behind, which still has them.
 
         Returns:
             Parallel to the hashes: whether the block can be found now.
@@ -171,21 +149,62 @@ class BlockStore:
         if reservation.done:
             raise InternalError("a reservation was ended twice")
         reservation.done = True
+        if not reservation.settled:
+            self.settle(reservation, arrived, promoted=promoted)
+        self._unpin(reservation.entries)
+        return [e is not None and e.state is State.READY and not e.doomed for e in reservation.entries]
+
+    def settle(self, reservation: Reservation, arrived: Sequence[bool], *, promoted: bool = False) -> None:
+        """Make the blocks that arrived findable and leave them pinned until the commit; see there."""
+        reservation.settled = True
         for i, ok in zip(reservation.missing, arrived, strict=True):
             entry = reservation.entries[i]
             if entry is None or entry.state is State.GONE:  # the store was closed meanwhile
                 continue
             if ok:
-                entry.state = State.READY
-                self.counters.stored += 1
+                entry.state, entry.saved = State.READY, promoted
+                self.counters.stored += not promoted
             else:
                 self._hide(entry)
-        self._unpin(reservation.entries)
-        return [e is not None and e.state is State.READY and not e.doomed for e in reservation.entries]
 
     def abort(self, reservation: Reservation) -> None:
         """End a Put whose bytes did not come."""
         self.commit(reservation, [False] * len(reservation.missing))
+
+    def room(self) -> int:
+        """Bytes that a Put could take at once: never used, free, or in blocks that may be evicted."""
+        return self.capacity_bytes - self.used_bytes + self.recency.saved_bytes
+
+    def begin_save(self, max_bytes: int) -> list[Entry]:
+        """Pin the blocks of one kind that the tier behind should get next, the coldest first."""
+        chosen: list[Entry] = []
+        for entry in self.recency.unsaved:
+            if chosen and (entry.pool is not chosen[0].pool or (len(chosen) + 1) * entry.pool.block_bytes > max_bytes):
+                break
+            chosen.append(entry)
+        for entry in chosen:
+            self._pin(entry)
+        return chosen
+
+    def pin(self, key: bytes, hashes: Sequence[BlockHash]) -> list[Entry]:
+        """Pin those of a kind's blocks that are there, until :meth:`end_save`."""
+        pool = self._pools.get(key)
+        entries = [] if pool is None else [e for name in hashes if (e := self._ready(pool, name)) is not None]
+        for entry in entries:
+            self._pin(entry)
+        return entries
+
+    def end_save(self, entries: Sequence[Entry], *, saved: bool = True) -> None:
+        """Unpin blocks, which are as old as before unless they were used meanwhile.
+
+        Args:
+            entries: Pinned by :meth:`begin_save` or :meth:`pin`.
+            saved: The tier behind has got them, or cannot take them.
+        """
+        for entry in reversed(entries):
+            if entry.state is not State.GONE:
+                entry.saved = entry.saved or saved
+                self._unpin_one(entry, used=False)
 
     # Get
 
@@ -229,6 +248,16 @@ class BlockStore:
         pool = self._pools.get(fingerprint.digest())
         return 0 if pool is None else sum(1 for _ in self._prefix(pool, hashes))
 
+    def has(self, key: bytes, block_hash: BlockHash) -> bool:
+        """Whether a block of the kind with this fingerprint digest can be found."""
+        pool = self._pools.get(key)
+        return pool is not None and self._ready(pool, block_hash) is not None
+
+    def hashes(self, key: bytes) -> set[BlockHash]:
+        """Return the blocks of a kind that can be found or are being filled."""
+        pool = self._pools.get(key)
+        return set() if pool is None else set(pool.index)
+
     # Delete
 
     def delete(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash] | None) -> int:
@@ -263,15 +292,17 @@ class BlockStore:
         """Raise ``InternalError`` unless slots, pins, recency and budget add up."""
         if self.backed_bytes > self.capacity_bytes:
             raise InternalError("the store is above its budget")
-        for entry in self._lru:
+        for entry in self.recency:
             if entry.pins or entry.doomed or entry.state is not State.READY:
                 raise InternalError("a block that must stay could be evicted")
-        held = [*self._lru, *self._pinned]
+        if self.recency.saved_bytes != sum(entry.pool.block_bytes for entry in self.recency if entry.saved):
+            raise InternalError("bytes of saved blocks do not add up")
+        held = [*self.recency, *self._pinned]
         for pool in self._pools.values():
             pool.check(entry for entry in held if entry.pool is pool)
             if pool.num_pinned != sum(1 for entry in self._pinned if entry.pool is pool):
                 raise InternalError("pins of a pool do not add up")
-            if any(entry not in self._lru and entry not in self._pinned for entry in pool.index.values()):
+            if any(entry not in self.recency and entry not in self._pinned for entry in pool.index.values()):
                 raise InternalError("a block can be found but is held by nobody")
 
     # Inside
@@ -289,7 +320,7 @@ class BlockStore:
 
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
-            self._lru.pop(entry, None)
+            self.recency.discard(entry)
             self._pinned.add(entry)
             entry.pool.num_pinned += 1
         entry.pins += 1
@@ -297,17 +328,21 @@ class BlockStore:
     def _unpin(self, entries: Sequence[Entry | None]) -> None:
         # From the chain's end to its head: the tail, worthless without the head, is evicted first.
         for entry in reversed(entries):
-            if entry is None or entry.state is State.GONE:
-                continue
-            entry.pins -= 1
-            if entry.pins:
-                continue
-            self._pinned.discard(entry)
-            entry.pool.num_pinned -= 1
-            if entry.doomed:
-                self._free(entry)
-            else:
-                self._lru[entry] = None
+            if entry is not None and entry.state is not State.GONE:
+                self._unpin_one(entry, used=True)
+
+    def _unpin_one(self, entry: Entry, *, used: bool) -> None:
+        entry.pins -= 1
+        if entry.pins:
+            if used:
+                self.recency.touch(entry)
+            return
+        self._pinned.discard(entry)
+        entry.pool.num_pinned -= 1
+        if entry.doomed:
+            self._free(entry)
+        else:
+            self.recency.add(entry, used=used)
 
     def _hide(self, entry: Entry) -> None:
         """Make an entry unfindable; its slot is free at once or with its last pin."""
@@ -315,7 +350,7 @@ class BlockStore:
             del entry.pool.index[entry.block_hash]
         entry.doomed = True
         if entry.pins == 0:
-            self._lru.pop(entry, None)
+            self.recency.discard(entry)
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:
@@ -331,9 +366,9 @@ class BlockStore:
                 return pool.take_cold()
             if any(other.cool() for other in self._pools.values() if other is not pool):
                 continue
-            if not self._lru:
+            victim = self.recency.pop()
+            if victim is None:
                 return None
-            victim, _ = self._lru.popitem(last=False)
             self._hide(victim)
             self.counters.evictions += 1
 
@@ -364,8 +399,8 @@ class BlockStore:
 
     def _drop(self, pool: Pool) -> None:
         lost = 0
-        for entry in [e for e in (*self._lru, *self._pinned) if e.pool is pool]:
-            self._lru.pop(entry, None)
+        for entry in [e for e in (*self.recency, *self._pinned) if e.pool is pool]:
+            self.recency.discard(entry)
             self._pinned.discard(entry)
             lost += not entry.doomed
             self._free(entry)

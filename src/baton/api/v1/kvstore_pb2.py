@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.api.v1 import common_pb2 as baton_dot_api_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/api/v1/kvstore.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\"\xa2\x01\n\nPutRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\",\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"d\n\nGetRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x81\x01\n\x0bGetResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12&\n\x06source\x18\x02 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\" \n\x0fReleaseResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"W\n\x0f\x43ontainsRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"&\n\x10\x43ontainsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"b\n\rDeleteRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\"%\n\x0e\x44\x65leteResponse\x12\x13\n\x0bnum_deleted\x18\x01 \x01(\r\"\x15\n\x13GetStoreInfoRequest\"\xf8\x01\n\x14GetStoreInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12+\n\tendpoints\x18\x03 \x03(\x0b\x32\x18.baton.api.v1.KvEndpoint\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_hits\x18\x07 \x01(\x04\x12\x12\n\nnum_misses\x18\x08 \x01(\x04\x12\x15\n\rnum_evictions\x18\t \x01(\x04\x12\x12\n\nnum_leases\x18\n \x01(\x04\x32\xb7\x03\n\x0eKvStoreService\x12:\n\x03Put\x12\x18.baton.api.v1.PutRequest\x1a\x19.baton.api.v1.PutResponse\x12:\n\x03Get\x12\x18.baton.api.v1.GetRequest\x1a\x19.baton.api.v1.GetResponse\x12\x46\n\x07Release\x12\x1c.baton.api.v1.ReleaseRequest\x1a\x1d.baton.api.v1.ReleaseResponse\x12I\n\x08\x43ontains\x12\x1d.baton.api.v1.ContainsRequest\x1a\x1e.baton.api.v1.ContainsResponse\x12\x43\n\x06\x44\x65lete\x12\x1b.baton.api.v1.DeleteRequest\x1a\x1c.baton.api.v1.DeleteResponse\x12U\n\x0cGetStoreInfo\x12!.baton.api.v1.GetStoreInfoRequest\x1a\".baton.api.v1.GetStoreInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/api/v1/kvstore.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\"\xb3\x01\n\nPutRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\x12\x0f\n\x07\x64urable\x18\x06 \x01(\x08\"=\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x64urable\x18\x03 \x03(\x08\"d\n\nGetRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x8f\x01\n\x0bGetResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12&\n\x06source\x18\x02 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x0c\n\x04more\x18\x06 \x01(\x08\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\" \n\x0fReleaseResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"W\n\x0f\x43ontainsRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"&\n\x10\x43ontainsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"b\n\rDeleteRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\"%\n\x0e\x44\x65leteResponse\x12\x13\n\x0bnum_deleted\x18\x01 \x01(\r\"\x15\n\x13GetStoreInfoRequest\"\xf8\x01\n\x14GetStoreInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12+\n\tendpoints\x18\x03 \x03(\x0b\x32\x18.baton.api.v1.KvEndpoint\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_hits\x18\x07 \x01(\x04\x12\x12\n\nnum_misses\x18\x08 \x01(\x04\x12\x15\n\rnum_evictions\x18\t \x01(\x04\x12\x12\n\nnum_leases\x18\n \x01(\x04\x32\xb7\x03\n\x0eKvStoreService\x12:\n\x03Put\x12\x18.baton.api.v1.PutRequest\x1a\x19.baton.api.v1.PutResponse\x12:\n\x03Get\x12\x18.baton.api.v1.GetRequest\x1a\x19.baton.api.v1.GetResponse\x12\x46\n\x07Release\x12\x1c.baton.api.v1.ReleaseRequest\x1a\x1d.baton.api.v1.ReleaseResponse\x12I\n\x08\x43ontains\x12\x1d.baton.api.v1.ContainsRequest\x1a\x1e.baton.api.v1.ContainsResponse\x12\x43\n\x06\x44\x65lete\x12\x1b.baton.api.v1.DeleteRequest\x1a\x1c.baton.api.v1.DeleteResponse\x12U\n\x0cGetStoreInfo\x12!.baton.api.v1.GetStoreInfoRequest\x1a\".baton.api.v1.GetStoreInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.api.v1.kvstore_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUTREQUEST']._serialized_start=72
-  _globals['_PUTREQUEST']._serialized_end=234
-  _globals['_PUTRESPONSE']._serialized_start=236
-  _globals['_PUTRESPONSE']._serialized_end=280
-  _globals['_GETREQUEST']._serialized_start=282
-  _globals['_GETREQUEST']._serialized_end=382
-  _globals['_GETRESPONSE']._serialized_start=385
-  _globals['_GETRESPONSE']._serialized_end=514
-  _globals['_RELEASEREQUEST']._serialized_start=516
-  _globals['_RELEASEREQUEST']._serialized_end=550
-  _globals['_RELEASERESPONSE']._serialized_start=552
-  _globals['_RELEASERESPONSE']._serialized_end=584
-  _globals['_CONTAINSREQUEST']._serialized_start=586
-  _globals['_CONTAINSREQUEST']._serialized_end=673
-  _globals['_CONTAINSRESPONSE']._serialized_start=675
-  _globals['_CONTAINSRESPONSE']._serialized_end=713
-  _globals['_DELETEREQUEST']._serialized_start=715
-  _globals['_DELETEREQUEST']._serialized_end=813
-  _globals['_DELETERESPONSE']._serialized_start=815
-  _globals['_DELETERESPONSE']._serialized_end=852
-  _globals['_GETSTOREINFOREQUEST']._serialized_start=854
-  _globals['_GETSTOREINFOREQUEST']._serialized_end=875
-  _globals['_GETSTOREINFORESPONSE']._serialized_start=878
-  _globals['_GETSTOREINFORESPONSE']._serialized_end=1126
-  _globals['_KVSTORESERVICE']._serialized_start=1129
-  _globals['_KVSTORESERVICE']._serialized_end=1568
+  _globals['_PUTREQUEST']._serialized_end=251
+  _globals['_PUTRESPONSE']._serialized_start=253
+  _globals['_PUTRESPONSE']._serialized_end=314
+  _globals['_GETREQUEST']._serialized_start=316
+  _globals['_GETREQUEST']._serialized_end=416
+  _globals['_GETRESPONSE']._serialized_start=419
+  _globals['_GETRESPONSE']._serialized_end=562
+  _globals['_RELEASEREQUEST']._serialized_start=564
+  _globals['_RELEASEREQUEST']._serialized_end=598
+  _globals['_RELEASERESPONSE']._serialized_start=600
+  _globals['_RELEASERESPONSE']._serialized_end=632
+  _globals['_CONTAINSREQUEST']._serialized_start=634
+  _globals['_CONTAINSREQUEST']._serialized_end=721
+  _globals['_CONTAINSRESPONSE']._serialized_start=723
+  _globals['_CONTAINSRESPONSE']._serialized_end=761
+  _globals['_DELETEREQUEST']._serialized_start=763
+  _globals['_DELETEREQUEST']._serialized_end=861
+  _globals['_DELETERESPONSE']._serialized_start=863
+  _globals['_DELETERESPONSE']._serialized_end=900
+  _globals['_GETSTOREINFOREQUEST']._serialized_start=902
+  _globals['_GETSTOREINFOREQUEST']._serialized_end=923
+  _globals['_GETSTOREINFORESPONSE']._serialized_start=926
+  _globals['_GETSTOREINFORESPONSE']._serialized_end=1174
+  _globals['_KVSTORESERVICE']._serialized_start=1177
+  _globals['_KVSTORESERVICE']._serialized_end=1616
 # @@protoc_insertion_point(module_scope)

@@ -28,6 +28,9 @@ class PutRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    durable: _builtins.bool
+    """answer when the blocks would survive a crash of the store's host; wants a disk tier"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint:
         """what the blocks are; part of the key"""
@@ -56,10 +59,11 @@ class PutRequest(_message.Message):
         source: _common_pb2.KvSource | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
+        durable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_ids", b"block_ids", "fingerprint", b"fingerprint", "generations", b"generations", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_ids", b"block_ids", "durable", b"durable", "fingerprint", b"fingerprint", "generations", b"generations", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -71,21 +75,27 @@ class PutResponse(_message.Message):
 
     STORED_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """fetched"""
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """parallel to block_hashes; true also for blocks that were there before"""
 
+    @_builtins.property
+    def durable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """parallel to block_hashes, if asked for: committed and synced to disk"""
+
     def __init__(
         self,
         *,
         stored: _abc.Iterable[_builtins.bool] | None = ...,
         bytes: _builtins.int = ...,
+        durable: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "durable", b"durable", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -130,10 +140,13 @@ class GetResponse(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing was found"""
     lease_ms: _builtins.int
     """granted"""
+    more: _builtins.bool
+    """the chain goes on in a slower tier: release these, then ask for the rest"""
     @_builtins.property
     def source(self) -> _common_pb2.KvSource: ...
     @_builtins.property
@@ -150,10 +163,11 @@ class GetResponse(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
         lease_ms: _builtins.int = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "more", b"more", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

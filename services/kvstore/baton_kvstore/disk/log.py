@@ -1,0 +1,367 @@
+"""The disk tier's log of segments: one thread appends, deletes, moves and checkpoints; any thread reads.
+
+Room is made by dropping the oldest segment, of whatever kind: blocks in it that were read since they were written move
+to the log's end first, up to half of it. Segments of which most is garbage are emptied the same way. A moved record
+keeps its sequence number, so wherever a block's records lie, the highest number counts. A tombstone may be forgotten
+when no segment older than its own is left: what it deleted lies before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+from baton.types import BlockHash
+from baton_kvstore.disk.checkpoint import Covered, Known, encode_checkpoint
+from baton_kvstore.disk.directory import Directory
+from baton_kvstore.disk.format import PAGE, Kind, Record, RecordType, digest_of, encode_segment, pages
+from baton_kvstore.disk.index import DiskIndex, Location
+from baton_kvstore.disk.recovery import recover
+from baton_kvstore.disk.segment import Segment, Write, scan
+
+log = logging.getLogger(__name__)
+
+_COPY_BYTES = 8 << 20
+_GARBAGE = 0.5
+"""Share of a segment above which it is worth emptying."""
+_TOMBSTONES = 256
+"""In one system call."""
+_EMPTY = memoryview(b"")
+
+
+class DiskLog:
+    """Segments and index of one directory.
+
+    Args:
+        path: The directory.
+        max_bytes: Of all segments together, at any moment.
+        segment_bytes: Where a segment ends.
+        direct: Go around the page cache where blocks are whole pages.
+
+    Attributes:
+        index: What can be found.
+
+    Raises:
+        ConfigError: The directory cannot be used.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, path: str, *, max_bytes: int, segment_bytes: int, direct: bool = True) -> None:
+        self._directory = Directory(path)
+        self._max_bytes = max_bytes
+        self._segment_bytes = min(segment_bytes, max(2 * PAGE, max_bytes // 8 // PAGE * PAGE))
+        self._direct = direct
+        self.index = DiskIndex()
+        try:
+            found = recover(self._directory, direct=direct)
+        except BaseException:
+            self._directory.close()
+            raise
+        self._sequence = found.sequence
+        self._segments = {segment.segment_id: segment for segment in found.segments}
+        self._next_segment = max(self._segments, default=0) + 1
+        self._active = {segment.kind.key: segment for segment in found.segments}
+        self.index.counters.cut_bytes = found.cut_bytes
+        kinds = {segment.kind.key: segment.kind for segment in found.segments}
+        for key, blocks in found.blocks.items():
+            self.index.add(key, blocks.items(), _disk_bytes(kinds[key]), set())
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all segments."""
+        return sum(segment.end for segment in list(self._segments.values()))
+
+    @property
+    def num_segments(self) -> int:
+        """Files."""
+        return len(self._segments)
+
+    @property
+    def synced(self) -> dict[int, int]:
+        """Per segment, where the part ends that survives a loss of power."""
+        return {number: segment.synced for number, segment in self._segments.items()}
+
+    # Any thread
+
+    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """Read blocks and check them; what is not there or damaged is ``False``, and forgotten if damaged."""
+        results = [False] * len(hashes)
+        places = [self.index.find(kind.key, name) for name in hashes]
+        first = 0
+        while first < len(places):
+            stop = first + 1
+            while stop < len(places) and _follows(places[stop - 1], places[stop], kind):
+                stop += 1
+            results[first:stop] = self._read_run(kind, hashes[first:stop], places[first:stop], into[first:stop])
+            first = stop
+        return results
+
+    def _read_run(
+        self,
+        kind: Kind,
+        hashes: Sequence[BlockHash],
+        places: Sequence[Location | None],
+        into: Sequence[memoryview],
+    ) -> list[bool]:
+        """Blocks whose records follow one another, in one system call."""
+        start = places[0]
+        if start is None or not start.segment.hold():
+            return [False] * len(hashes)
+        counters, size = self.index.counters, kind.block_bytes
+        gap = pages(size) - size
+        with contextlib.closing(mmap.mmap(-1, 2 * PAGE)) as scratch, memoryview(scratch) as skipped:
+            buffers: list[memoryview] = []
+            for view in into:
+                buffers += [view, skipped[: gap + PAGE]] if gap else [view, skipped[:PAGE]]
+            try:
+                start.segment.read(start.offset + PAGE, buffers[:-1])
+            except OSError as error:
+                counters.read_errors += 1
+                log.error("reading %d blocks from disk failed: %s", len(hashes), error)
+                for name, place in zip(hashes, places, strict=True):
+                    self._forget_damaged(kind, name, place)
+                return [False] * len(hashes)
+            finally:
+                start.segment.let_go()
+                for buffer in buffers[1::2]:
+                    buffer.release()
+        results = []
+        for name, place, view in zip(hashes, places, into, strict=True):
+            right = place is not None and digest_of(view) == place.digest
+            if place is not None and right:
+                place.hot = True
+                counters.reads += 1
+                counters.read_bytes += size
+            else:
+                counters.checksum_failures += 1
+                log.error("a block on disk is damaged and is forgotten: %s", name.hex())
+                self._forget_damaged(kind, name, place)
+            results.append(right)
+        return results
+
+    def _forget_damaged(self, kind: Kind, name: BlockHash, place: Location | None) -> None:
+        if place is not None:
+            self.index.drop(kind.key, name, place, _disk_bytes(kind))
+
+    def hide(
+        self, kind: Kind, hashes: Sequence[BlockHash] | None, unwanted: Sequence[set[BlockHash]]
+    ) -> list[BlockHash]:
+        """Make blocks unfindable in this process; see :meth:`DiskIndex.hide`."""
+        return self.index.hide(kind.key, hashes, _disk_bytes(kind), unwanted)
+
+    # The writer's thread
+
+    def write(
+        self, kind: Kind, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
+    ) -> list[bool]:
+        """Append blocks, not synced yet, and return which of them can be found now.
+
+        Raises:
+            OSError: Those that cannot be found were not written.
+        """
+        size = _disk_bytes(kind)
+        results: list[bool] = []
+        if 4 * (size + PAGE) > self._max_bytes:
+            return [False] * len(hashes)
+        while len(results) < len(hashes):
+            self._make_room(min((len(hashes) - len(results)) * size, max(size, self._segment_bytes)))
+            segment = self._segment_for(kind, size)
+            count = max(1, (self._segment_bytes - segment.end) // size)
+            count = min(count, len(hashes) - len(results))
+            batch = range(len(results), len(results) + count)
+            records = [
+                Record(RecordType.BLOCK, self._sequence + i, hashes[n], kind.block_bytes, digest_of(views[n]))
+                for i, n in enumerate(batch)
+            ]
+            self._sequence += count
+            offsets = segment.append(
+                [Write(record, views[n]) for record, n in zip(records, batch, strict=True)], self._directory.secret
+            )
+            self.index.counters.writes += count
+            self.index.counters.written_bytes += count * size
+            blocks = [
+                (record.block_hash, Location(segment, offset, record.sequence, record.digest))
+                for record, offset in zip(records, offsets, strict=True)
+            ]
+            results += self.index.add(kind.key, blocks, size, unwanted)
+        return results
+
+    def bury(self, kind: Kind, hashes: Sequence[BlockHash]) -> None:
+        """Append tombstones of blocks that were hidden, so that a restart does not find them either.
+
+        Raises:
+            OSError: They were not written.
+        """
+        step = max(1, min(_TOMBSTONES, self._segment_bytes // 4 // PAGE))
+        for at in range(0, len(hashes), step):
+            names = hashes[at : at + step]
+            self._make_room(len(names) * PAGE)
+            segment = self._segment_for(kind, len(names) * PAGE)
+            records = [
+                Record(RecordType.TOMBSTONE, self._sequence + i, name, 0, bytes(16)) for i, name in enumerate(names)
+            ]
+            self._sequence += len(names)
+            segment.append([Write(record, _EMPTY) for record in records], self._directory.secret)
+
+    def clear(self, key: bytes) -> None:
+        """Delete a kind's files; its blocks were hidden before.
+
+        Raises:
+            OSError: Some may be left.
+        """
+        for segment in [segment for segment in self._segments.values() if segment.kind.key == key]:
+            self._remove(segment)
+        self._directory.sync()
+
+    def sync(self) -> None:
+        """Make everything written so far survive a loss of power.
+
+        Raises:
+            OSError: It may not.
+        """
+        for segment in self._segments.values():
+            if segment.synced != segment.end:
+                segment.sync()
+                self.index.counters.syncs += 1
+
+    def checkpoint(self) -> None:
+        """Write the index of what is synced to a file, for the next start.
+
+        Raises:
+            OSError: The last one stays.
+        """
+        covered = {number: Covered(segment.synced) for number, segment in sorted(self._segments.items())}
+        for name, place in self.index.snapshot():
+            entry = covered.get(place.segment.segment_id)
+            if entry is not None and place.offset < entry.end:
+                entry.blocks.append(Known(place.offset, place.sequence, name, place.digest))
+        self._directory.write_checkpoint(encode_checkpoint(self._sequence, covered.items(), self._directory.secret))
+
+    def compact(self) -> bool:
+        """Empty one full segment of which most is garbage; ``False`` if there is none.
+
+        Raises:
+            OSError: It stays as it is.
+        """
+        for segment in list(self._segments.values()):
+            full = segment is not self._active.get(segment.kind.key)
+            if full and segment.live_bytes < (1 - _GARBAGE) * (segment.end - PAGE):
+                self._retire(segment, lambda place: True, segment.end)
+                self.index.counters.compactions += 1
+                return True
+        return False
+
+    def close(self) -> None:
+        """Close every file and give the directory back; nobody reads any more."""
+        for segment in self._segments.values():
+            segment.let_go()
+        self._segments.clear()
+        self._directory.close()
+
+    # Inside
+
+    def _segment_for(self, kind: Kind, size: int) -> Segment:
+        segment = self._active.get(kind.key)
+        if segment is not None and (segment.end + size <= self._segment_bytes or segment.end == PAGE):
+            return segment
+        if segment is not None:
+            segment.sync()  # from here on only what is active can be unsynced
+        number = self._next_segment
+        self._next_segment += 1
+        fd = self._directory.create_segment(number)
+        try:
+            os.pwrite(fd, encode_segment(kind, number, self._directory.secret), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._directory.sync()
+        aligned = self._direct and kind.block_bytes % PAGE == 0
+        fd = self._directory.open_segment(number, direct=aligned)
+        segment = Segment(number, kind, fd, PAGE, direct=aligned)
+        self._segments[number] = self._active[kind.key] = segment
+        return segment
+
+    def _make_room(self, size: int) -> None:
+        """Drop oldest segments; leaves room for what :meth:`_retire` may copy, so that the bound always holds."""
+        slack = self._segment_bytes // 2 + 2 * PAGE
+        while self._segments and self.used_bytes + size + slack > self._max_bytes:
+            oldest = self._segments[min(self._segments)]
+            before = len(self.index)
+            self._retire(oldest, lambda place: place.hot, min(oldest.end, self._segment_bytes) // 2)
+            self.index.counters.evictions += before - len(self.index)
+
+    def _retire(self, segment: Segment, keep: Callable[[Location], bool], max_bytes: int) -> None:
+        """Copy what is to be kept to the log's end, then delete a segment."""
+        kind, size = segment.kind, _disk_bytes(segment.kind)
+        if self._active.get(kind.key) is segment:
+            del self._active[kind.key]
+        with self._directory.reading(segment.segment_id) as fd:
+            result = scan(fd, segment.segment_id, self._directory.secret)
+        records = [] if result is None else result[1]
+        first = min(number for number, other in self._segments.items() if other.kind.key == kind.key)
+        kept: list[tuple[Record, Location]] = []
+        for offset, record in records:
+            if record.type is RecordType.TOMBSTONE:
+                if segment.segment_id != first:
+                    target = self._segment_for(kind, PAGE)
+                    target.append([Write(record, _EMPTY)], self._directory.secret)
+                continue
+            place = self.index.find(kind.key, record.block_hash)
+            if place is None or place.segment is not segment or place.offset != offset:
+                continue
+            if keep(place) and (len(kept) + 1) * size <= max_bytes:
+                kept.append((record, place))
+        self._copy(kind, kept, size)
+        for _, record in records:
+            place = self.index.find(kind.key, record.block_hash)
+            if place is not None and place.segment is segment:
+                self.index.drop(kind.key, record.block_hash, place, size)
+        self._remove(segment)
+        self._directory.sync()
+
+    def _copy(self, kind: Kind, kept: Sequence[tuple[Record, Location]], size: int) -> None:
+        step = max(1, _COPY_BYTES // size)
+        moved: list[tuple[BlockHash, Location, Location]] = []
+        with contextlib.closing(mmap.mmap(-1, step * pages(kind.block_bytes))) as buffer, memoryview(buffer) as view:
+            for at in range(0, len(kept), step):
+                moved += self._copy_batch(kind, kept[at : at + step], view, size)
+        self.sync()  # what lies in the old segment goes only when its copies are safe, tombstones included
+        for name, old, new in moved:
+            self.index.move(kind.key, name, old, new, size)
+        self.index.counters.moved += len(moved)
+
+    def _copy_batch(
+        self, kind: Kind, batch: Sequence[tuple[Record, Location]], buffer: memoryview, size: int
+    ) -> list[tuple[BlockHash, Location, Location]]:
+        moved = []
+        for i, (record, place) in enumerate(batch):
+            start = i * pages(kind.block_bytes)
+            with buffer[start : start + kind.block_bytes] as view:
+                place.segment.read(place.offset + PAGE, [view])
+                if digest_of(view) != record.digest:
+                    self.index.counters.checksum_failures += 1
+                    continue
+                target = self._segment_for(kind, size)
+                (offset,) = target.append([Write(record, view)], self._directory.secret)
+            moved.append((record.block_hash, place, Location(target, offset, record.sequence, record.digest)))
+        return moved
+
+    def _remove(self, segment: Segment) -> None:
+        self._directory.remove_segment(segment.segment_id)
+        del self._segments[segment.segment_id]
+        if self._active.get(segment.kind.key) is segment:
+            del self._active[segment.kind.key]
+        segment.let_go()
+
+
+def _disk_bytes(kind: Kind) -> int:
+    return PAGE + pages(kind.block_bytes)
+
+
+def _follows(before: Location | None, after: Location | None, kind: Kind) -> bool:
+    if before is None or after is None or before.segment is not after.segment:
+        return False
+    return after.offset == before.offset + _disk_bytes(kind)
