@@ -2,7 +2,8 @@
 
 A decode instance has room up to its slots, unless it says that requests wait there already (it is out of KV blocks, or
 others send it work). Prompts have room up to a second of work per prefill instance, or per decode instance where there
-is no prefill instance. So the workers' own queues are short, but never empty while somebody waits here.
+is no prefill instance; as long as nobody knows how much that is, without bound. So the workers' own queues are short,
+but never empty while somebody waits here.
 """
 
 from __future__ import annotations
@@ -119,12 +120,13 @@ class Room:
         prefills = self._fleet.ready(Role.PREFILL)
         if prefills:
             work = [x.load.work for x in prefills]
-            fits = self._speeds.prefill.get([x.instance_id for x in prefills])
+            fits = self._speeds.prefill.known([x.instance_id for x in prefills])
         else:
             work = [float(x.load.prompts_waiting) for x in decodes]
-            fits = self._speeds.local.get([x.instance_id for x in decodes])
+            fits = self._speeds.local.known([x.instance_id for x in decodes])
         if self._prompt_tokens is not None:
             limits = [float(self._prompt_tokens)] * len(work)
         else:
-            limits = [max(_LEAST_TOKENS, _QUEUE_MS / fit.slope if fit.slope > 0 else math.inf) for fit in fits]
+            slopes = [fit.slope if fit is not None else 0.0 for fit in fits]
+            limits = [max(_LEAST_TOKENS, _QUEUE_MS / slope) if slope > 0 else math.inf for slope in slopes]
         return sum(max(0.0, limit - busy) for limit, busy in zip(limits, work, strict=True))
