@@ -21,6 +21,7 @@ from baton.text import TextModelCache
 from baton.types import Role
 from baton_router.config import RouterConfig
 from baton_router.decisions import DecisionLog
+from baton_router.discovery.sources import discoveries
 from baton_router.dispatcher import PlacingDispatcher
 from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, add_replicas, create_app, watch
@@ -67,6 +68,7 @@ class RouterApp:
         decisions = DecisionLog(self.metrics.decision_terms)
         self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions)
         self.replica = Replica(config, self.registry, ReplicaMetrics(self.metrics.registry)) if config.redis else None
+        self.discoveries = discoveries(config, self.registry, token)
         self._tokenizers = TextModelCache(config.model)
         self.pipeline = TextPipeline(
             self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
@@ -122,6 +124,8 @@ class RouterApp:
             raise
         self.registry.start()
         self.tickets.start()
+        for discovery in self.discoveries:
+            discovery.start()
         if self.replica is not None:
             self.replica.start()
         self._serving = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
@@ -152,6 +156,8 @@ class RouterApp:
         await asyncio.gather(*ends)
         time_is_up.cancel()
         await self.tickets.close()
+        for discovery in self.discoveries:
+            await discovery.close()
         if self.replica is not None:
             await self.replica.close()
         await self.registry.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from dataclasses import dataclass
@@ -89,6 +90,14 @@ class RouterConfig:
         "sequences in flight per decode instance at most, of all routers together; 0: what it can batch; default: any "
         "number",
     )
+    discover: tuple[str, ...] = option((), "where else to look for instances: redis, kubernetes")
+    kubernetes_selector: str = option("", "label selector of the EndpointSlices, e.g. kubernetes.io/service-name=baton")
+    kubernetes_port: str = option("grpc", "name of the instances' port in the EndpointSlices")
+    kubernetes_namespace: str = option("", "where they are; default: this pod's namespace")
+    kubernetes_api: str = option("", "URL of the API server; default: the one of this pod's cluster")
+    kubernetes_account: str = option(
+        "/var/run/secrets/kubernetes.io/serviceaccount", "folder with the service account's token, ca.crt, namespace"
+    )
     redis: str = option("", "URL of a Redis through which several routers share their books; default: none")
     redis_prefix: str = option("baton", "put before every key in Redis")
     replica_name: str = option("", "what other routers call this one; default: host name and --grpc-port")
@@ -120,6 +129,7 @@ class RouterConfig:
         _at_least(self, "probe_failures", 1)
         if self.max_inflight_per_instance is not None:
             _at_least(self, "max_inflight_per_instance", 0)
+        check_discovery(self.discover, self.redis, self.kubernetes_selector)
         check_sharing(self.redis, self.redis_prefix, self.replica_name)
         for name, least in (("replicas", 0), ("replica_interval_ms", 1), ("replica_forget_s", 20)):
             _at_least(self, name, least)
@@ -152,6 +162,27 @@ class RouterConfig:
             speeds=speeds,
             options=parse_options(self.policy_options),
         )
+
+
+def in_cluster_api() -> str:
+    """Return the URL of the API server of the cluster in which this is a pod; empty: it is none."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
+
+
+def check_discovery(sources: tuple[str, ...], redis: str, selector: str) -> None:
+    """Check where instances are looked for.
+
+    Raises:
+        ConfigError: Names the field.
+    """
+    unknown = [source for source in sources if source not in ("redis", "kubernetes")]
+    if unknown:
+        raise ConfigError(f"discover knows redis and kubernetes, not {unknown[0]!r}", field="discover")
+    if "redis" in sources and not redis:
+        raise ConfigError("--discover redis needs --redis", field="redis")
+    if "kubernetes" in sources and not selector:
+        raise ConfigError("--discover kubernetes needs --kubernetes-selector", field="kubernetes_selector")
 
 
 def check_sharing(url: str, prefix: str, name: str) -> None:

@@ -20,6 +20,8 @@ class WorkerConfig:
     instance_id: str = option("", "name of this instance; default: role, host and port")
     advertise: str = option("", "host:port under which others reach this instance; default: where it listens")
     routers: tuple[str, ...] = option((), "gRPC addresses of routers to register with")
+    redis: str = option("", "URL of a Redis to register in, for routers with --discover redis")
+    redis_prefix: str = option("baton", "put before every key in Redis")
     pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
     layerwise: bool = option(True, "prefill: offer KV layer by layer while it is computed")
     kv_streams: int = option(4, "TCP connections that one big fetch is split over")

@@ -33,6 +33,7 @@ from baton.worker.admission import Admission
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
+from baton.worker.redis_registration import RedisRegistration
 from baton.worker.registration import Identity, Registration
 from baton.worker.servicer import WorkerContext, WorkerServicerBase
 
@@ -114,7 +115,7 @@ class WorkerInstance:
     ) -> None:
         self._role, self._config, self._engine_config, self._build = role, config, engine_config, build
         self._on_failure, self._memory = on_failure, memory
-        self._registrations: list[Registration] = []
+        self._registrations: list[Registration | RedisRegistration] = []
         self._stack = contextlib.AsyncExitStack()
         self._server: GrpcServer | None = None
 
@@ -221,7 +222,9 @@ class WorkerInstance:
             self._serve_metrics()
         await server.set_serving(True)
         identity = Identity(config.advertise or self.address, context.instance_id, context.role, context.arena.epoch)
-        self._registrations = [Registration(router, identity, token) for router in config.routers]
+        self._registrations.extend(Registration(router, identity, token) for router in config.routers)
+        if config.redis:
+            self._registrations.append(RedisRegistration(config.redis, config.redis_prefix, identity))
         for registration in self._registrations:
             registration.start()
         log.info(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from baton.rpc.redis_client import redis_errors
 from baton.types import Role
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig
@@ -95,7 +96,7 @@ class Replica:
             try:
                 await self._store.leave(self._units.all())
                 await self._store.publish(encode(self._entry({}, left=True)))
-            except _redis_errors() as error:
+            except redis_errors() as error:
                 log.warning("could not tell the other routers that this one ends: %s", error)
         await self._store.close()
 
@@ -133,7 +134,7 @@ class Replica:
 
     async def _stay_connected(self) -> None:
         backoff = Backoff(_LATEST_S, random.Random())
-        errors = _redis_errors()
+        errors = redis_errors()
         while True:
             try:
                 await self._store.connect()
@@ -282,7 +283,7 @@ class Replica:
             gone = silent_s > self._config.replica_forget_s
             try:
                 left = [await self._reclaim_units(peer, name, gone) for name in list(peer.totals)]
-            except _redis_errors() as error:
+            except redis_errors() as error:
                 log.warning("could not take back the units of router %s: %s", peer.name, error)
                 return
             if gone and not any(left):
@@ -304,9 +305,3 @@ class Replica:
         await self._store.reclaim(peer.name, instance, silent_ms=silent_ms, keep=keep)
         peer.totals[instance] = Totals(totals.requests, totals.tokens, keep, totals.wants)
         return keep > 0
-
-
-def _redis_errors() -> tuple[type[Exception], ...]:
-    from redis.exceptions import RedisError
-
-    return (RedisError, OSError, TimeoutError)

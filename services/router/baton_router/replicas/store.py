@@ -14,16 +14,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from baton.rpc.redis_client import open_redis
 
 SETTLE_MS = 3000
 STREAM_LENGTH = 4096
-COMMAND_TIMEOUT_S = 1.0
 READ_BLOCK_MS = 400
 _READ_BACK_MS = 3000
 
@@ -165,32 +161,6 @@ class Store:
 
     def _units(self, instance: str) -> str:
         return f"{self._prefix}:units:{instance}"
-
-
-def open_redis(url: str) -> Redis:
-    """Open a client that neither retries nor waits long: whoever uses it has pauses of its own.
-
-    Raises:
-        ConfigError: The URL cannot be read, or the client is not installed.
-    """
-    try:
-        from redis.asyncio import Redis
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-    except ImportError as error:
-        raise ConfigError(
-            "--redis needs the Python package redis: pip install 'baton-serve[redis]'", field="redis"
-        ) from error
-    try:
-        return Redis.from_url(
-            url,
-            socket_timeout=COMMAND_TIMEOUT_S,
-            socket_connect_timeout=COMMAND_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-    except ValueError as error:
-        raise ConfigError(f"the URL of Redis cannot be read: {error}", field="redis") from error
 
 
 def _items(answer: Any) -> list[tuple[Any, list[Any]]]:
