@@ -33,7 +33,8 @@ class Room:
                 self.wake()  # the turn was ours, and we don't use it
             raise
         finally:
-            if not turn.done() or turn.cancelled():
+            # A wake that came in the same moment has passed it over, and it is gone from there.
+            if (not turn.done() or turn.cancelled()) and turn in self._waiting:
                 self._waiting.remove(turn)
 
     def wake(self, count: int = 1) -> None:
