@@ -146,6 +146,8 @@ async def test_what_has_no_room_waits_by_priority_and_deadline_and_in_turns() ->
         await client.queued(0)
         (decision,) = (await client.http.get("/debug/decisions", params={"id": "modest"})).json()["decisions"]
         assert decision["router_queue_ms"] > 0
+        told = (await client.http.get(f"/debug/decisions/{decision['id']}")).json()
+        assert "in the router's queue" in told["why"][0]
         assert await client.metric('baton_router_queue_wait_seconds_count{priority="low"}') == 1
         assert await client.metric("baton_router_admitted_at_once_total") == 1
 

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.types import RequestId, SamplingParams
 from baton_router.admission.drain import DrainRate
 from baton_router.admission.fairness import QUANTUM
+from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue
 from baton_router.admission.tenant import Tenants
 from baton_router.admission.waiting import Waiting
@@ -235,7 +237,24 @@ def test_a_full_queue_makes_room_for_who_has_less_or_is_more_important(make: Mak
     assert queue.victim("modest", 0) is None, "both have the same now"
 
 
-# --- drain and tenants ---
+# --- metrics, drain and tenants ---
+
+
+def test_tenants_that_clients_make_up_do_not_fill_the_metrics(make: Maker) -> None:
+    queue, registry = unbounded(), CollectorRegistry()
+    metrics = AdmissionMetrics(registry, queue, lambda: 7.0)
+    for i in range(200):
+        queue.add(make(f"t{i}", priority=i % 3 - 1))
+    text = generate_latest(registry).decode()
+    assert text.count("baton_router_queue_tenant_requests{") == 51
+    assert registry.get_sample_value("baton_router_queue_tenant_requests", {"tenant": "other"}) == 150
+    for name, count in (("high", 67), ("normal", 67), ("low", 66)):
+        assert registry.get_sample_value("baton_router_queue_requests", {"priority": name}) == count
+    item = queue.take()
+    metrics.started(item, 0.5)
+    assert registry.get_sample_value("baton_router_queue_wait_seconds_sum", {"priority": "high"}) == 0.5
+    assert registry.get_sample_value("baton_router_queue_tokens") == 1990
+    assert registry.get_sample_value("baton_router_queue_drain_tokens_per_second") == 7.0
 
 
 def test_the_drain_rate_is_what_left_over_the_time_that_there_was_a_queue() -> None:

@@ -146,6 +146,8 @@ def _why(record: DecisionRecord) -> list[str]:
     for at, decision in record.placements[1:]:
         lines.append(f"after {1000 * at:.1f} ms it was placed again, on {decision.decode_instance}")
     trace = record.trace
+    if trace is not None and trace.router_queue_us:
+        lines.insert(0, f"it waited {trace.router_queue_us / 1000:.1f} ms in the router's queue for room")
     if trace is not None and trace.path:
         lines.append(_way(trace))
         lines += [f"tried in vain: {item}" for item in trace.failed_prefills]
