@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,10 +61,21 @@ def host() -> Iterator[Host]:
     host.close()
 
 
+@pytest.fixture(params=["memory", "tiered"], autouse=True)
+def tiers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with a store in memory, and with one of which most lies on disk."""
+    if request.param == "tiered":
+        small = {"capacity_bytes": 3 * BLOCK, "disk_bytes": 4 << 20, "disk_sync_s": 0.01}
+        monkeypatch.setitem(_STORE_OPTIONS, "more", {**small, "disk_path": str(tmp_path / "kv")})
+
+
+_STORE_OPTIONS: dict[str, dict[str, Any]] = {"more": {}}
+
+
 @contextmanager
 def store(host: Host, **options: Any) -> Iterator[KVStoreServer]:
     async def start() -> KVStoreServer:
-        server = KVStoreServer(KVStoreConfig(**{"capacity_bytes": 64 * BLOCK, **options}))
+        server = KVStoreServer(KVStoreConfig(**{"capacity_bytes": 64 * BLOCK, **_STORE_OPTIONS["more"], **options}))
         await server.start()
         return server
 

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton_kvstore.disk.tier import DiskTier
+from baton_kvstore.disk.index import DiskCounters
+from baton_kvstore.disk.tier import DiskStats, DiskTier
 from baton_kvstore.store import BlockStore
 from baton_kvstore.tiers import Tiers
 
@@ -97,17 +98,16 @@ class StoreMetrics(Collector):
         counts = self._tier_counts
         hits = CounterMetricFamily("baton_kvstore_tier_hits", "Blocks that Get found, by tier", labels=["tier"])
         misses = CounterMetricFamily("baton_kvstore_tier_misses", "Blocks that Get did not find there", labels=["tier"])
-        for tier in ("memory", "disk")[: 1 if self._disk is None else 2]:
+        for tier in ("memory", "disk"):
             hits.add_metric([tier], getattr(counts, f"{tier}_hits"))
             misses.add_metric([tier], getattr(counts, f"{tier}_misses"))
         yield hits
         yield misses
-        if self._disk is None:
-            return
+        disk = DiskCounters() if self._disk is None else self._disk.counters
+        stats = DiskStats(0, 0, 0, 0, 0) if self._disk is None else self._disk.stats()
         for name, text in self._TIER_COUNTERS.items():
             yield CounterMetricFamily(f"baton_kvstore_{name}", text, value=getattr(counts, name))
         for name, text in self._DISK_COUNTERS.items():
-            yield CounterMetricFamily(f"baton_kvstore_disk_{name}", text, value=getattr(self._disk.counters, name))
-        stats = self._disk.stats()
+            yield CounterMetricFamily(f"baton_kvstore_disk_{name}", text, value=getattr(disk, name))
         for name, text in self._DISK_GAUGES.items():
             yield GaugeMetricFamily(f"baton_kvstore_disk_{name.removeprefix('num_')}", text, value=getattr(stats, name))

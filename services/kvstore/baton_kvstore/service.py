@@ -143,13 +143,17 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         deadline: float,
     ) -> tuple[list[bool], int]:
         """Take and fill slots for a part of a Put's blocks."""
-        hashes = [BlockHash(value) for value in request.block_hashes[piece]]
-        await self._tiers.make_room(len(hashes) * fingerprint.block_bytes, deadline)
-        reservation = self._store.reserve(fingerprint, hashes)
-        arrived, num_bytes, stored = [False] * len(reservation.missing), 0, list[bool]()
+        names = [BlockHash(value) for value in request.block_hashes[piece]]
+        behind = self._tiers.behind(fingerprint, names)
+        wanted = [i for i, held in enumerate(behind) if not held]
+        if not wanted:
+            return behind, 0
+        await self._tiers.make_room(len(wanted) * fingerprint.block_bytes, deadline)
+        reservation = self._store.reserve(fingerprint, [names[i] for i in wanted])
+        arrived, num_bytes = [False] * len(reservation.missing), 0
         try:
             if reservation.missing:
-                at = [piece.start + i for i in reservation.missing]
+                at = [piece.start + wanted[i] for i in reservation.missing]
                 reads = [request.block_ids[i] for i in at], [request.generations[i] for i in at], reservation.slots
                 result = await self._lanes.pull(reservation.pool, source, reads, deadline)
                 arrived, num_bytes = [bool(ok) for ok in result.valid], result.num_bytes
@@ -158,7 +162,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         finally:
             stored = self._store.commit(reservation, arrived)
             self._tiers.kick()
-        return stored, num_bytes
+        for i, result in zip(wanted, stored, strict=True):
+            behind[i] = result
+        return behind, num_bytes
 
     @asynccontextmanager
     async def _turn(self, deadline: float) -> AsyncIterator[None]:

@@ -87,6 +87,14 @@ class Tiers:
             return count
         return max(1, min(count, self.store.capacity_bytes // 4 // max(1, fingerprint.block_bytes)))
 
+    def behind(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Return which blocks need not be put because they are on disk, though not in memory."""
+        back = self.back
+        if back is None:
+            return [False] * len(hashes)
+        kind = kind_of(fingerprint)
+        return [not self.store.has(kind.key, name) and back.holds(kind, name) for name in hashes]
+
     async def make_room(self, num_bytes: int, deadline: float) -> None:
         """Wait until so much can be taken, or nothing more can be done for it.
 
@@ -310,12 +318,14 @@ class Tiers:
         return next((i for i, name in enumerate(hashes) if not self.store.has(kind.key, name)), len(hashes))
 
     def _plan(self, kind: Kind, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], list[BlockHash]]:
-        """Return the prefix that fits into half the memory, and what of it is on disk only."""
-        missing: list[BlockHash] = []
+        """Return the prefix that can be had at once, and what of it is on disk only: at most half the memory then."""
         if self.back is None:
-            return [], missing
+            return [], []
         limit = max(1, self.store.capacity_bytes // 2 // kind.block_bytes)
+        missing: list[BlockHash] = []
         for at, name in enumerate(hashes):
+            if missing and at >= limit:
+                return hashes[:at], missing
             if self.store.has(kind.key, name):
                 continue
             if at >= limit or not self.back.holds(kind, name):

@@ -128,21 +128,23 @@ class StoreClient:
         Raises:
             BatonError: It fell short for another reason than that the store does not hold more.
         """
-        for at in range(0, len(hashes), self._blocks_per_call):
+        at = 0
+        while at < len(hashes):
             piece = hashes[at : at + self._blocks_per_call]
             lease_ms = round(1000 * (_left(deadline) + _LEASE_MARGIN_S))
             request = kvstore_pb2.GetRequest(fingerprint=self._fingerprint, block_hashes=piece, lease_ms=lease_ms)
             answer = await self._call("Get", request, min(self._call_timeout_s, _left(deadline)))
             if not answer.lease_id:
                 return
+            count = len(answer.block_ids)
             try:
-                count = len(answer.block_ids)
-                if count > len(piece) or len(answer.generations) != count:
+                if not 0 < count <= len(piece) or len(answer.generations) != count:
                     raise TransferError(f"the store answered with {count} blocks of {len(piece)}")
                 await self._fetch(answer, block_ids[at : at + count], progress, deadline, cancelled)
             finally:
                 self._release(answer.lease_id)
-            if progress.num_blocks < at + len(piece):
+            at += count
+            if progress.num_blocks < at or (count < len(piece) and not answer.more):
                 return
 
     async def close(self) -> None:
