@@ -179,7 +179,7 @@ def families(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...
 @pytest.fixture
 async def registries() -> dict[str, CollectorRegistry]:
     """Each process's registry, built as the process builds it."""
-    router = RouterApp(RouterConfig(port=0, grpc_port=0))
+    router = RouterApp(RouterConfig(port=0, grpc_port=0, redis="redis://127.0.0.1:1"))
     store = KVStoreServer(KVStoreConfig())
     worker = WorkerMetrics()
     worker.watch(lambda: EngineStats(*[0] * len(EngineStats.__dataclass_fields__)), lambda: (0, 0.0))
