@@ -9,17 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import pytest
 from tests.integration.test_router_process import router
 
 from baton import AsyncClient, Client
-from baton.api.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.client.request import build_generate
+from baton.config import EngineConfig
+from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError, InvalidRequestError, PermissionDeniedError
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, sign
+from baton.testing.cluster import LocalCluster
 from baton.testing.fake_worker import FakeWorker, expected_tokens
 from baton.text import Tokenizer
 from baton.types import Role
@@ -211,3 +216,38 @@ async def test_without_a_key_a_router_says_so() -> None:
             with pytest.raises(InvalidRequestError, match="ticket-key-file") as refused:
                 await client.generate(PROMPT, max_tokens=2)
             assert refused.value.field == "direct"
+
+
+async def test_a_real_decode_instance_wants_tickets_of_clients_and_none_of_routers(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(KEY)
+    engine = EngineConfig(model=MODEL, dtype="float32", kv_blocks=64)
+    config = WorkerConfig(ticket_key_file=str(tmp_path / "key"))
+    async with LocalCluster(engine, config, num_prefill=0) as cluster:
+        (decode,) = cluster.decode
+        request = worker_pb2.GenerateRequest(
+            request_id="r", prompt_token_ids=PROMPT, sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
+        )
+        async with open_channel(decode.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+
+            async def generate() -> list[int]:
+                return [t async for x in stub.Generate(request, timeout=30) for d in x.deltas for t in d.token_ids]
+
+            with pytest.raises(grpc.aio.AioRpcError, match="wants a placement ticket") as refused:
+                await generate()
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            many = stub.GenerateMany()
+            await many.write(worker_pb2.GenerateManyRequest(starts=[worker_pb2.CallStart(call=1, request=request)]))
+            tokens: list[int] = []
+            ends: list[worker_pb2.CallEnd] = []
+            while not ends:
+                message = await many.read()
+                tokens += message.token_ids
+                tokens += [t for x in message.messages for d in x.response.deltas for t in d.token_ids]
+                ends += message.ends
+            assert ends[0].code == 0
+            many.cancel()
+            info = await stub.GetInfo(worker_pb2.GetInfoRequest())
+            sign(KEY, request, Bearer(info.instance_id, info.epoch, decode.address), life_s=30)
+            assert len(tokens) == 4
+            assert await generate() == tokens
