@@ -265,7 +265,10 @@ class Admission:
         never = outlook.ttft_ms is not None and outlook.alone_ms > item.request.ttft_ms
         message = f"ttft_ms of {item.request.ttft_ms:g} cannot be had: the first token would come after about "
         message += f"{item.request.ttft_ms + 1000 * late:.0f} ms"
-        message += " even if nothing else ran" if never else f", with {ahead:.0f} tokens of work ahead in the queue"
+        if never:
+            message += " even if nothing else ran"
+        else:
+            message += f", with {ahead:.0f} tokens of work ahead in the queue" if ahead else " at the present load"
         after = _NEVER_RETRY_S if never else min(_MAX_RETRY_S, max(0.1, late))
         raise self._count(SloError(message, field="ttft_ms", retry_after_s=after), "ttft")
 
