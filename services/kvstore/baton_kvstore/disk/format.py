@@ -30,10 +30,11 @@ _SUM = struct.Struct("<Q")
 
 
 class RecordType(enum.IntEnum):
-    """What a record says: here is a block, or: forget that block."""
+    """What a record says: here is a block; forget that block; everything before me was synced."""
 
     BLOCK = 1
     TOMBSTONE = 2
+    MARK = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def decode_record(page: bytes, kind: Kind, place: tuple[int, int], secret: int) 
     _, version, number, sequence, num_bytes, block_hash, key, digest = _RECORD.unpack(body)
     if version != VERSION or key != kind.key:
         return None
-    expected = {RecordType.BLOCK: kind.block_bytes, RecordType.TOMBSTONE: 0}.get(number)
+    expected = {RecordType.BLOCK: kind.block_bytes, RecordType.TOMBSTONE: 0, RecordType.MARK: 0}.get(number)
     if num_bytes != expected:
         return None
     return Record(RecordType(number), sequence, BlockHash(block_hash), num_bytes, digest)

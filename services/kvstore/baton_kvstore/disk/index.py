@@ -69,7 +69,7 @@ class DiskIndex:
 
     def add(
         self, key: bytes, blocks: Iterable[tuple[BlockHash, Location]], size: int, unwanted: set[BlockHash]
-    ) -> list[bool]:
+    ) -> None:
         """Make blocks findable that are newer than what is known of them.
 
         Args:
@@ -77,11 +77,7 @@ class DiskIndex:
             blocks: Hashes and places.
             size: That each takes on disk.
             unwanted: Blocks deleted meanwhile, which stay unfindable.
-
-        Returns:
-            Parallel to ``blocks``: whether the block can be found now.
         """
-        results = []
         with self._mutex:
             known = self._kinds.setdefault(key, {})
             for block_hash, location in blocks:
@@ -91,8 +87,6 @@ class DiskIndex:
                         old.segment.live_bytes -= size
                     known[block_hash] = location
                     location.segment.live_bytes += size
-                results.append(block_hash in known)
-        return results
 
     def move(self, key: bytes, block_hash: BlockHash, old: Location, new: Location, size: int) -> None:
         """Let a block be found elsewhere, unless it was deleted meanwhile."""

@@ -55,6 +55,7 @@ class DiskLog:
         self._segment_bytes = min(segment_bytes, max(2 * PAGE, max_bytes // 8 // PAGE * PAGE))
         self._direct = direct
         self.index = DiskIndex()
+        self._damaged: list[tuple[Kind, BlockHash, Location]] = []
         try:
             found = recover(self._directory, direct=direct)
         except BaseException:
@@ -87,7 +88,7 @@ class DiskLog:
     # Any thread
 
     def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Read blocks and check them; what is not there or damaged is ``False``, and forgotten if damaged."""
+        """Read blocks and check them; what is not there or damaged is ``False``, see :meth:`forget_damaged`."""
         results = [False] * len(hashes)
         places = [self.index.find(kind.key, name) for name in hashes]
         first = 0
@@ -121,8 +122,7 @@ class DiskLog:
             except OSError as error:
                 counters.read_errors += 1
                 log.error("reading %d blocks from disk failed: %s", len(hashes), error)
-                for name, place in zip(hashes, places, strict=True):
-                    self._forget_damaged(kind, name, place)
+                self._damaged += [(kind, name, place) for name, place in zip(hashes, places, strict=True) if place]
                 return [False] * len(hashes)
             finally:
                 start.segment.let_go()
@@ -137,14 +137,19 @@ class DiskLog:
                 counters.read_bytes += size
             else:
                 counters.checksum_failures += 1
-                log.error("a block on disk is damaged and is forgotten: %s", name.hex())
-                self._forget_damaged(kind, name, place)
+                log.error("a block on disk is damaged: %s", name.hex())
+                self._damaged += [(kind, name, place)] if place else []
             results.append(right)
         return results
 
-    def _forget_damaged(self, kind: Kind, name: BlockHash, place: Location | None) -> None:
-        if place is not None:
-            self.index.drop(kind.key, name, place, _disk_bytes(kind))
+    def forget_damaged(self) -> list[tuple[Kind, BlockHash]]:
+        """Make the blocks unfindable that were found damaged since the last call, and return them to be buried."""
+        found = []
+        while self._damaged:
+            kind, name, place = self._damaged.pop()
+            if self.index.drop(kind.key, name, place, _disk_bytes(kind)):
+                found.append((kind, name))
+        return found
 
     def hide(
         self, kind: Kind, hashes: Sequence[BlockHash] | None, unwanted: Sequence[set[BlockHash]]
@@ -163,31 +168,38 @@ class DiskLog:
             OSError: Those that cannot be found were not written.
         """
         size = _disk_bytes(kind)
-        results: list[bool] = []
         if 4 * (size + PAGE) > self._max_bytes:
             return [False] * len(hashes)
-        while len(results) < len(hashes):
-            self._make_room(min((len(hashes) - len(results)) * size, max(size, self._segment_bytes)))
+        # A second record of a block would be the one that counts, and be lost if it is torn: the first is good.
+        new = [i for i, name in enumerate(hashes) if self.index.find(kind.key, name) is None]
+        done = 0
+        while done < len(new):
+            self._make_room(min((len(new) - done) * size, max(size, self._segment_bytes)))
             segment = self._segment_for(kind, size)
             count = max(1, (self._segment_bytes - segment.end) // size)
-            count = min(count, len(hashes) - len(results))
-            batch = range(len(results), len(results) + count)
-            records = [
-                Record(RecordType.BLOCK, self._sequence + i, hashes[n], kind.block_bytes, digest_of(views[n]))
-                for i, n in enumerate(batch)
-            ]
-            self._sequence += count
-            offsets = segment.append(
-                [Write(record, views[n]) for record, n in zip(records, batch, strict=True)], self._directory.secret
-            )
-            self.index.counters.writes += count
-            self.index.counters.written_bytes += count * size
-            blocks = [
-                (record.block_hash, Location(segment, offset, record.sequence, record.digest))
-                for record, offset in zip(records, offsets, strict=True)
-            ]
-            results += self.index.add(kind.key, blocks, size, unwanted)
-        return results
+            batch = new[done : done + count]
+            self._append(segment, [hashes[i] for i in batch], [views[i] for i in batch], unwanted)
+            done += len(batch)
+        return [self.index.find(kind.key, name) is not None for name in hashes]
+
+    def _append(
+        self, segment: Segment, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
+    ) -> None:
+        kind, size, count = segment.kind, _disk_bytes(segment.kind), len(hashes)
+        records = [
+            Record(RecordType.BLOCK, self._sequence + i, name, kind.block_bytes, digest_of(view))
+            for i, (name, view) in enumerate(zip(hashes, views, strict=True))
+        ]
+        self._sequence += count
+        writes = [Write(record, view) for record, view in zip(records, views, strict=True)]
+        offsets = segment.append(writes, self._directory.secret)
+        self.index.counters.writes += count
+        self.index.counters.written_bytes += count * size
+        blocks = [
+            (record.block_hash, Location(segment, offset, record.sequence, record.digest))
+            for record, offset in zip(records, offsets, strict=True)
+        ]
+        self.index.add(kind.key, blocks, size, unwanted)
 
     def bury(self, kind: Kind, hashes: Sequence[BlockHash]) -> None:
         """Append tombstones of blocks that were hidden, so that a restart does not find them either.
@@ -223,9 +235,7 @@ class DiskLog:
             OSError: It may not.
         """
         for segment in self._segments.values():
-            if segment.synced != segment.end:
-                segment.sync()
-                self.index.counters.syncs += 1
+            self._sync_segment(segment)
 
     def checkpoint(self) -> None:
         """Write the index of what is synced to a file, for the next start.
@@ -268,7 +278,7 @@ class DiskLog:
         if segment is not None and (segment.end + size <= self._segment_bytes or segment.end == PAGE):
             return segment
         if segment is not None:
-            segment.sync()  # from here on only what is active can be unsynced
+            self._sync_segment(segment)  # from here on only what is active can be unsynced
         number = self._next_segment
         self._next_segment += 1
         fd = self._directory.create_segment(number)
@@ -283,6 +293,11 @@ class DiskLog:
         segment = Segment(number, kind, fd, PAGE, direct=aligned)
         self._segments[number] = self._active[kind.key] = segment
         return segment
+
+    def _sync_segment(self, segment: Segment) -> None:
+        if segment.sync(self._sequence, self._directory.secret):
+            self._sequence += 1
+            self.index.counters.syncs += 1
 
     def _make_room(self, size: int) -> None:
         """Drop oldest segments; leaves room for what :meth:`_retire` may copy, so that the bound always holds."""
@@ -308,6 +323,8 @@ class DiskLog:
                 if segment.segment_id != first:
                     target = self._segment_for(kind, PAGE)
                     target.append([Write(record, _EMPTY)], self._directory.secret)
+                continue
+            if record.type is not RecordType.BLOCK:
                 continue
             place = self.index.find(kind.key, record.block_hash)
             if place is None or place.segment is not segment or place.offset != offset:

@@ -11,7 +11,7 @@ from baton_kvstore.disk.checkpoint import Covered, decode_checkpoint
 from baton_kvstore.disk.directory import Directory
 from baton_kvstore.disk.format import PAGE, RecordType
 from baton_kvstore.disk.index import Location
-from baton_kvstore.disk.segment import Segment, scan
+from baton_kvstore.disk.segment import Segment, scan, sound_end
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,9 @@ def _open(
             directory.remove_segment(segment_id)
             found.cut_bytes += size
             return
-        kind, records, end = result
+        kind, records = result
+        end = sound_end(fd, records, PAGE if covered is None else covered.end)
+        records = [item for item in records if item[0] < end]
         if end < size:
             os.ftruncate(fd, end)
             found.cut_bytes += size - end
@@ -93,7 +95,7 @@ def _open(
         found.sequence = max(found.sequence, record.sequence + 1)
         if record.type is RecordType.BLOCK:
             _add(blocks, record.block_hash, Location(segment, offset, record.sequence, record.digest))
-        else:
+        elif record.type is RecordType.TOMBSTONE:
             name = kind.key, record.block_hash
             tombstones[name] = max(tombstones.get(name, 0), record.sequence)
 
@@ -105,5 +107,6 @@ def _covers(directory: Directory, segment_id: int, covered: Covered) -> bool:
 
 def _add(blocks: dict[BlockHash, Location], block_hash: BlockHash, location: Location) -> None:
     old = blocks.get(block_hash)
-    if old is None or old.sequence <= location.sequence:  # a copy, made by compaction, has its original's number
+    # Of copies with one number the first counts: if the original is still there, the copy may not have been synced.
+    if old is None or old.sequence < location.sequence:
         blocks[block_hash] = location

@@ -9,7 +9,19 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from baton_kvstore.disk.format import PAGE, Kind, Record, decode_record, decode_segment, encode_record, pages
+from baton.hashing import HASH_BYTES
+from baton.types import BlockHash
+from baton_kvstore.disk.format import (
+    PAGE,
+    Kind,
+    Record,
+    RecordType,
+    decode_record,
+    decode_segment,
+    digest_of,
+    encode_record,
+    pages,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +43,13 @@ class Segment:
     Attributes:
         end: Where the next record goes.
         live_bytes: Of records that can still be found; the rest is garbage.
+        written: Where the last record ends that is not a mark.
         synced: Where the part ends that would survive a loss of power.
     """
 
     def __init__(self, segment_id: int, kind: Kind, fd: int, end: int, *, direct: bool) -> None:
-        self.segment_id, self.kind, self.end, self.synced = segment_id, kind, end, end
+        self.segment_id, self.kind = segment_id, kind
+        self.end = self.written = self.synced = end
         self.live_bytes = 0
         self.direct = direct
         self._fd = fd
@@ -85,6 +99,8 @@ class Segment:
                     part.release()
         heads.close()
         self.end = at
+        if writes[-1].record.type is not RecordType.MARK:
+            self.written = at
         return offsets
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -104,15 +120,27 @@ class Segment:
                 done += count
             offset += wanted
 
-    def sync(self) -> None:
-        """Make everything appended so far survive a loss of power.
+    def sync(self, sequence: int, secret: int) -> bool:
+        """Make everything appended so far survive a loss of power, and note in the file that it does.
+
+        Args:
+            sequence: Of the note.
+            secret: Of the store.
+
+        Returns:
+            ``False`` if nothing was appended since the last time.
 
         Raises:
-            OSError: It may not.
+            OSError: It may not survive.
         """
+        if self.written <= self.synced:
+            return False
         end = self.end
         os.fdatasync(self._fd)
         self.synced = end
+        mark = Record(RecordType.MARK, sequence, BlockHash(bytes(HASH_BYTES)), 0, bytes(16))
+        self.append([Write(mark, memoryview(b""))], secret)
+        return True
 
     def _write(self, parts: Sequence[memoryview], total: int) -> None:
         at = self.end
@@ -126,7 +154,7 @@ class Segment:
             raise OSError("a record's parts do not add up")
 
 
-def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[Kind, list[tuple[int, Record]], int] | None:
+def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[Kind, list[tuple[int, Record]]] | None:
     """Read a segment's record headers.
 
     A page that is no header where one should be is damage or a torn end; the search goes on page by page behind it, so
@@ -139,13 +167,13 @@ def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[Kind, l
         start: Where to begin; records before it are known.
 
     Returns:
-        Its kind, offsets and headers, and the end of the last record; ``None`` if it is not such a segment.
+        Its kind, and offsets and headers; ``None`` if it is not such a segment.
     """
     kind = decode_segment(os.pread(fd, PAGE, 0), segment_id, secret)
     if kind is None:
         return None
     size = os.fstat(fd).st_size
-    at = end = max(PAGE, start)
+    at = max(PAGE, start)
     found: list[tuple[int, Record]] = []
     while at + PAGE <= size:
         record = decode_record(os.pread(fd, PAGE, at), kind, (segment_id, at), secret)
@@ -157,8 +185,33 @@ def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[Kind, l
             at = following
             continue
         found.append((at, record))
-        at = end = at + record.disk_bytes
-    return kind, found, end
+        at += record.disk_bytes
+    return kind, found
+
+
+def sound_end(fd: int, records: Sequence[tuple[int, Record]], start: int) -> int:
+    """Return where the records end that are whole, payloads included.
+
+    What lies before the last mark was synced. Behind it a loss of power may have left anything: those few records are
+    read, and what follows the first that is torn was never acknowledged.
+
+    Args:
+        fd: Of the file.
+        records: From :func:`scan`.
+        start: Where it began; everything before was synced.
+    """
+    end = max([start, *(offset + PAGE for offset, record in records if record.type is RecordType.MARK)])
+    for offset, record in records:
+        if offset < end:
+            continue
+        if offset != end:
+            break
+        if record.type is RecordType.BLOCK:
+            payload = os.pread(fd, record.num_bytes, offset + PAGE)
+            if len(payload) != record.num_bytes or digest_of(memoryview(payload)) != record.digest:
+                break
+        end = offset + record.disk_bytes
+    return end
 
 
 def _next_header(fd: int, kind: Kind, segment_id: int, secret: int, at: int, size: int) -> int | None:

@@ -99,7 +99,13 @@ class DiskTier:
 
     def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill page-aligned buffers, in the calling thread. ``False``: a block is not there or was damaged."""
-        return self._log.read(kind, hashes, into)
+        results = self._log.read(kind, hashes, into)
+        if not all(results):
+            with self._changed:  # before anybody can queue them to be written again
+                for damaged, name in self._log.forget_damaged():
+                    self._queue.append(_Bury(damaged, [name], lambda right: None))
+                self._changed.notify_all()
+        return results
 
     def takes(self, kind: Kind) -> bool:
         """Whether blocks of this size can be kept at all."""
