@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 SILENT_S = 3.0
 _FULL_S = 1.0
 _TICK_S = 0.1
+_IDLE = 3
+"""Times as rarely a router looks for news when there was none at the last look."""
 _LATEST_S = 0.5
 """Longest pause between two attempts to reach Redis: shorter than the time for which Redis gives out nothing new."""
 
@@ -182,14 +184,16 @@ class Replica:
     async def _write(self, backoff: Backoff) -> None:
         interval_s = self._config.replica_interval_ms / 1000
         while True:
-            await self._write_once()
+            news = await self._write_once()
             if self.state is not SharedState.SHARED:
                 log.info("this router shares its books with others as %s", self.name)
                 self.state = SharedState.SHARED
                 backoff.reset()
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(interval_s if news else _IDLE * interval_s)
 
-    async def _write_once(self, *, rejoin: bool = False) -> None:
+    async def _write_once(self, *, rejoin: bool = False) -> bool:
+        """Settle units and tell what is new; returns whether anything was."""
+        began = self._now()
         claims = self._units.claims(self.peers, len(self._registry.room))
         if rejoin:
             claims = self._units.holdings(sure=self._now() - self._reached_at < self._config.replica_forget_s)
@@ -198,11 +202,13 @@ class Replica:
             units = await self._store.claim(claims)
             for claim, granted in zip(claims, units, strict=True):
                 self._units.granted(claim, granted)
+            self._reached_at = began
         entry = self._news(full=full)
         if entry is not None:
             await self._store.publish(encode(entry))
             self._metrics.published.inc()
-        self._reached_at = self._now()
+            self._reached_at = began
+        return entry is not None
 
     # --- what is told ---
 
