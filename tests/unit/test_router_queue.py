@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
+from baton.errors import ConfigError
 from baton.types import RequestId, SamplingParams
 from baton_router.admission.drain import DrainRate
 from baton_router.admission.fairness import QUANTUM
@@ -19,6 +20,7 @@ from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue
 from baton_router.admission.tenant import Tenants
 from baton_router.admission.waiting import Waiting
+from baton_router.config import RouterConfig
 from baton_router.core import RoutedRequest
 
 COSTS = st.integers(1, 20_000)
@@ -278,6 +280,24 @@ def test_served_requests_tell_how_long_they_take() -> None:
     for _ in range(50):
         drain.served(100.0, 0.5)
     assert drain.rate(1000.0, 0.0) == pytest.approx(2000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("queue_tenant_share", 0.0),
+        ("queue_tenant_share", 1.5),
+        ("queue_requests", -1),
+        ("queue_tokens", 0),
+        ("queue_timeout_s", 0.0),
+        ("instance_slots", -1),
+        ("prefill_queue_tokens", -1),
+    ],
+)
+def test_bounds_that_cannot_be_name_their_field(field: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
 
 
 def test_names_of_tenants_say_nothing_of_salts_and_people() -> None:
