@@ -107,6 +107,22 @@ def test_units_grow_only_when_granted_and_shrink_before_redis_is_told() -> None:
     assert claim.units == part.book.limit == 6
 
 
+def test_units_given_up_are_gone_although_the_answer_was_lost() -> None:
+    units, part, _ = make_units()
+    part.held = part.book.limit = 12
+    peers = Peers("a", 3.0, lambda: 0.0)
+    peers.apply(Entry("b", "1", 1, {"d0": Totals(wants=50)}))
+    (claim,) = units.claims(peers, waiting=0)
+    given_up = claim.units
+    assert given_up < 12
+    peers.apply(Entry("b", "1", 2, left=True))
+    (claim,) = units.claims(peers, waiting=0)
+    assert claim.units == 12, "wanted back"
+    assert part.book.limit == given_up, "but not used before it is granted"
+    (held,) = units.holdings(sure=True)
+    assert (held.units, held.used) == (given_up, given_up)
+
+
 def test_alone_a_router_keeps_to_an_equal_part_and_nothing_unheard_of() -> None:
     units, part, _ = make_units()
     part.held = part.book.limit = 9

@@ -194,9 +194,10 @@ class Replica:
     async def _write_once(self, *, rejoin: bool = False) -> bool:
         """Settle units and tell what is new; returns whether anything was."""
         began = self._now()
-        claims = self._units.claims(self.peers, len(self._registry.room))
         if rejoin:
-            claims = self._units.holdings(sure=self._now() - self._reached_at < self._config.replica_forget_s)
+            claims = self._units.holdings(sure=began - self._reached_at < self._config.replica_forget_s)
+        else:
+            claims = self._units.claims(self.peers, len(self._registry.room))
         full = self._now() >= self._full_at
         if claims or full:
             units = await self._store.claim(claims)

@@ -82,8 +82,9 @@ class Units:
                 part.held = self._shares(info.instance_id, part, {})[self._name]
         elif not self._shared:
             part.held = capacity
+        if instance.load.freed is None:  # not one that came back: its limit holds
+            instance.load.limit, instance.load.freed = part.held, self._free_one
         part.capacity, part.book = capacity, instance.load
-        part.book.limit, part.book.freed = part.held, self._free_one
 
     def part(self, instance: str) -> Part | None:
         """Return the part of an instance; ``None``: it is not limited."""
@@ -119,6 +120,7 @@ class Units:
             units = max(target, used)
             if units != part.held:
                 claims.append(Claim(name, part.capacity, units, part.held, used))
+                part.held = min(part.held, units)  # even if the answer gets lost, Redis may have noted it
         return claims
 
     def holdings(self, *, sure: bool) -> list[Claim]:
@@ -133,6 +135,7 @@ class Units:
             if not sure:
                 part.book.limit = min(part.book.limit, used)
             may = max(part.book.limit, used)
+            part.held = may
             claims.append(Claim(name, part.capacity, may, may, may if sure else used))
         return claims
 
