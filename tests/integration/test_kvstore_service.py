@@ -462,3 +462,100 @@ def test_a_port_in_use_ends_with_one_line(capsys: pytest.CaptureFixture[str]) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["--port", str(taken.getsockname()[1])]) == 2
     assert "in use" in capsys.readouterr().err.splitlines()[-1]
+
+
+# On disk
+
+
+async def test_a_durable_put_and_a_deletion_outlive_kills_of_the_process(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    argv = [sys.executable, "-m", "baton_kvstore.main", "--port", str(port), "--capacity-bytes", str(6 * BLOCK)]
+    argv += ["--disk-path", str(tmp_path / "kv"), "--disk-bytes", "8000000"]
+    there: list[int] = []
+    for first in (0, 100, 200):
+        process = await asyncio.to_thread(subprocess.Popen, argv, stderr=subprocess.DEVNULL)
+        try:
+            assert await _serving(f"127.0.0.1:{port}")
+            instance = Instance(f"127.0.0.1:{port}")
+            for label in there:
+                answer = await instance.get(label)
+                assert len(answer.block_ids) == 1, label
+                assert (await instance.fetch(answer)).valid.all()
+                assert instance.holds(names(label))
+                released = kvstore_pb2.ReleaseRequest(lease_id=answer.lease_id)
+                await instance.stub.Release(released, timeout=WAIT_S)
+            assert (await instance.get(first - 50)).lease_id == 0
+            hashes = names(*range(first, first + 12))
+            instance.fill(hashes)
+            response = await instance.stub.Put(instance.put_request(hashes, durable=True), timeout=WAIT_S)
+            assert list(response.durable) == [True] * 12
+            there += range(first, first + 12)
+            await instance.put(first + 50)
+            request = kvstore_pb2.DeleteRequest(fingerprint=fingerprint_to_pb(KIND), block_hashes=names(first + 50))
+            assert (await instance.stub.Delete(request, timeout=WAIT_S)).num_deleted == 1
+            load = [asyncio.ensure_future(instance.put(first + 60 + i)) for i in range(8)]
+            await asyncio.wait(load, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            process.kill()
+            process.wait()
+        await asyncio.wait(load)
+        assert load[0].exception() is None or isinstance(load[0].exception(), grpc.aio.AioRpcError)
+        for task in load:
+            task.exception()
+        await instance.close()
+
+
+async def test_blocks_go_to_disk_before_they_are_evicted_and_come_back(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": 8 << 20}
+    async with store(**disk) as server, connected(server) as instance:
+        for label in range(0, 24, 4):
+            assert await instance.put(*range(label, label + 4)) == [True] * 4
+        kind = fingerprint_to_pb(KIND)
+        request = kvstore_pb2.ContainsRequest(fingerprint=kind, block_hashes=names(*range(24)))
+        assert (await instance.stub.Contains(request, timeout=WAIT_S)).num_blocks == 24
+        seen = 0
+        while seen < 24:
+            answer = await instance.get(*range(seen, 24))
+            count = len(answer.block_ids)
+            assert count
+            assert (await instance.fetch(answer)).valid.all()
+            assert instance.holds(names(*range(seen, seen + count)))
+            await instance.stub.Release(kvstore_pb2.ReleaseRequest(lease_id=answer.lease_id), timeout=WAIT_S)
+            seen += count
+            assert answer.more == (seen < 24)
+        assert server.tiers.counters.promotions > 0
+        assert server.store.stats().evictions > 0
+        request = kvstore_pb2.DeleteRequest(fingerprint=kind, all=True)
+        assert (await instance.stub.Delete(request, timeout=WAIT_S)).num_deleted == 24
+        assert (await instance.get(0)).lease_id == 0
+    async with store(**disk) as server, connected(server) as instance:
+        assert (await instance.get(0)).lease_id == 0
+
+
+async def test_everything_written_survives_a_restart_and_gets_in_parallel_share_one_read(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": 8 << 20, "disk_write": "all"}
+    async with store(**disk) as server, connected(server) as instance:
+        await instance.put(1, 2, 3)
+    async with store(**disk) as server, connected(server) as instance:
+        answers = await asyncio.gather(*(instance.get(1, 2, 3) for _ in range(5)))
+        assert [len(answer.block_ids) for answer in answers] == [3] * 5
+        assert (await instance.fetch(answers[-1])).valid.all()
+        assert instance.holds(names(1, 2, 3))
+        assert server.tiers.counters.promotions == 3
+
+
+async def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": 8 << 20, "disk_write": "all"}
+    async with store(**disk) as server, connected(server) as instance:
+        await instance.put(1)
+    (file,) = (tmp_path / "kv").glob("segment-*")
+    with file.open("r+b") as raw:
+        raw.seek(2 * 4096 + 7)
+        raw.write(b"xyz")
+    async with store(**disk) as server, connected(server) as instance:
+        assert (await instance.get(1)).lease_id == 0
+        assert server.disk is not None
+        assert server.disk.counters.checksum_failures == 1
+        assert await instance.put(1) == [True]
+        assert (await instance.fetch(await instance.get(1))).valid.all()

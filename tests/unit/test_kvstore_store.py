@@ -17,7 +17,8 @@ from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
 from baton.types import BlockHash
 from baton_kvstore.pool import Pool
-from baton_kvstore.store import BlockStore, Reservation
+from baton_kvstore.reservation import Reservation
+from baton_kvstore.store import BlockStore
 
 
 class Clock:

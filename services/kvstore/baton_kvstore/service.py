@@ -162,8 +162,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         finally:
             stored = self._store.commit(reservation, arrived)
             self._tiers.kick()
-        for i, result in zip(wanted, stored, strict=True):
-            behind[i] = result
+        for i, there in zip(wanted, stored, strict=True):
+            behind[i] = there
         return behind, num_bytes
 
     @asynccontextmanager

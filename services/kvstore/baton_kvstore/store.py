@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv.arena import KVArena
@@ -27,29 +26,9 @@ from baton_kvstore.counts import Counters, StoreStats
 from baton_kvstore.leases import Lease, LeaseTable
 from baton_kvstore.pool import MAX_SLOTS, Entry, Pool, State
 from baton_kvstore.recency import Recency
+from baton_kvstore.reservation import Reservation
 
 RETRY_AFTER_S = 1.0
-
-
-@dataclass(eq=False)
-class Reservation:
-    """The first phase of a Put.
-
-    Attributes:
-        entries: Parallel to the hashes: where the block is or will be; ``None``: no room, or another Put brings it.
-        missing: Indices into ``entries`` of the blocks to be filled.
-    """
-
-    pool: Pool
-    entries: list[Entry | None]
-    missing: list[int]
-    settled: bool = False
-    done: bool = False
-
-    @property
-    def slots(self) -> list[int]:
-        """Slots to fill, parallel to ``missing``."""
-        return [entry.slot for i in self.missing if (entry := self.entries[i]) is not None]
 
 
 class BlockStore:

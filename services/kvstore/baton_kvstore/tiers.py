@@ -20,7 +20,8 @@ from baton.types import BlockHash
 from baton_kvstore.disk.format import Kind
 from baton_kvstore.leases import Lease
 from baton_kvstore.pool import Entry, Pool, kind_of
-from baton_kvstore.store import BlockStore, Reservation
+from baton_kvstore.reservation import Reservation
+from baton_kvstore.store import BlockStore
 from baton_kvstore.tier import BackTier
 
 log = logging.getLogger(__name__)
