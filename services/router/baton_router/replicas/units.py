@@ -82,7 +82,7 @@ class Units:
                 part.held = self._shares(info.instance_id, part, {})[self._name]
         elif not self._shared:
             part.held = capacity
-        if instance.load.freed is None:  # not one that came back: its limit holds
+        if not self._shared or instance.load.freed is None:  # one that came back keeps the limit that it had
             instance.load.limit, instance.load.freed = part.held, self._free_one
         part.capacity, part.book = capacity, instance.load
 
