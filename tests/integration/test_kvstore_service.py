@@ -559,3 +559,35 @@ async def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
         assert server.disk.counters.checksum_failures == 1
         assert await instance.put(1) == [True]
         assert (await instance.fetch(await instance.get(1))).valid.all()
+
+
+async def test_many_clients_on_a_small_memory_read_what_they_wrote(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": 32 << 20, "disk_sync_s": 0.01}
+    async with store(capacity_bytes=20 * BLOCK, **disk) as server:
+
+        async def client(number: int) -> None:
+            rng = np.random.default_rng(number)
+            async with connected(server, pipes=("shm",)) as instance:
+                for step in range(12):
+                    mine = [f"{number}/{step}/{i}" for i in range(3)]
+                    assert await instance.put(*mine) == [True] * 3
+                    past = int(rng.integers(step + 1))
+                    await read_all(instance, [f"{number}/{past}/{i}" for i in range(3)])
+
+        async def read_all(instance: Instance, labels: list[str]) -> None:
+            """A miss may be a moment without room: others' leases end, so asking again must bring every block."""
+            async with asyncio.timeout(WAIT_S):
+                while labels:
+                    answer = await instance.get(*labels)
+                    count = len(answer.block_ids)
+                    if count:
+                        assert (await instance.fetch(answer)).valid.all()
+                        assert instance.holds(names(*labels[:count]))
+                        request = kvstore_pb2.ReleaseRequest(lease_id=answer.lease_id)
+                        await instance.stub.Release(request, timeout=WAIT_S)
+                    labels = labels[count:]
+
+        await asyncio.gather(*(client(number) for number in range(4)))
+        assert server.tiers.counters.promotions > 0
+        assert server.tiers.counters.refused == 0
+        server.store.check()

@@ -31,3 +31,16 @@ class StoreStats:
     evictions: int
     stored: int
     expired_leases: int
+
+
+@dataclass
+class TierCounters:
+    """Of the tiers, since start; blocks."""
+
+    memory_hits: int = 0
+    memory_misses: int = 0
+    disk_hits: int = 0
+    disk_misses: int = 0
+    promotions: int = 0
+    demotions: int = 0
+    refused: int = 0

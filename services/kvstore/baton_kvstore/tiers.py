@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DeadlineError, InternalError, QueueFullError
 from baton.kv.fingerprint import Fingerprint
 from baton.types import BlockHash
+from baton_kvstore.counts import TierCounters
 from baton_kvstore.disk.format import Kind
 from baton_kvstore.leases import Lease
 from baton_kvstore.pool import Entry, Pool, kind_of
@@ -35,19 +36,8 @@ _RECHECKED = 32
 _ROUNDS = 8
 _MAX_PREFETCHES = 2
 _RETRY_S = 5.0
-
-
-@dataclass
-class TierCounters:
-    """Blocks since start."""
-
-    memory_hits: int = 0
-    memory_misses: int = 0
-    disk_hits: int = 0
-    disk_misses: int = 0
-    promotions: int = 0
-    demotions: int = 0
-    refused: int = 0
+_FLUSH_S = 30.0
+"""Longest time that a clean end waits for blocks that are to be written."""
 
 
 @dataclass
@@ -228,6 +218,11 @@ class Tiers:
 
     async def close(self) -> None:
         """Wait for what runs and close the tier behind; the store in memory is closed after this."""
+        if self._write_all:
+            deadline = time.monotonic() + _FLUSH_S
+            self.kick()
+            while self._num_saving and await self._wait_progress(deadline):
+                pass
         self._closed = True
         if self._jobs:
             await asyncio.wait(self._jobs)

@@ -201,9 +201,6 @@ class DiskTier:
                 jobs = self._take()
                 ending = self._closing and not self._queue
             self._work(jobs)
-            with self._changed:
-                self._queued_bytes -= sum(job.num_bytes for job in self._running)
-                self._running = []
             if ending:
                 self._end()
                 return
@@ -223,7 +220,11 @@ class DiskTier:
         waiting: list[tuple[Callable[[bool], None], bool]] = []
         for job in jobs:
             if isinstance(job, _Write):
-                job.done(self._write(job))
+                results = self._write(job)
+                with self._changed:  # room first: whoever is told may have more
+                    self._queued_bytes -= job.num_bytes
+                    self._running.remove(job)
+                job.done(results)
             elif isinstance(job, _Bury):
                 waiting.append((job.done, self._bury(job)))
             else:
