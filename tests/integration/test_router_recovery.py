@@ -39,6 +39,20 @@ async def test_an_instance_that_fails_everything_gets_a_trial_now_and_then(world
     router.assert_nothing_held()
 
 
+async def test_a_stream_that_breaks_in_the_core_of_grpc_is_a_broken_stream(world: World) -> None:
+    decodes = await world.decodes(2, caches=False)
+    router = await world.cluster([], decodes, retry_budget=0.0)
+    for i in range(60):  # more than second tries without a budget: leaving what is gone must not count
+        for worker in decodes:
+            worker.state.break_after = 3
+        request = make_request(f"r{i}")
+        answer = await run(router, request)
+        assert_right(answer, request)
+    moves = [router.metric(f"{name}_total", reason="unavailable") for name in ("migrations", "retries")]
+    assert sum(moves) >= 60
+    router.assert_nothing_held()
+
+
 async def test_second_tries_are_bounded_while_everybody_fails(world: World) -> None:
     decodes = await world.decodes(4, caches=False)
     router = await world.cluster([], decodes, breaker_failures=0, retry_budget=0.0)

@@ -152,7 +152,7 @@ class Session:
         try:
             await self._read()
         except grpc.aio.AioRpcError as error:
-            failure = CallEnded(self._rebuilt(error), error.code())
+            failure = self._broken(error)
         except asyncio.CancelledError:  # the channel was closed, or this task was cancelled
             failure = CallEnded(UnavailableError("the connection was closed"), grpc.StatusCode.CANCELLED)
         finally:
@@ -182,6 +182,13 @@ class Session:
     def _failure(self, end: worker_pb2.CallEnd) -> CallEnded:
         code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)
         return CallEnded(from_status(code, end.message, end.details), code)
+
+    def _broken(self, error: grpc.aio.AioRpcError) -> CallEnded:
+        """Why the stream is gone. Errors of single calls come in their ends: this one is no request's fault."""
+        if error.code() in {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}:
+            # gRPC's core says so, now and then, where a connection breaks.
+            return CallEnded(UnavailableError(f"the stream broke: {error.details()}"), grpc.StatusCode.UNAVAILABLE)
+        return CallEnded(self._rebuilt(error), error.code())
 
     def _rebuilt(self, error: grpc.aio.AioRpcError) -> BatonError:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:

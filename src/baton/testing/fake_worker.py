@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import xxhash
 
 from baton.api.v1 import common_pb2, events_pb2, worker_pb2, worker_pb2_grpc
@@ -64,6 +65,7 @@ class FakeWorkerState:
         pause_after: Generate sends so many tokens per sequence, then waits until this is raised; ``None``: no pause.
         refuse: Raised by every new Generate.
         abort_all: Raised by every running Generate at its next token.
+        break_after: The next GenerateMany ends with INTERNAL, as when its connection dies, after so many messages.
         silent_end: Generate ends without its last message.
         mute_events: Events are numbered but not sent, as if they had been lost.
         max_running: More Generate calls are refused with 429.
@@ -79,6 +81,7 @@ class FakeWorkerState:
     pause_after: int | None = None
     refuse: BatonError | None = None
     abort_all: BatonError | None = None
+    break_after: int | None = None
     silent_end: bool = False
     mute_events: bool = False
     max_running: int = 1000
@@ -318,6 +321,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         async with aclosing(generate_many(self._run, requests, context)) as messages:
             async for message in messages:
                 yield message
+                if self.state.break_after is not None:
+                    self.state.break_after -= 1
+                    if self.state.break_after < 0:
+                        self.state.break_after = None
+                        await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
 
     def _admit(self, request: worker_pb2.GenerateRequest) -> None:
         if self.role is not Role.DECODE:
