@@ -25,6 +25,9 @@ from baton_router.session import Call, CallEnded, Sessions
 _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
 """Trying elsewhere would give the same answer, or there is no time left for it."""
 
+_END_GRACE_S = 1.0
+"""How long an instance may take to end its call after the last token."""
+
 _BROKEN = frozenset({"unavailable", "cancelled", "broken", "lost", "short", "draining"})
 
 
@@ -153,3 +156,14 @@ def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: In
         trace.decode_instance = trace.decode_instance or instance.instance_id
     prompt_logprobs = prompt_logprobs_from_pb(list(message.prompt_logprobs)) if message.prompt_logprobs else None
     return Message(deltas, trace, prompt_logprobs)
+
+
+async def last_message(attempt: Attempt) -> Message | None:
+    """Return the next message, or ``None`` at the end; nothing is needed any more, so it doesn't wait long."""
+    if attempt.has_ended:
+        return await attempt.next()
+    try:
+        async with asyncio.timeout(_END_GRACE_S):
+            return await attempt.next()
+    except TimeoutError:
+        return None

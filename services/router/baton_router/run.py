@@ -23,7 +23,7 @@ from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableE
 from baton.rpc.convert import sampling_to_pb
 from baton.seeds import sequence_seed
 from baton.types import FinishReason, Role, SamplingParams
-from baton_router.attempt import Attempt, AttemptFailed, Message
+from baton_router.attempt import Attempt, AttemptFailed, Message, last_message
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig
 from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 _MAX_ID_CHARS = 240
 """Of a request's id that instances see: they take 256, with room for the number of the call."""
-_END_GRACE_S = 1.0
-"""How long an instance may take to end its call after the last token."""
+_SAME_AGAIN_S = 0.5
+"""After a connection broke: how long an instance that is still ready then, and nobody else, is not tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,7 @@ class RequestRun:
         """
         config, registry = self._context.config, self._context.registry
         give_up_at = time.monotonic() + config.no_instance_wait_s
+        same_again_at = time.monotonic() + _SAME_AGAIN_S
         backoff = None
         while True:
             self._remaining_s()
@@ -213,7 +214,9 @@ class RequestRun:
                 await asyncio.sleep(min(backoff.next_s(), left))
                 group.excluded.clear()
             else:
-                await registry.wait_changed(left)
+                await registry.wait_changed(min(left, max(0.0, same_again_at - time.monotonic()) or left))
+                if group.last is not None and group.last.broken and time.monotonic() >= same_again_at:
+                    group.excluded.clear()  # whoever is still ready has lost a connection, not its life
 
     def _choose(self, group: _Group) -> Placement | None:
         """Select and reserve, past instances whose breakers are open unless there are no others."""
@@ -264,7 +267,7 @@ class RequestRun:
             timeout_s=self._remaining_s(),
         )
         try:
-            while (message := await (attempt.next() if group.has_open() else _last(attempt))) is not None:
+            while (message := await (attempt.next() if group.has_open() else last_message(attempt))) is not None:
                 group.full = None
                 if message.trace is not None:
                     self._traces.update(number, message.trace)
@@ -385,14 +388,3 @@ class RequestRun:
         if failure.broken and group.failures == 1:
             return True  # its load went away with the instance
         return context.budget.take(failure.reason)
-
-
-async def _last(attempt: Attempt) -> Message | None:
-    """Return the next message, or ``None`` at the end; nothing is needed any more, so it doesn't wait long."""
-    if attempt.has_ended:
-        return await attempt.next()
-    try:
-        async with asyncio.timeout(_END_GRACE_S):
-            return await attempt.next()
-    except TimeoutError:
-        return None
