@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import platform
 
@@ -34,23 +35,31 @@ def lesser(request: pytest.FixtureRequest, library: CpuLibrary) -> CpuLibrary:
     return compiled
 
 
-def _pool(memory: torch.Tensor) -> LayerPool:
+def _pool(memory: torch.Tensor, k_dim: int, v_dim: int) -> LayerPool:
     """K and V of 14 blocks of 16 tokens and 2 heads as the pool has them: in the same block, one behind the other."""
-    k, v = memory.split((2 * 16 * 21, 2 * 16 * 18), dim=1)
-    return LayerPool(k.unflatten(1, (2, 16, 21)), v.unflatten(1, (2, 16, 18)))
-
-
-def pool_of(memory: torch.Tensor) -> LayerPool:
-    """K [14, 2, 16, 21] and V [14, 2, 16, 18] as parts of blocks of one memory."""
-    block, keys = 2 * 16 * (21 + 18), 2 * 16 * 21
-    return LayerPool(
-        torch.as_strided(memory, (14, 2, 16, 21), (block, 16 * 21, 21, 1)),
-        torch.as_strided(memory, (14, 2, 16, 18), (block, 16 * 18, 18, 1), keys),
-    )
+    k, v = memory.split((2 * 16 * k_dim, 2 * 16 * v_dim), dim=1)
+    return LayerPool(k.unflatten(1, (2, 16, k_dim)), v.unflatten(1, (2, 16, v_dim)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_attention(lesser: CpuLibrary, dtype: torch.dtype) -> None:
+    check_attention(lesser, dtype)
+
+
+@pytest.mark.parametrize("products", ["float32", "pairs", "amx"])
+def test_attention_in_bfloat16_by_every_product_of_this_processor(library: CpuLibrary, products: str) -> None:
+    if products == "pairs" and library.instructions != "avx512-bf16":
+        pytest.skip("no vdpbf16ps here")
+    if products == "amx" and not library.amx:
+        pytest.skip("no AMX here")
+    chosen = copy.copy(library)
+    chosen.amx, chosen.pairs_are_faster = products == "amx", products == "pairs"
+    check_attention(chosen, torch.bfloat16)
+    check_attention(chosen, torch.bfloat16, k_dim=64, v_dim=32)
+
+
+def check_attention(library: CpuLibrary, dtype: torch.dtype, k_dim: int = 21, v_dim: int = 18) -> None:
+    """A prompt chunk and a decode, with and without window, soft cap and sinks, against the reference."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*dims: int) -> torch.Tensor:
@@ -63,13 +72,13 @@ def test_attention(lesser: CpuLibrary, dtype: torch.dtype) -> None:
         block_tables=torch.randperm(14, generator=generator, dtype=torch.int32).view(2, 7).numpy(),
         block_size=16,
     )
-    spec = AttentionSpec(6, 2, 21, 18, 0.3, 40, 6.0, torch.randn(6, generator=generator))
-    memory = normal(14, 2 * 16 * (21 + 18))
-    pools, copies = _pool(memory), _pool(memory.clone())
-    q, k, v = normal(68, 6, 21), normal(68, 2, 21), normal(68, 2, 18)
+    spec = AttentionSpec(6, 2, k_dim, v_dim, k_dim**-0.5, 40, 6.0, torch.randn(6, generator=generator))
+    memory = normal(14, 2 * 16 * (k_dim + v_dim))
+    pools, copies = _pool(memory, k_dim, v_dim), _pool(memory.clone(), k_dim, v_dim)
+    q, k, v = normal(68, 6, k_dim), normal(68, 2, k_dim), normal(68, 2, v_dim)
     for plain in (spec, dataclasses.replace(spec, window=0, softcap=0.0, sinks=None)):
         want = paged_attention_reference(batch, plain, pools, q, k, v)
-        backend = CpuPagedAttention(lesser)
+        backend = CpuPagedAttention(library)
         got = backend.run(backend.prepare(batch), plain, copies, q, k, v)
         torch.testing.assert_close(got.double(), want, rtol=0, atol=DTYPES[dtype])
 
