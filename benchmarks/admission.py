@@ -14,6 +14,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from baton.testing.fake_worker import FINGERPRINT
+from baton.token_ids import token_ids
 from baton.types import Epoch, InstanceId, RequestId, Role, SamplingParams
 from baton_router.admission import Admission, Limits
 from baton_router.admission.estimates import Estimates
@@ -51,7 +52,7 @@ def make_registry(metrics: RouterMetrics) -> Registry:
 def request(number: int) -> RoutedRequest:
     """Return a request of 512 prompt tokens that shares nothing."""
     sampling = SamplingParams(max_tokens=100, seed=1)
-    return RoutedRequest(RequestId(str(number)), [number % 900] * 512, sampling, tenant=f"t{number % 10}")
+    return RoutedRequest(RequestId(str(number)), token_ids([number % 900] * 512), sampling, tenant=f"t{number % 10}")
 
 
 async def main() -> None:

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cli import bench, demo, explain, health, up
+from baton.cli import bench, demo, explain, health, kvstore, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
+from baton_kvstore.bench import command as store_command
 from baton_kvstore.config import KVStoreConfig
 from baton_router.config import RouterConfig
 from baton_router.replay import command, prefix_command
@@ -27,8 +28,11 @@ COMMANDS = {
     "demo": demo.add_parser,
     "health": health.add_parser,
     "explain": explain.add_parser,
+    "storetenants": kvstore.add_tenants_parser,
+    "storeclear": kvstore.add_clear_parser,
     "bench": bench.add_kv_parser,
     "replay": command.add_parser,
+    "storebench": store_command.add_parser,
     "prefixes": prefix_command.add_parser,
 }
 
@@ -61,7 +65,7 @@ def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _default(value: object) -> str:
-    if value in (None, "", (), False) and value != 0:
+    if value == argparse.SUPPRESS or (value in (None, "", (), False) and value != 0):
         return ""
     if value is False:
         return "off"

@@ -12,7 +12,7 @@ from baton.api.v1 import common_pb2
 from baton.errors import BatonError
 from baton.text import TextModel
 from baton.types import FinishReason, InstanceId, Role, SamplingParams, TokenLogprob
-from baton_router.core import ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.core import ChunkSink, ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
 from baton_router.decision import Decision
 from baton_router.policy import Ratings, Scores, Side
 from baton_router.policy.choice import Choice
@@ -33,6 +33,46 @@ def logprob(token_id: int, top: int) -> TokenLogprob:
     others = [token_id + 1, token_id, *range(token_id + 2, token_id + 22)]
     values = tuple((other % 4096, -0.5 * rank) for rank, other in enumerate(others, 1))
     return TokenLogprob(token_id, -1.0, 2, values[:top])
+
+
+class ScriptedRun:
+    """A task that hands on what a dispatcher's ``stream`` yields."""
+
+    def __init__(self, dispatcher: ScriptedDispatcher, request: RoutedRequest, sink: ChunkSink) -> None:
+        self._dispatcher = dispatcher
+        dispatcher.open_streams += 1
+        self._open = True
+        self._flow = asyncio.Event()
+        self._flow.set()
+        self._task = asyncio.create_task(self._run(dispatcher.stream(request), sink))
+
+    async def _run(self, chunks: AsyncIterator[RoutedChunk], sink: ChunkSink) -> None:
+        failure: Exception | None = None
+        try:
+            async for chunk in chunks:
+                await self._flow.wait()
+                sink.on_chunk(chunk)
+        except Exception as error:
+            failure = error
+        self._close(early=failure is not None)
+        sink.on_end(failure)
+
+    def _close(self, *, early: bool) -> None:
+        if self._open:
+            self._open = False
+            self._dispatcher.open_streams -= 1
+            self._dispatcher.closed_early += early
+            self._dispatcher.changed.set()
+
+    def cancel(self) -> None:
+        self._close(early=True)
+        self._task.cancel()
+
+    def hold(self, held: bool) -> None:
+        if held:
+            self._flow.clear()
+        else:
+            self._flow.set()
 
 
 @dataclass
@@ -68,23 +108,18 @@ class ScriptedDispatcher:
     async def route(self, request: RoutedRequest) -> Decision:
         return self._decision(request)
 
-    async def stream(self, request: RoutedRequest) -> AsyncIterator[RoutedChunk]:
+    def start(self, request: RoutedRequest, sink: ChunkSink) -> ScriptedRun:
         self.requests.append(request)
-        self.open_streams += 1
-        ended = False
-        try:
-            for count, chunk in enumerate(self._chunks(request)):
-                if count == self.fail_after and self.error is not None:
-                    raise self.error
-                if count == self.hang_after:
-                    await asyncio.Event().wait()
-                await asyncio.sleep(0)
-                yield chunk
-            ended = True
-        finally:
-            self.open_streams -= 1
-            self.closed_early += not ended
-            self.changed.set()
+        return ScriptedRun(self, request, sink)
+
+    async def stream(self, request: RoutedRequest) -> AsyncIterator[RoutedChunk]:
+        for count, chunk in enumerate(self._chunks(request)):
+            if count == self.fail_after and self.error is not None:
+                raise self.error
+            if count == self.hang_after:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            yield chunk
 
     def _chunks(self, request: RoutedRequest) -> list[RoutedChunk]:
         sequences = [self._sequence(request, index) for index in range(request.sampling.n)]

@@ -6,9 +6,11 @@ import functools
 import gc
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import numpy as np
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
+from baton.rpc.tls import Tls
+from baton.testing.certificates import Authority
 from baton.transport.blocks import (
     BlockFetcher,
     BlockServer,
@@ -118,7 +122,32 @@ LAYOUT = KVLayout((LayerShape(2, 16, 16), LayerShape(2, 16, 8)), 16, "float32")
 PRINT = Fingerprint.of(model="tiny", model_digest="d" * 64, rope="r", layout=LAYOUT)
 
 
-KINDS: list[Any] = [("memory", 1), ("shm", 1), ("vm", 1), ("tcp", 1), ("tcp", 3), ("nixl", 1), ("gloo", 1)]
+KINDS: list[Any] = [
+    ("memory", 1),
+    ("shm", 1),
+    ("vm", 1),
+    ("tcp", 1),
+    ("tcp", 3),
+    ("tls", 1),
+    ("tls", 3),
+    ("nixl", 1),
+    ("gloo", 1),
+]
+
+
+@functools.cache
+def certificates() -> Tls:
+    """One authority and certificate for all tests of this process."""
+    with tempfile.TemporaryDirectory() as root:
+        made = Authority(Path(root) / "authority").issue("pipes")
+        files = Tls(made.cert, made.key, made.ca)
+        files.pipe_context(server_side=True)  # both are read now, while the files are there
+        files.pipe_context(server_side=False)
+        return files
+
+
+def tls_of(kind: str) -> Tls | None:
+    return certificates() if kind == "tls" else None
 
 
 class Rig:
@@ -139,7 +168,7 @@ class Rig:
             self.target,
             self.print,
             kinds=(kind,),
-            links=LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=self.network),
+            links=LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=self.network, tls=tls_of(kind)),
         )
 
     def serve(self, **options: Any) -> BlockServer:
@@ -148,7 +177,7 @@ class Rig:
             self.print,
             InstanceId("p0"),
             kinds=(self.kind,),
-            options=ServerOptions(memory=self.network, **options),
+            options=ServerOptions(memory=self.network, **({"tls": tls_of(self.kind)} | options)),
         )
 
     def fetch(self, remote: Any, local: Any, *, generations: Any = None, **options: Any) -> Any:

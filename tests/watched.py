@@ -70,7 +70,7 @@ async def watched_router(directory: Path, prefills: int = 1, decodes: int = 2) -
             grpc_port=0,
             prefill=tuple(x.address for x in workers[:prefills]),
             decode=tuple(x.address for x in workers[prefills:]),
-            api_key_file=str(keys),
+            api_keys=str(keys),
             reconnect_max_s=0.2,
             no_instance_wait_s=0.2,
         )

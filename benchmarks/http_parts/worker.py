@@ -27,6 +27,7 @@ import uvloop
 from baton.api.v1 import common_pb2, events_pb2, worker_pb2, worker_pb2_grpc
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
+from baton.rpc.call_stream import CallServer
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.many import Outbox
 from baton.rpc.server import GrpcServer
@@ -116,7 +117,8 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
     """A decode instance."""
 
     def __init__(self, name: str, model: str, clock: Clock) -> None:
-        self._name, self._model, self._clock = name, model, clock
+        self._name, self._model, self.clock = name, model, clock
+        self.calls_port = 0
         tokenizer = Tokenizer.load(model)
         self._vocab_size = tokenizer.vocab_size
         (self._token,) = tokenizer.encode("a", add_special_tokens=False)
@@ -134,6 +136,7 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
             served_model_name="canned",
             vocab_size=self._vocab_size,
             model_path=self._model,
+            calls_port=self.calls_port,
         )
 
     async def StreamLoad(
@@ -156,25 +159,22 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
     ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
         """Give tokens."""
-        engine = Engine(self._clock)
-        outbox = Outbox()
+        calls = CannedCalls(self)
 
         async def read() -> None:
             async for message in requests:
-                for start in message.starts:
-                    engine.add(self._running(start, outbox))
-                for call in message.cancels:
-                    engine.remove(call)
+                calls.take(message)
 
-        tasks = [asyncio.create_task(read()), asyncio.create_task(engine.run())]
+        task = asyncio.create_task(read())
         try:
-            while (message := await outbox.next()) is not None:
+            while (message := await calls.outbox.next()) is not None:
                 yield message
         finally:
-            for task in tasks:
-                task.cancel()
+            task.cancel()
+            calls.close()
 
-    def _running(self, start: worker_pb2.CallStart, outbox: Outbox) -> Running:
+    def running(self, start: worker_pb2.CallStart, outbox: Outbox) -> Running:
+        """Return a request that begins."""
         request = start.request
         slot = int(request.request_id[1:].partition("-")[0])
         trace = common_pb2.RequestTrace(
@@ -195,6 +195,27 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
                 outbox.end(start.call)
 
         return Running(slot, request.sampling.max_tokens, send, len(request.output_token_ids), call=start.call)
+
+
+class CannedCalls:
+    """The calls of one stream."""
+
+    def __init__(self, worker: BatonWorker) -> None:
+        self._worker = worker
+        self._engine = Engine(worker.clock)
+        self.outbox = Outbox()
+        self._task = asyncio.create_task(self._engine.run())
+
+    def take(self, message: worker_pb2.GenerateManyRequest) -> None:
+        """Start and cancel calls."""
+        for start in message.starts:
+            self._engine.add(self._worker.running(start, self.outbox))
+        for call in message.cancels:
+            self._engine.remove(call)
+
+    def close(self) -> None:
+        """Stop."""
+        self._task.cancel()
 
 
 class OpenAiWorker(asyncio.Protocol):
@@ -272,7 +293,10 @@ async def main() -> None:
     if args.kind == "baton":
         server = GrpcServer(host="127.0.0.1", port=0, services=[])
         kind: Any = BatonWorker  # the calls that it lacks nobody makes
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(kind(args.name, args.model, clock), server.server)
+        worker = kind(args.name, args.model, clock)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
+        calls = CallServer(lambda: CannedCalls(worker), lambda: b"0" * 16, None)
+        worker.calls_port = await calls.start("127.0.0.1")
         sys.stdout.write(f"{await server.start()}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()

@@ -16,9 +16,9 @@ import functools
 import hashlib
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,13 @@ from baton.types import BlockHash
 
 HASH_SCHEME = "sha256-chain-u32le-v1"
 HASH_BYTES = 32
+_IN_PLACE = sys.byteorder == "little"
+"""Whether an ``array("I")`` lies in memory as it is hashed."""
 _MIN_NATIVE = 8
 """Blocks from which on a call of C is cheaper than ``hashlib``."""
 
 
+@functools.lru_cache(maxsize=4096)
 def root_hash(content_key: bytes, cache_salt: str = "") -> BlockHash:
     """Return the parent of every chain's first block.
 
@@ -46,8 +49,10 @@ def root_hash(content_key: bytes, cache_salt: str = "") -> BlockHash:
 
 def as_token_array(token_ids: Sequence[int] | npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Return token ids as a contiguous uint32 array, without copying one that already is."""
-    if isinstance(token_ids, list) and sys.byteorder == "little":
-        return np.frombuffer(array.array("I", token_ids), dtype="<u4")  # twice as fast as asking numpy for it
+    if isinstance(token_ids, list | array.array) and sys.byteorder == "little":
+        if isinstance(token_ids, list) or token_ids.typecode != "I":
+            token_ids = array.array("I", token_ids)  # twice as fast as asking numpy for it
+        return np.frombuffer(token_ids, dtype="<u4")
     return np.ascontiguousarray(token_ids, dtype="<u4")
 
 
@@ -109,10 +114,14 @@ def hash_chain(
         parent: Hash of the block that ends at ``start``, or the root hash.
         start: First token to hash; a multiple of ``block_size``.
     """
+    function = native_chain()
+    if function is not None and _IN_PLACE and isinstance(token_ids, array.array) and token_ids.typecode == "I":
+        address, length = token_ids.buffer_info()
+        count = max(0, length - start) // block_size
+        return HashChain(function.at(address + 4 * start, 4 * block_size, count, parent))
     tokens = as_token_array(token_ids)
     count = max(0, len(tokens) - start) // block_size
     data = tokens[start : start + count * block_size]
-    function = native_chain()
     if function is None or count < _MIN_NATIVE:
         return HashChain(python_chain(data, 4 * block_size, parent))
     return HashChain(function(data, 4 * block_size, parent))
@@ -136,7 +145,36 @@ def python_chain(data: npt.NDArray[np.uint32], stride: int, parent: bytes) -> by
     return b"".join(out)
 
 
-ChainFunction = Callable[[npt.NDArray[np.uint32], int, bytes], bytes]
+class ChainFunction(Protocol):
+    """The chain in C."""
+
+    def __call__(self, data: npt.NDArray[np.uint32], stride: int, parent: bytes) -> bytes:
+        """Hash pieces of ``stride`` bytes of an array."""
+
+    def at(self, address: int, stride: int, count: int, parent: bytes) -> bytes:
+        """Hash ``count`` pieces of ``stride`` bytes of memory."""
+
+
+class _NativeChain:
+    """See :class:`ChainFunction`."""
+
+    def __init__(self, library: ctypes.CDLL, *, instructions: bool) -> None:
+        # Called with the interpreter's lock held: a chain takes less time than a wait for the lock may.
+        self._function = ctypes.PyDLL("hashing", handle=library._handle).baton_hash_chain
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        self._function.argtypes = [pointer, size, size, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p]
+        self._function.restype = None
+        self._fast = int(instructions and library.baton_has_sha())
+
+    def __call__(self, data: npt.NDArray[np.uint32], stride: int, parent: bytes) -> bytes:
+        return self.at(address_of(data), stride, data.nbytes // stride, parent)
+
+    def at(self, address: int, stride: int, count: int, parent: bytes) -> bytes:
+        if not count:
+            return b""
+        out = bytes(count * HASH_BYTES)  # of nobody else yet: filled in place instead of copied once more
+        self._function(address, stride, count, parent, self._fast, out)
+        return out
 
 
 @functools.cache
@@ -150,18 +188,4 @@ def native_chain(compilers: tuple[str, ...] = COMPILERS, *, instructions: bool =
     library = load_helper(Path(__file__).with_name("hashing.c"), compilers)
     if library is None:
         return None
-    # Called with the interpreter's lock held: a chain takes less time than a wait for the lock may.
-    function = ctypes.PyDLL("hashing", handle=library._handle).baton_hash_chain
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    function.argtypes = [pointer, size, size, ctypes.c_char_p, ctypes.c_int, pointer]
-    function.restype = None
-    fast = int(instructions and library.baton_has_sha())
-
-    def chain(data: npt.NDArray[np.uint32], stride: int, parent: bytes) -> bytes:
-        count = data.nbytes // stride
-        out = bytearray(count * HASH_BYTES)
-        target = (ctypes.c_char * len(out)).from_buffer(out)
-        function(address_of(data), stride, count, parent, fast, target)
-        return bytes(out)
-
-    return chain
+    return _NativeChain(library, instructions=instructions)

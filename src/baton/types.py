@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
@@ -22,6 +22,32 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+
+
+_TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose blocks these are, as the router authenticated it.
+
+    Attributes:
+        id: 1 to 64 letters, digits, ``_``, ``.`` and ``-``.
+        kv_bytes: That its blocks may take in a KV store's memory; 0: what the store gives everybody.
+        kv_disk_bytes: On a KV store's disk.
+    """
+
+    id: str
+    kv_bytes: int = 0
+    kv_disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not _TENANT_ID.fullmatch(self.id):
+            message = f"a tenant's id has 1 to 64 letters, digits, '_', '.' and '-', not {shown(self.id)}"
+            raise InvalidRequestError(message, field="tenant.id")
+        for name in ("kv_bytes", "kv_disk_bytes"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise InvalidRequestError(f"{name} must fit into 63 bits", field=f"tenant.{name}")
 
 
 class Role(enum.StrEnum):
@@ -92,7 +118,12 @@ class SamplingParams:
 
     def replace(self, **changes: object) -> SamplingParams:
         """Return a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        copy = object.__new__(SamplingParams)  # a quarter of the time that dataclasses.replace takes
+        for name in SamplingParams.__slots__:
+            object.__setattr__(copy, name, changes.pop(name) if name in changes else getattr(self, name))
+        if changes:
+            raise TypeError(f"there is no {min(changes)}")
+        return copy
 
     def _is_usual(self) -> bool:
         """Whether every field is in range at first sight, as in nearly all requests; else each is looked at."""

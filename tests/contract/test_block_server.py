@@ -35,8 +35,9 @@ from baton.transport.blocks import (
     TcpOptions,
 )
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.transport.pipe.read_server import ServeLimits
 from baton.transport.pipe.tcp import TcpPipeListener
-from baton.transport.pipe.tcp_read import ServeLimits, request_blocks
+from baton.transport.pipe.tcp_read import request_blocks
 from baton.transport.read_wire import pack_request
 from baton.transport.waiting import Wait
 from baton.transport.wire import FrameKind, pack_header, recv_control
@@ -246,6 +247,34 @@ class BadRequest:
         self.stream = connect_raw("tcp", rig.server.endpoints[0].address)
         facts = Facts(source.epoch, source.fingerprint, source.num_blocks)
         greet_as_client(self.stream, None, Wait(soon()), purpose=PURPOSE_READ, facts=facts)
+
+
+def test_steps_must_have_all_the_segments(tcp_rig: Rig) -> None:
+    one = np.array([1]), tcp_rig.source_arena.generations[[1]], np.array([1])
+    for steps in ([[0, 2]], [[0, 0], [0, 1]], [[1 << 62, 1]]):
+        reads = BlockReads(*one, segments=np.array([[0, 0, 16]]), steps=np.array(steps))
+        bad = BadRequest(tcp_rig)
+        payload = pack_request(reads, checksums=True)
+        bad.stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], Wait(soon()), "bad")
+        with pytest.raises(TransferError, match="steps"):
+            recv_control(bad.stream, FrameKind.WELCOME, Wait(soon()))
+        bad.stream.close()
+    assert tcp_rig.fetch([1], [1]).valid.all()
+
+
+def test_a_reader_that_leaves_while_its_requests_wait_is_noticed(tcp_rig: Rig) -> None:
+    one = np.array([1]), tcp_rig.source_arena.generations[[1]], np.array([1])
+    reads = BlockReads(*one, segments=np.array([[0, 0, 16]]), steps=np.array([[1 << 40, 1]]))
+    reader = BadRequest(tcp_rig)
+    payload = pack_request(reads, checksums=True)
+    frame = pack_header(FrameKind.READ, len(payload)) + payload
+    reader.stream.send_all([frame, frame], Wait(soon()), "asking")  # the second lies unread when it leaves
+    deadline = time.monotonic() + 5
+    while tcp_rig.server.num_connections() != 1:
+        assert time.monotonic() < deadline
+    reader.stream.close()
+    while tcp_rig.server.num_connections():
+        assert time.monotonic() < deadline
 
 
 def test_readers_cannot_write_into_the_source(monkeypatch: pytest.MonkeyPatch) -> None:

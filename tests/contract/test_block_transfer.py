@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.transport_rig import KINDS, LAYOUT, PRINT, Rig, in_thread, silent_source, soon
+from tests.transport_rig import KINDS, LAYOUT, PRINT, Rig, in_thread, silent_source, soon, tls_of
 
 from baton.errors import (
     CancelledError,
@@ -177,7 +177,7 @@ def test_another_fingerprint_is_refused_by_field(rig: Rig, field: str, value: An
     if lies:  # the source's description says what the reader wants to hear; the server does not
         source = dataclasses.replace(source, fingerprint=mine)
     target = KVArena(1, shard_layout(mine.geometry, ShardSpec(), mine.block_size).block_bytes)
-    fetcher = BlockFetcher(target, mine, kinds=(rig.kind,), links=LinkOptions(memory=rig.network))
+    fetcher = BlockFetcher(target, mine, kinds=(rig.kind,), links=LinkOptions(memory=rig.network, tls=tls_of(rig.kind)))
     target.blocks[:] = 0xEE
     with pytest.raises(FingerprintMismatchError) as caught:
         fetcher.fetch(source, [0], [0], [0], deadline=soon())
@@ -199,7 +199,10 @@ def test_a_source_of_another_shape_than_it_was_described_with_is_refused(rig: Ri
 
 def test_the_model_label_does_not_matter(rig: Rig) -> None:
     fetcher = BlockFetcher(
-        rig.target, dataclasses.replace(PRINT, model="alias"), kinds=(rig.kind,), links=LinkOptions(memory=rig.network)
+        rig.target,
+        dataclasses.replace(PRINT, model="alias"),
+        kinds=(rig.kind,),
+        links=LinkOptions(memory=rig.network, tls=tls_of(rig.kind)),
     )
     generations = rig.source_arena.generations[:3]
     assert fetcher.fetch(rig.server.source, [0, 1, 2], generations, [0, 1, 2], deadline=soon()).valid.all()

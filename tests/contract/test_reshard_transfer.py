@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.kv_shapes import pool_of, whole_kv
-from tests.transport_rig import KINDS, in_thread, soon
+from tests.transport_rig import KINDS, in_thread, soon, tls_of
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv.arena import KVArena
@@ -64,9 +64,13 @@ class Pair:
         self.source.fill()
         network = MemoryNetwork()
         self.server = BlockServer(
-            self.source.shards, self.source.print, InstanceId("p"), kinds=(kind,), options=ServerOptions(memory=network)
+            self.source.shards,
+            self.source.print,
+            InstanceId("p"),
+            kinds=(kind,),
+            options=ServerOptions(memory=network, tls=tls_of(kind)),
         )
-        links = LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=network)
+        links = LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=network, tls=tls_of(kind))
         self.fetcher = BlockFetcher(self.target.shards, self.target.print, kinds=(kind,), links=links)
 
     def blocks(self, *, held: int = 0, ready: int | None = None) -> SequenceBlocks:
@@ -147,7 +151,9 @@ def test_only_blocks_that_changed_are_not_valid(pair: Pair) -> None:
     assert np.flatnonzero(~result.valid).tolist() == [3]
 
 
-def test_layers_arrive_as_they_are_computed(pair: Pair) -> None:
+@pytest.mark.parametrize("source", [(1, 1, 16), (2, 1, 16), (1, 3, 16)])
+def test_layers_arrive_as_they_are_computed(kind: tuple[str, int], source: Shape) -> None:
+    pair = Pair(*kind, source, (1, 1, 16))
     progress = pair.source.shards.primary.progress
     progress.advance(100)
     job = in_thread(lambda: pair.fetch(ready=100))
@@ -162,6 +168,24 @@ def test_layers_arrive_as_they_are_computed(pair: Pair) -> None:
                 assert time.monotonic() < deadline
     assert job.result(20).valid.all()
     assert pair.right()
+    pair.close()
+
+
+@pytest.mark.parametrize("source", [(1, 1, 16), (2, 1, 16)])
+def test_blocks_recycled_between_two_layers_are_not_valid(kind: tuple[str, int], source: Shape) -> None:
+    pair = Pair(*kind, source, (1, 1, 16))
+    arena = pair.target.shards.arenas[0]
+    job = in_thread(lambda: pair.fetch(ready=0))
+    before = arena.blocks.copy()
+    pair.source.shards.primary.progress.advance(1)
+    deadline = time.monotonic() + 10
+    while np.array_equal(before, arena.blocks):
+        assert time.monotonic() < deadline
+    pair.source.shards.primary.generations[[2, 5]] += np.uint64(1)
+    pair.source.shards.primary.progress.advance(len(GEOMETRY.layers))
+    assert np.flatnonzero(~job.result(20).valid).tolist() == [2, 5]
+    assert pair.fetch().valid.all()  # the connection is in step
+    pair.close()
 
 
 def test_waiting_for_layers_ends_with_the_deadline_or_the_flag(pair: Pair) -> None:

@@ -13,7 +13,7 @@ from tests.transport_rig import in_thread, soon
 
 from baton.errors import DeadlineError, PipeClosedError
 from baton.native import address_of
-from baton.transport.moving import MIN_HASHED_BYTES, BlockHasher, SpanMover
+from baton.transport.moving import MIN_HASHED_BYTES, PieceHasher, SpanMover
 from baton.transport.read_wire import Spans
 from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait
@@ -25,6 +25,9 @@ def mover() -> SpanMover:
     if mover is None:
         pytest.skip("no C compiler")
     return mover
+
+
+MEBIBYTES = np.full(4, 1 << 20, np.uint64)
 
 
 def tcp_pair() -> tuple[Stream, Stream]:
@@ -43,14 +46,15 @@ def cut(data: np.ndarray, rng: np.random.Generator, pieces: int) -> Spans:
 @pytest.mark.parametrize("vector_bits", [512, 256, 64])
 @pytest.mark.parametrize("size", [MIN_HASHED_BYTES, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 32768, 700_001])
 def test_bytes_and_checksums_however_the_spans_are_cut(mover: SpanMover, size: int, vector_bits: int) -> None:
-    rng, count = np.random.default_rng(size), 7
-    data = rng.integers(0, 256, count * size, dtype=np.uint8)
-    wanted = [xxhash.xxh3_64_intdigest(block.data) for block in data.reshape(count, size)]
+    rng = np.random.default_rng(size)
+    sizes = np.array([size, size, size + 1, MIN_HASHED_BYTES, size, 2 * size, size], np.uint64)
+    data = rng.integers(0, 256, int(sizes.sum()), dtype=np.uint8)
+    wanted = [xxhash.xxh3_64_intdigest(piece.data) for piece in np.split(data, np.cumsum(sizes)[:-1])]
     out, back = tcp_pair()
     for pieces in (1, 3, 40, 600):
         target = np.zeros_like(data)
-        sent = mover.hasher(count, size, vector_bits=vector_bits)
-        came = mover.hasher(count, size, vector_bits=vector_bits)
+        sent = mover.hasher(sizes, vector_bits=vector_bits)
+        came = mover.hasher(sizes, vector_bits=vector_bits)
         assert sent is not None
         assert came is not None
         mine, theirs = cut(data, rng, pieces), cut(target, rng, pieces)
@@ -64,7 +68,7 @@ def test_bytes_and_checksums_however_the_spans_are_cut(mover: SpanMover, size: i
 
 
 def test_small_blocks_are_left_to_python(mover: SpanMover) -> None:
-    assert mover.hasher(3, MIN_HASHED_BYTES - 1) is None
+    assert mover.hasher(np.array([1000, MIN_HASHED_BYTES - 1], np.uint64)) is None
 
 
 @pytest.mark.parametrize("hashed", [False, True])
@@ -81,7 +85,10 @@ def test_words_after_the_bytes_are_left_and_short_ones_wake(mover: SpanMover, ha
 
     sending = in_thread(send)
     mover.recv(
-        back, cut(target, np.random.default_rng(0), 9), Wait(soon()), mover.hasher(4, 1 << 20) if hashed else None
+        back,
+        cut(target, np.random.default_rng(0), 9),
+        Wait(soon()),
+        mover.hasher(MEBIBYTES) if hashed else None,
     )
     assert (target == data).all()
     assert back.recv_exact(3, Wait(soon()), "receiving") == b"end"
@@ -97,8 +104,8 @@ def test_a_peer_that_stops_or_leaves_in_the_middle(mover: SpanMover, hashed: boo
     target = np.zeros(4 << 20, np.uint8)
     spans = cut(target, np.random.default_rng(0), 50)
 
-    def hasher() -> BlockHasher | None:
-        return mover.hasher(4, 1 << 20) if hashed else None
+    def hasher() -> PieceHasher | None:
+        return mover.hasher(MEBIBYTES) if hashed else None
 
     out.send_all([bytes(700_000)], Wait(soon()), "sending")
     with pytest.raises(DeadlineError):

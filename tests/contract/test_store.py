@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from tests.kvstore_tiers import MAKE_UPS, RedisThread, damage, options_of, redis_thread, write_all
 
 from baton.errors import ConfigError
 from baton.hashing import block_hashes, root_hash
@@ -61,12 +62,19 @@ def host() -> Iterator[Host]:
     host.close()
 
 
-@pytest.fixture(params=["memory", "tiered"], autouse=True)
-def tiers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs with a store in memory, and with one of which most lies on disk."""
-    if request.param == "tiered":
-        small = {"capacity_bytes": 3 * BLOCK, "disk_bytes": 4 << 20, "disk_sync_s": 0.01}
-        monkeypatch.setitem(_STORE_OPTIONS, "more", {**small, "disk_path": str(tmp_path / "kv")})
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisThread | None]:
+    with redis_thread() as made:
+        yield made
+
+
+@pytest.fixture(params=MAKE_UPS, autouse=True)
+def tiers(
+    request: pytest.FixtureRequest, tmp_path: Path, redis: RedisThread | None, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Every test runs with a store in memory, and with such of which most lies in tiers behind."""
+    monkeypatch.setitem(_STORE_OPTIONS, "more", options_of(request.param, tmp_path, redis, BLOCK))
+    return str(request.param)
 
 
 _STORE_OPTIONS: dict[str, dict[str, Any]] = {"more": {}}
@@ -95,7 +103,12 @@ class Engine:
         self.arena = KVArena(64, kind.block_bytes)
         self.server = BlockServer(self.arena, kind, InstanceId("prefill-0"))
         self.fetcher = BlockFetcher(self.arena, kind)
-        defaults: dict[str, Any] = {"cooldown_s": 60.0, "load_timeout_s": WAIT_S, "save_timeout_s": WAIT_S}
+        defaults: dict[str, Any] = {
+            "cooldown_s": 60.0,
+            "call_timeout_s": 5.0,
+            "load_timeout_s": WAIT_S,
+            "save_timeout_s": WAIT_S,
+        }
         self.connector = StoreConnector(
             StoreOptions(address, **{**defaults, **options}),
             arena=self.arena,
@@ -418,6 +431,69 @@ async def evictions(server: KVStoreServer) -> int:
     return server.store.counters.evictions
 
 
+def test_what_is_behind_memory_survives_a_restart(host: Host, tiers: str) -> None:
+    request = prompt(6 * BS + 1)
+    with store(host, **write_all(tiers)) as server, engine(host, server.address) as one:
+        one.save(request)
+    with store(host, **write_all(tiers)) as server, engine(host, server.address) as one:
+        update = one.load(request)
+        count = 0 if tiers == "memory" else 6
+        assert (update.num_valid_tokens, update.error) == (count * BS, None)
+        for i in range(count):
+            assert np.array_equal(one.arena.blocks[32 + i], content(request.hashes[i]))
+
+
+def test_what_was_damaged_behind_memory_is_computed_and_saved_again(
+    host: Host, tiers: str, tmp_path: Path, redis: RedisThread | None
+) -> None:
+    request = prompt(6 * BS + 1)
+    with store(host, **write_all(tiers)) as server, engine(host, server.address) as one:
+        one.save(request)
+    shared = redis if tiers in ("redis", "chain") else None
+    assert (damage(tmp_path, shared) > 0) == (tiers != "memory")
+    with store(host, **write_all(tiers)) as server, engine(host, server.address) as one:
+        update = one.load(request)
+        assert (update.num_valid_tokens, update.error) == (0, None)
+        for _ in range(
+            6
+        ):  # that a block is damaged is found when it is read, and some are read only after those before
+            one.save(request)
+            update = one.load(request)
+        assert update.num_valid_tokens == 6 * BS
+        for i in range(6):
+            assert np.array_equal(one.arena.blocks[32 + i], content(request.hashes[i]))
+
+
+def test_a_redis_killed_again_and_again_costs_hits_only(host: Host, tiers: str, redis: RedisThread | None) -> None:
+    """Memory has room for three blocks of up to 28; killed Redis servers come back empty."""
+    if tiers not in ("redis", "chain"):
+        pytest.skip("no Redis in this make-up")
+    assert redis is not None
+    draw, hits = np.random.default_rng(3), 0
+    with store(host) as server, engine(host, server.address) as one:
+        assert server.tiers.chain is not None
+        for tier in server.tiers.chain.shared:
+            tier.breaker._cooldown_s = 0.01  # type: ignore[attr-defined]
+        for turn in range(48):
+            if turn % 12 == 5:
+                redis.kill()
+            if turn % 12 == 11:
+                redis.start()
+            seed = int(draw.integers(4))
+            one.save(prompt(7 * BS, f"s{turn}", seed=seed))
+            request = prompt(7 * BS + 1, f"l{turn}", seed=int(draw.integers(4)))
+            one.arena.blocks[32:] = 0
+            update = one.load(request)
+            assert update.error is None
+            count = update.num_valid_tokens // BS
+            hits += count
+            for at in range(count):
+                assert np.array_equal(one.arena.blocks[32 + at], content(request.hashes[at]))
+            one.arena.generations[:8] += np.uint64(1)
+        assert one.connector.use.save_failures == 0
+        assert hits > 48
+
+
 def test_leases_are_given_back(host: Host) -> None:
     with store(host) as server, engine(host, server.address) as one:
         one.save(prompt(4 * BS))
@@ -432,9 +508,12 @@ async def leases(server: KVStoreServer) -> int:
 
 
 def test_options_are_checked() -> None:
-    for options, name in ((("nowhere",), "kvstore"), (("h:1", None, 0), "min_load_tokens")):
+    for options, name in (
+        ({"address": "nowhere"}, "kvstore"),
+        ({"address": "h:1", "min_load_tokens": 0}, "min_load_tokens"),
+    ):
         with pytest.raises(ConfigError) as caught:
-            StoreOptions(*options)  # type: ignore[arg-type]
+            StoreOptions(**options)  # type: ignore[arg-type]
         assert caught.value.field == name
     assert "secret" not in repr(StoreOptions("h:1", "secret"))
 

@@ -45,7 +45,7 @@ class World:
         registry = Registry(config, RouterMetrics())
         registry.start()
         self.stack.push_async_callback(registry.close)
-        for source in discoveries(config, registry, None):
+        for source in discoveries(config, registry, None, None):
             if hasattr(source, "_now"):
                 source._now = lambda: self.clock[0]
             source.start()
@@ -308,5 +308,5 @@ def test_configuration_names_what_is_missing(tmp_path: Path) -> None:
         assert refused.value.field == name
     config = RouterConfig(discover=("kubernetes",), kubernetes_selector="a=b", kubernetes_account=str(tmp_path))
     with pytest.raises(ConfigError) as refused:
-        discoveries(config, Registry(config, RouterMetrics()), None)
+        discoveries(config, Registry(config, RouterMetrics()), None, None)
     assert refused.value.field == "kubernetes_api"

@@ -22,8 +22,10 @@ from tests.scripted import ANSWER, EOS, MODEL, ScriptedDispatcher, encode
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.text import TextModelCache, Tokenizer
+from baton_router.accounts import Accounts
 from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, create_app
+from baton_router.http.direct import RouterHttp
 from baton_router.http.protocol import BoundedProtocol
 from baton_router.text_pipeline import TextPipeline
 
@@ -38,12 +40,19 @@ class Served:
     def __init__(self, *, protocol: type[BoundedProtocol] = BoundedProtocol, **options: Any) -> None:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()
+        self.cors = bool(options.get("cors_origins"))
         pipeline = TextPipeline(self.dispatcher, TextModelCache(), GenerationMetrics(self.registry))
         app = create_app(pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
-            app, http=protocol, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=2
+            app,
+            http=protocol,
+            log_level="error",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            timeout_graceful_shutdown=2,
         )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
@@ -89,9 +98,11 @@ class Served:
         return time.monotonic() - begun
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Served]:
-    with Served(max_body_bytes=200_000, max_prompts=4, cors_origins=("https://ui.example",)) as served:
+@pytest.fixture(scope="module", params=[True, False], ids=["asgi", "direct"])
+def running(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A server whose generating endpoints are served by ASGI, as CORS needs it, or straight from the protocol."""
+    cors = ("https://ui.example",) if request.param else ()
+    with Served(max_body_bytes=200_000, max_prompts=4, cors_origins=cors) as served:
         yield served
 
 
@@ -230,8 +241,8 @@ def test_prompt_kinds_and_batches(api: Served) -> None:
     ids = MODEL.tokenizer.encode("def")
     api.completion(prompt="def")
     api.completion(prompt=ids)
-    assert api.dispatcher.requests[0].prompt_token_ids == api.dispatcher.requests[1].prompt_token_ids == ids
-    api.dispatcher.script = lambda request, index: request.prompt_token_ids[1:] + encode(f"/{index}")
+    assert [list(request.prompt_token_ids) for request in api.dispatcher.requests[:2]] == [ids, ids]
+    api.dispatcher.script = lambda request, index: [*request.prompt_token_ids[1:], *encode(f"/{index}")]
     for prompts in (["def", "class", "for"], [MODEL.tokenizer.encode(word) for word in ("def", "class", "for")]):
         answer = api.completion(prompt=prompts, n=2)
         expected = [f"{word}/{index}" for word in ("def", "class", "for") for index in (0, 1)]
@@ -299,7 +310,7 @@ def test_extensions_reach_the_dispatcher(api: Served) -> None:
     assert (sampling.ignore_eos, sampling.stop_token_ids, sampling.max_tokens) == (True, (77,), 9)
     assert (sampling.top_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 1.0, -1.0)
     assert (dict(sampling.logit_bias), request.cache_salt, request.priority) == ({5: 2.0}, "tenant", -1)
-    assert answer.prompt_token_ids == request.prompt_token_ids
+    assert answer.prompt_token_ids == list(request.prompt_token_ids)
     assert MODEL.tokenizer.decode(answer.choices[0].token_ids) == answer.choices[0].message.content
     chunks = list(api.completion(stream=True, extra_body={"return_token_ids": True}))
     assert chunks[0].choices[0].prompt_token_ids == MODEL.tokenizer.encode("def")
@@ -308,7 +319,7 @@ def test_extensions_reach_the_dispatcher(api: Served) -> None:
 
 def test_prompt_logprobs_extension(api: Served) -> None:
     values = api.chat(extra_body={"prompt_logprobs": 2}).prompt_logprobs
-    ids = api.dispatcher.requests[0].prompt_token_ids
+    ids = list(api.dispatcher.requests[0].prompt_token_ids)
     assert values[0] is None
     assert len(values) == len(ids)
     entry = values[1][str(ids[1])]
@@ -433,7 +444,7 @@ def test_unknown_fields_are_named_and_counted(api: Served) -> None:
 
 
 def test_strict_fields_and_api_keys() -> None:
-    with Served(strict_fields=True, api_keys=KEYS) as api:
+    with Served(strict_fields=True, accounts=Accounts.of_keys(*KEYS)) as api:
         api.chat()  # the second key; the raw client below shows the first
         response = api.post("/v1/chat/completions", {"messages": CHAT, "zzz": 1})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "zzz")
@@ -558,7 +569,7 @@ def test_tokenize_and_detokenize(api: Served) -> None:
     assert api.post("/detokenize", {"tokens": bare}).json() == {"prompt": "def f"}
     api.chat()
     chat = api.post("/tokenize", {"messages": CHAT}).json()
-    assert chat["tokens"] == api.dispatcher.requests[0].prompt_token_ids
+    assert chat["tokens"] == list(api.dispatcher.requests[0].prompt_token_ids)
     assert api.post("/tokenize", {"prompt": "word " * 1000}).json()["count"] > 256  # longer than the context: fine here
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
@@ -588,7 +599,7 @@ def test_health_and_metrics(api: Served) -> None:
     assert "baton_request_ttft_seconds_count" in text
     assert api.http.get("/openapi.json").status_code == 200
     cors = api.http.get("/health", headers={"origin": "https://ui.example"}).headers
-    assert cors["access-control-allow-origin"] == "https://ui.example"
+    assert cors.get("access-control-allow-origin") == ("https://ui.example" if api.cors else None)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -777,7 +788,7 @@ def test_an_offer_of_another_protocol_is_ignored(api: Served, step: int) -> None
     assert [status for status, _ in answers] == [200] * 4
     for _, answer in answers[:2]:
         assert json.loads(answer)["choices"][0]["finish_reason"]
-    assert [request.prompt_token_ids for request in api.dispatcher.requests] == [MODEL.tokenizer.encode("def")] * 2
+    assert [[*request.prompt_token_ids] for request in api.dispatcher.requests] == [MODEL.tokenizer.encode("def")] * 2
 
 
 def test_what_is_no_http_gets_a_400(api: Served) -> None:
@@ -809,3 +820,33 @@ def test_a_request_head_must_come_in_time() -> None:
             assert not select.select([connection], [], [], 0.5)[0]
             connection.sendall(body[5:])
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_only_what_comes_whole_goes_past_asgi(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    whole = RouterHttp.__call__
+
+    async def noting(self: RouterHttp, scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["path"])
+        await whole(self, scope, receive, send)
+
+    monkeypatch.setattr(RouterHttp, "__call__", noting)
+    with Served(max_prompts=4) as api:
+        assert api.completion().choices[0].text == ANSWER
+        assert api.chat().choices[0].message.content == ANSWER
+        assert "".join(event.choices[0].text for event in api.completion(stream=True)) == ANSWER
+        assert api.post("/v1/completions", {"prompt": 5}).status_code == 400
+        assert seen == []
+        assert len(api.completion(prompt=["a", "b"]).choices) == 2
+        assert seen == ["/v1/completions"]
+        body = json.dumps({"prompt": "def", "temperature": 0, "max_tokens": 100}).encode()
+        with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2])) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+            client.sendall(b"content-length: %d\r\n\r\n" % len(body) + body[:5])
+            api.wait_until(lambda: len(seen) == 2)  # the rest comes late: ASGI can wait for it
+            client.sendall(body[5:])
+            received = bytearray()
+            while piece := client.recv(65536):
+                received += piece
+        assert received.startswith(b"HTTP/1.1 200")
+        assert json.loads(received.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] == ANSWER

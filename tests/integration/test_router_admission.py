@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -273,7 +274,8 @@ async def test_the_queue_drains_when_an_instance_comes_back() -> None:
 async def test_tenants_are_api_keys_where_there_are_any(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# two\none\ntwo\n")
-    flags = (*ONE_SLOT, "--api-key-file", str(keys))
+    names = [f"key-{hashlib.sha256(key).hexdigest()[:8]}" for key in (b"one", b"two")]
+    flags = (*ONE_SLOT, "--api-keys", str(keys))
     async with worker() as decode, serving(*flags, decode=decode) as (_, client):
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         decode.state.pause_after = 1
@@ -283,8 +285,8 @@ async def test_tenants_are_api_keys_where_there_are_any(tmp_path: Any) -> None:
         await client.queued(9)
         tasks.append(client.start("b", two, prompt=long(20)))
         await client.queued(10)
-        assert await client.metric('baton_router_queue_tenant_requests{tenant="key-1"}') == 9
-        assert await client.metric('baton_router_queue_tenant_requests{tenant="key-2"}') == 1
+        assert await client.metric(f'baton_router_queue_tenant_requests{{tenant="{names[0]}"}}') == 9
+        assert await client.metric(f'baton_router_queue_tenant_requests{{tenant="{names[1]}"}}') == 1
         go_on(decode)
         await asyncio.gather(first, *tasks)
         assert order_of(decode).index("b") < 5, "users of one key share its turns"

@@ -22,6 +22,7 @@ from baton.errors import (
 from baton.rpc.convert import role_to_pb
 from baton.testing.fake_worker import FINGERPRINT, FakeWorker, expected_tokens
 from baton.testing.tcp_proxy import TcpProxy
+from baton.token_ids import token_ids
 from baton.types import FinishReason, RequestId, Role, SamplingParams
 from baton_router.config import RouterConfig
 from baton_router.core import RoutedChunk, RoutedRequest
@@ -71,6 +72,9 @@ class Router:
                 <= {x.instance_id for x in self.registry.instances() if x.ready and x.feed.state is IndexState.EXACT}
             )
         )
+        framed = {w.instance_id for w in workers if w.calls_port and w.role is Role.DECODE}
+        over = self.registry.sessions.over_frames
+        await self.until(lambda: framed <= {x.instance_id for x in self.registry.instances() if over(x)})
 
     def assert_nothing_held(self) -> None:
         assert self.dispatcher.num_in_flight == 0
@@ -83,13 +87,18 @@ class Router:
 
 @dataclass
 class World:
-    """Workers and routers of one test."""
+    """Workers and routers of one test.
+
+    Attributes:
+        frames: Whether workers serve calls without gRPC, too.
+    """
 
     stack: contextlib.AsyncExitStack
+    frames: bool = True
     workers: list[FakeWorker] = field(default_factory=list)
 
     async def worker(self, role: Role, name: str, **options: object) -> FakeWorker:
-        worker = FakeWorker(role, name, **options)  # type: ignore[arg-type]
+        worker = FakeWorker(role, name, **{"frames": self.frames, **options})  # type: ignore[arg-type]
         await worker.start()
         self.stack.push_async_callback(worker.stop)
         self.workers.append(worker)
@@ -103,6 +112,7 @@ class World:
 
     async def proxy(self, worker: FakeWorker) -> TcpProxy:
         proxy = TcpProxy(worker.port)
+        worker.calls_port = 0  # which would lead past it
         await proxy.start()
         self.stack.push_async_callback(proxy.stop)
         return proxy
@@ -133,15 +143,15 @@ class World:
         return router
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
+@pytest.fixture(params=[True, False], ids=["frames", "grpc"])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     async with contextlib.AsyncExitStack() as stack:
-        yield World(stack)
+        yield World(stack, frames=request.param)
 
 
 def make_request(name: str = "r", prompt: list[int] | None = None, **sampling: object) -> RoutedRequest:
     values: dict[str, object] = {"max_tokens": 8, "seed": 5, **sampling}
-    return RoutedRequest(RequestId(name), prompt or PROMPT, SamplingParams(**values))  # type: ignore[arg-type]
+    return RoutedRequest(RequestId(name), token_ids(prompt or PROMPT), SamplingParams(**values))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -964,9 +974,8 @@ async def test_two_routers_side_by_side(world: World) -> None:
     answers = await asyncio.gather(*(run(routers[i % 2], r) for i, r in enumerate(requests)))
     for request, answer in zip(requests, answers, strict=True):
         assert_right(answer, request)
-    await routers[0].until(
-        lambda: all(routers[0].instance(w).feed.num_blocks == routers[1].instance(w).feed.num_blocks for w in decodes)
-    )
+    for router in routers:
+        await router.until(lambda r=router: all(r.instance(w).feed.num_blocks == len(w.cached) for w in decodes))  # type: ignore[misc]
     one, two = [await r.dispatcher.route(requests[3]) for r in routers]
     assert {c.instance_id: c.match_rate for c in one.candidates} == {
         c.instance_id: c.match_rate for c in two.candidates

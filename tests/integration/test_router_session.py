@@ -17,6 +17,7 @@ from baton.client.request import build_generate
 from baton.text import TextModelCache
 from baton.types import PrefillPath
 from baton_router import grpc_generate
+from baton_router.accounts import Accounts
 from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, create_app
 from baton_router.text_pipeline import TextPipeline
@@ -59,6 +60,16 @@ async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, 
     assert {term.name: term.value for term in decision.terms} == {"match": 1.0}
     answer = await grpc_generate.route(pipeline, router_pb2.RouteRequest(text="def", session_id="c"), None)
     assert answer.decision.decode_instance == "decode-1"
+
+
+async def test_sessions_of_tenants_are_apart(dispatcher: ScriptedDispatcher, pipeline: TextPipeline) -> None:
+    accounts = Accounts.of_keys("one", "two")
+    request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
+    for key in ("one", "two", "one"):
+        async for _ in grpc_generate.generate(pipeline, request, accounts.identify(f"Bearer {key}")):
+            pass
+    first, other, again = (request.session for request in dispatcher.requests)
+    assert first == again != other
 
 
 # --- over the wire, to fake workers ---

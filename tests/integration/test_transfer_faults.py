@@ -18,7 +18,7 @@ from tests.transport_faults import BIG, LAYOUT, Hook, Process, Proxy, fingerprin
 
 from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError, StaleBlockError, TransferError
 from baton.kv.arena import KVArena
-from baton.transport.blocks import BlockFetcher, BlockServer, BlockSource, Endpoint, LinkOptions, TcpOptions
+from baton.transport.blocks import BlockFetcher, BlockReads, BlockServer, BlockSource, Endpoint, LinkOptions, TcpOptions
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.read_wire import tail_bytes
 from baton.transport.sockets import connect_tcp
@@ -106,7 +106,8 @@ def test_a_connection_cut_anywhere_fails_and_the_next_fetch_works(
     handshake = handshake_bytes(server)
     # The smallest answer on any of the connections: a header, two bitmaps, and a share of the blocks.
     count = len(IDS) // streams
-    total = handshake + HEADER.size + 1 + count * LAYOUT.block_bytes + tail_bytes(count, count, checksums=True)
+    share = BlockReads.of(IDS[:count], IDS[:count], IDS[:count])
+    total = handshake + HEADER.size + 1 + count * LAYOUT.block_bytes + tail_bytes(share, count, checksums=True)
     for at_cut in cuts(total, handshake):
         target.blocks[:] = 0xEE
         proxy = Proxy(server.endpoints[0].address, cut_at=at_cut)

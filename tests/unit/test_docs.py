@@ -36,8 +36,9 @@ DOCUMENTS = sorted(
     )
 )
 SERVICES = {f"baton-{name}": f"baton_{name}.main" for name in ("router", "prefill", "decode", "kvstore")}
-BENCHES = ["baton bench kv", "baton bench router", "baton bench prefixes"]
-COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton explain", *BENCHES]
+BENCHES = ["baton bench kv", "baton bench router", "baton bench prefixes", "baton bench store"]
+STORES = ["baton kvstore tenants", "baton kvstore clear"]
+COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton explain", *STORES, *BENCHES]
 SECTIONS = {
     "baton-router": ["router"],
     "baton-prefill": ["worker", "engine"],
@@ -47,9 +48,12 @@ SECTIONS = {
     "baton demo": ["demo"],
     "baton health": ["health"],
     "baton explain": ["explain"],
+    "baton kvstore tenants": ["storetenants"],
+    "baton kvstore clear": ["storeclear"],
     "baton bench kv": ["bench"],
     "baton bench router": ["replay"],
     "baton bench prefixes": ["prefixes"],
+    "baton bench store": ["storebench"],
 }
 FENCE = re.compile(r"^ *(```+|~~~+)([^\n]*)\n(.*?)^ *\1 *$", re.DOTALL | re.MULTILINE)
 
@@ -135,7 +139,8 @@ def test_commands_in_documents_exist(flags_of):
     seen = 0
     for path in DOCUMENTS:
         for words in shell_commands(path.read_text(encoding="utf-8")):
-            command = words[0] if words[0] in SERVICES else " ".join(words[: 3 if words[1:2] == ["bench"] else 2])
+            nested = words[1:2] in (["bench"], ["kvstore"])
+            command = words[0] if words[0] in SERVICES else " ".join(words[: 3 if nested else 2])
             if command == "baton --version":
                 continue
             assert command in known, f"{name_of(path)}: {words}"
@@ -184,6 +189,7 @@ async def registries() -> dict[str, CollectorRegistry]:
     worker = WorkerMetrics()
     worker.watch(lambda: EngineStats(*[0] * len(EngineStats.__dataclass_fields__)), lambda: (0, 0.0))
     worker.watch_store(StoreUse())
+    worker.watch_connectors({"offload": StoreUse()})
     try:
         return {"router": router.metrics.registry, "worker": worker.registry, "kvstore": store.metrics.registry}
     finally:

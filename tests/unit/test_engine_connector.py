@@ -12,6 +12,7 @@ from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import InvalidRequestError
+from baton.hashing import block_hashes, root_hash
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.testing.toy_runner import ToyRunner
 from baton.types import BlockHash, BlockId, FinishReason, PrefillPath, RequestId, SamplingParams, TokenLogprob
@@ -149,11 +150,11 @@ class DecodeSide(KVConnector):
 class Engine:
     """An engine of either side."""
 
-    def __init__(self, num_blocks: int = 40, source: Engine | None = None) -> None:
+    def __init__(self, num_blocks: int = 40, source: Engine | None = None, side: PrefillSide | None = None) -> None:
         self.runner = ToyRunner(block_size=BLOCK)
         self.shards = self.runner.make_arena(num_blocks)
         self.arena = self.shards.primary
-        self.prefill_side = PrefillSide()
+        self.prefill_side = side or PrefillSide()
         self.decode_side = DecodeSide(source, self) if source is not None else None
         self.core = EngineCore(
             EngineConfig(block_size=BLOCK, prefill_chunk=8, max_num_batched_tokens=24, max_num_seqs=8),
@@ -463,3 +464,75 @@ def test_a_queue_that_waits_for_held_blocks_goes_on_when_they_are_let_go() -> No
     engine.prefill_side.let_go.append(RequestId("a"))
     engine.run()
     assert engine.tokens("b") == expected(engine, PROMPT[::-1])[:1]
+
+
+class Follower(PrefillSide):
+    """Wants to know of every request."""
+
+    follows_all = True
+
+
+def test_a_connector_that_follows_all_is_told_of_what_was_generated() -> None:
+    engine = Engine(side=Follower())
+    engine.add("a")
+    engine.run()
+    tokens = [*PROMPT, *engine.tokens("a")]
+    told = engine.prefill_side.progress[RequestId("a")]
+    assert [done for _, _, done in told] == [8, 14, len(tokens) - 1]
+    assert list(told[-1][1]) == block_hashes(tokens, BLOCK, root_hash(engine.runner.fingerprint.content_key()))[:5]
+    # Its blocks are kept until the connector has them, also if its client hangs up meanwhile.
+    assert engine.core.stats().blocks_active == 6
+    assert not engine.core.abort(RequestId("a"))
+    assert engine.core.stats().blocks_active == 6
+    engine.prefill_side.let_go.append(RequestId("a"))
+    engine.assert_empty()
+
+
+def test_each_of_several_sequences_is_told_of_by_its_own_name() -> None:
+    engine = Engine(side=Follower())
+    engine.add("a", sampling=SamplingParams(temperature=1.5, max_tokens=9, n=3, ignore_eos=True))
+    engine.run()
+    assert set(engine.prefill_side.progress) == {"a", "a#1", "a#2"}
+    assert len({told[-1][1] for told in engine.prefill_side.progress.values()}) == 3
+    engine.prefill_side.let_go = list(engine.prefill_side.holding)
+    engine.assert_empty()
+
+
+def test_a_request_id_may_come_again_while_its_blocks_are_saved() -> None:
+    engine = Engine(side=Follower())
+    engine.add("a")
+    engine.run()
+    engine.add("a")
+    assert engine.core.stats().blocks_active == 0  # given back: what is saved of them now is fenced
+    engine.run()
+    engine.prefill_side.let_go.append(RequestId("a"))
+    engine.assert_empty()
+
+
+def test_aborted_requests_are_not_told_of_again() -> None:
+    engine = Engine(side=Follower())
+    engine.add("a")
+    engine.step()
+    engine.step()
+    engine.core.abort(RequestId("a"))
+    engine.run()
+    assert [done for _, _, done in engine.prefill_side.progress[RequestId("a")]] == [8, 14]
+    engine.prefill_side.let_go.append(RequestId("a"))
+    engine.assert_empty()
+
+
+def test_a_connector_that_fails_to_save_costs_no_request() -> None:
+    class Broken(PrefillSide):
+        follows_all = True
+
+        def blocks_computed(self, *_: object) -> None:
+            raise OSError("the disk is full")
+
+        def request_finished(self, request_id: RequestId) -> bool:
+            raise OSError("still full")
+
+    engine = Engine(side=Broken())
+    engine.add("a")
+    engine.run()
+    assert engine.tokens("a") == expected(engine)
+    engine.assert_empty()

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.disk_crash_writer import BLOCK, KINDS, LABELS, content, name_of, open_log, write_until_killed
 
 ROUNDS = 100
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass
@@ -55,20 +55,26 @@ def run_and_kill(path: Path, seed: int, model: Model, rng: random.Random) -> Non
     process.start()
     writer_end.close()
     if rng.random() < 0.9:  # else: killed while it starts
-        assert news.poll(WAIT_S)
-    time.sleep(rng.uniform(0.0, 0.04))  # the random moment
+        for _ in range(rng.randint(1, 16)):  # however slow the machine is
+            assert news.poll(WAIT_S)
+            learn(news.recv_bytes(), model)
+    time.sleep(rng.uniform(0.0, 0.01))  # the random moment
     process.kill()
     process.join(WAIT_S)
     assert process.exitcode == -9
     while True:
         try:
-            word, *rest = json.loads(news.recv_bytes())
+            learn(news.recv_bytes(), model)
         except EOFError:
             break
-        if rest:
-            model.learn(word, *rest)
     news.close()
     lose_power(path, notes, rng)
+
+
+def learn(message: bytes, model: Model) -> None:
+    word, *rest = json.loads(message)
+    if rest:
+        model.learn(word, *rest)
 
 
 def lose_power(path: Path, notes: Path, rng: random.Random) -> None:

@@ -268,11 +268,20 @@ def content(kind: Fingerprint, name: BlockHash) -> int:
 class StoreMachine(RuleBasedStateMachine):
     """Random puts, gets, deletes and passing time; leased blocks must keep their bytes, everything must add up."""
 
+    eviction = "lru"
+
     def __init__(self) -> None:
         super().__init__()
         self.closed = 0
         self.clock = Clock()
-        self.store = BlockStore(5 * 4096, max_pools=2, max_leases=3, clock=self.clock, on_close=self.close_pool)
+        self.store = BlockStore(
+            5 * 4096,
+            max_pools=2,
+            max_leases=3,
+            clock=self.clock,
+            on_close=self.close_pool,
+            eviction=self.eviction,
+        )
         self.puts: list[tuple[Fingerprint, Reservation]] = []
         self.leases: dict[int, Callable[[], bool]] = {}
         self.ends: dict[int, float] = {}
@@ -365,3 +374,11 @@ class StoreMachine(RuleBasedStateMachine):
 
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStoreMachine = StoreMachine.TestCase
+
+
+class S3FifoStoreMachine(StoreMachine):
+    eviction = "s3fifo"
+
+
+S3FifoStoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestS3FifoStoreMachine = S3FifoStoreMachine.TestCase

@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.scripted import MODEL, encode
 
-from baton.api.v1 import common_pb2, router_pb2
+from baton.api.v1 import common_pb2
 from baton.errors import DeadlineError, InvalidRequestError
-from baton.types import TokenLogprob
+from baton.token_ids import token_ids
+from baton.types import InstanceId, Role, TokenLogprob
+from baton_router.decision import Decision
 from baton_router.http.batch import run_all
 from baton_router.http.errors import baton_error_object
 from baton_router.http.fields import HARMLESS, ONLY_DEFAULT, header_value, ignored_fields
 from baton_router.http.guard import ClientGone, RequestGuard
-from baton_router.http.headers import Route, route_headers
+from baton_router.http.headers import Route, route_headers, route_lines
+from baton_router.http.job import _usual_completion, completion_job
 from baton_router.http.logprobs import LogprobWriter
 from baton_router.http.messages import parse_messages
 from baton_router.http.metrics import HttpMetrics
 from baton_router.http.schemas import ChatBody, CompletionBody, field_path
+from baton_router.policy import Ratings, Scores, Side
+from baton_router.policy.choice import Choice
 from baton_router.text_request import TextChunk
 
 
@@ -155,8 +161,18 @@ def test_tokens_of_half_characters_stay_apart_in_completions() -> None:
 def test_headers_of_local_remote_and_batches() -> None:
     assert route_headers([Route()])["x-baton-path"] == "none"
     local, remote = Route(), Route()
-    candidates = [router_pb2.RouteCandidate(instance_id=name, match_rate=rate) for name, rate in (("p", 0.5), ("d", 1))]
-    decision = router_pb2.RouteDecision(decode_instance="d", candidates=candidates, index_state="stale")
+    decision = Decision(
+        prompt_tokens=1,
+        policy="x",
+        prefill=Side(Role.PREFILL, [InstanceId("p")], [0], [0.5], [0.0], [0.0], 1.0),
+        decode=Side(Role.DECODE, [InstanceId("d")], [0], [1.0], [0.0], [0.0], 1.0),
+        ratings=Ratings(Scores({}, [0.0]), Scores({}, [0.0])),
+        choice=Choice(0, 0, None, 0.0),
+        path=None,
+        prefill_order=[0],
+        prefill_addresses=[],
+        index_state="stale",
+    )
     trace = common_pb2.RequestTrace
     local.add(
         TextChunk([], trace(path=common_pb2.PREFILL_PATH_LOCAL, decode_instance="d", local_reason="short"), decision)
@@ -169,6 +185,9 @@ def test_headers_of_local_remote_and_batches() -> None:
             [], trace(path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", kv_bytes=5, pipe="tcp"), decision
         )
     )
+    for route in (local, remote, Route()):
+        lines = "".join(f"{name}: {value}\r\n" for name, value in route_headers([route]).items())
+        assert route_lines(route) == lines.encode()
     both = route_headers([local, remote])
     assert (both["x-baton-path"], both["x-baton-match-rate"], both["x-baton-kv-bytes"]) == (
         "local,remote",
@@ -204,3 +223,28 @@ def test_earlier_tool_calls_reach_the_template_as_objects() -> None:
         with pytest.raises(InvalidRequestError) as caught:
             parse_messages([{"role": "assistant", "content": "x", "tool_calls": wrong}])
         assert caught.value.field == field
+
+
+@given(
+    st.fixed_dictionaries(
+        {"prompt": st.text(max_size=5) | st.just(token_ids([1, 2]))},
+        optional={
+            "model": st.text(max_size=5) | st.none(),
+            "max_tokens": st.integers(-5, 5) | st.booleans() | st.just("5"),
+            "temperature": st.floats(0, 2) | st.integers(0, 2) | st.just("hot"),
+            "top_p": st.floats(0, 1) | st.integers(0, 1),
+            "seed": st.integers() | st.none(),
+            "stream": st.booleans() | st.just(1),
+            "user": st.text(max_size=5),
+            "request_id": st.text(max_size=5) | st.just(7),
+            "n": st.just(1),
+            "unknown": st.just(1),
+        },
+    )
+)
+@settings(deadline=None)
+def test_the_short_way_for_usual_bodies_reads_what_the_schema_reads(body: dict[str, Any]) -> None:
+    short = _usual_completion(body)
+    if short is not None:
+        with patch("baton_router.http.job._usual_completion", return_value=None):
+            assert completion_job(body, 4) == short

@@ -23,9 +23,10 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.text import TextModel, TextModelCache
+from baton.token_ids import TokenIds, token_ids
 from baton.types import FinishReason, SamplingParams
 from baton_router import grpc_generate
-from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.core import ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
 from baton_router.generation_metrics import GenerationMetrics, cached_tokens
 from baton_router.text_pipeline import TextPipeline
 from baton_router.text_request import ChatPrompt, TextChunk, TextRequest
@@ -72,7 +73,7 @@ async def test_prompt_is_tokenized_once_with_defaults_filled_in() -> None:
         dispatcher, TextRequest(ChatPrompt([{"role": "user", "content": "hi"}]), GREEDY, add_special_tokens=False)
     )
     first, second, third, chat = dispatcher.requests
-    assert first.prompt_token_ids == MODEL.tokenizer.encode("def")
+    assert list(first.prompt_token_ids) == MODEL.tokenizer.encode("def")
     assert first.prompt_token_ids[0] == MODEL.tokenizer.bos_token_id
     assert first.sampling.max_tokens == 16
     assert second.sampling.max_tokens == 256 - len(second.prompt_token_ids)
@@ -80,7 +81,7 @@ async def test_prompt_is_tokenized_once_with_defaults_filled_in() -> None:
     assert first.request_id.startswith("mine-")
     assert first.request_id != second.request_id
     assert (second.cache_salt, second.priority) == ("s", -3)
-    assert (third.prompt_token_ids, third.sampling.seed, third.sampling.top_k) == ([7, 8], 5, 4096)
+    assert (list(third.prompt_token_ids), third.sampling.seed, third.sampling.top_k) == ([7, 8], 5, 4096)
     assert MODEL.tokenizer.decode(chat.prompt_token_ids, False).startswith("<|bos|><|im_start|>user\nhi")
     assert chat.prompt_token_ids.count(1) == 1  # one begin token, the template's
 
@@ -123,12 +124,12 @@ async def test_bad_input_is_named_before_anything_is_taken(
 async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
 
-    def slowly(model: TextModel, request: TextRequest, limit: int | None) -> list[int]:
+    def slowly(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
         begun.release()
         assert go_on.acquire(timeout=10)
-        return [1]
+        return token_ids([1])
 
-    monkeypatch.setattr("baton_router.text_pipeline._encode", slowly)
+    monkeypatch.setattr("baton_router.text_pipeline._tokenize", slowly)
     monkeypatch.setattr("baton_router.text_pipeline._LARGE_WAIT_S", 0.2)
     text = pipeline(ScriptedDispatcher())
     info = text.model_info()
@@ -139,15 +140,18 @@ async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.Monkey
     shorter = asyncio.create_task(text.tokenize(TextRequest("x" * 200_000, GREEDY), info))
     assert await asyncio.to_thread(begun.acquire, timeout=10), "shorter ones don't wait for it"
     go_on.release(2)
-    assert await first == await shorter == [1]
+    assert await first == await shorter == token_ids([1])
     go_on.release()
-    assert await text.tokenize(TextRequest("x" * 300_000, GREEDY), info) == [1]
+    assert await text.tokenize(TextRequest("x" * 300_000, GREEDY), info) == token_ids([1])
 
 
 async def test_a_model_without_chat_template() -> None:
     class Bare:
         async def get(self, path: str) -> TextModel:
             return TextModel(MODEL.tokenizer)
+
+        def loaded(self, path: str) -> TextModel | None:
+            return None
 
     request = TextRequest(ChatPrompt([{"role": "user", "content": "x"}]), GREEDY, prompt_field="messages")
     with pytest.raises(InvalidRequestError, match="chat template") as caught:

@@ -257,3 +257,19 @@ def test_tiers(feed: EventFeed) -> None:
     assert found() == {"device": 3, "host": 3}
     feed.apply(batch(5, events_pb2.KvEvent(cleared=events_pb2.KvCleared())))
     assert found() == {"device": 0}
+
+
+def test_a_snapshot_in_parts_counts_when_it_is_whole(feed: EventFeed) -> None:
+    def part(*events: events_pb2.KvEvent, first: bool = False, more: bool = True) -> events_pb2.KvEventBatch:
+        return events_pb2.KvEventBatch(epoch=A, sequence=7, events=events, snapshot=first, more=more)
+
+    feed.apply(part(stored(HASHES[:2]), first=True))
+    assert (feed.state, feed.resume_from(A)) == (IndexState.STALE, 0)  # broken off now, it begins anew
+    with pytest.raises(EventGapError):
+        feed.apply(batch(8, stored(HASHES[5:])))
+    feed.apply(part(stored(HASHES[:2]), first=True))
+    feed.apply(part(stored(HASHES[2:4])))
+    feed.apply(part(stored(HASHES[4:6], tier="disk"), more=False))
+    assert (feed.state, feed.resume_from(A), feed.num_blocks) == (IndexState.EXACT, 7, 4)
+    assert not feed.apply(part(more=False))
+    assert feed.apply(batch(8, stored(HASHES[6:])))

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import random
 import socket
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,11 @@ from baton.api.v1 import common_pb2
 from baton.config import add_flags, from_flags
 from baton.errors import ConfigError
 from baton.types import Role
-from baton_router.app import RouterApp, listen, read_api_keys
+from baton_router.app import RouterApp, listen
 from baton_router.backoff import Backoff
+from baton_router.chunk_queue import ChunkQueue
 from baton_router.config import RouterConfig
 from baton_router.load import REQUEST_OVERHEAD_TOKENS, Hold, LoadBook
-from baton_router.merge import merge
 from baton_router.metrics import RouterMetrics
 from baton_router.registration import Leases
 from baton_router.trace import TraceMerge
@@ -143,62 +142,67 @@ def test_trace_metrics() -> None:
     assert value("baton_router_transfer_seconds_sum", {"pipe": "tcp"}) == pytest.approx(0.002)
 
 
-# --- merged streams ---
+# --- callbacks as a stream ---
 
 
-async def counting(count: int, closed: list[int], fail_at: int | None = None) -> AsyncGenerator[int, None]:
-    try:
-        for i in range(count):
-            if i == fail_at:
-                raise ValueError(f"at {i}")
-            yield i
-            await asyncio.sleep(0)
-    finally:
-        closed.append(count)
+class Source:
+    """Makes numbers when it is told to, and knows what it was told."""
+
+    def __init__(self, queue: ChunkQueue[int]) -> None:
+        self.queue, self.cancelled, self.held, self.made = queue, 0, False, 0
+
+    def make(self, count: int) -> None:
+        for _ in range(count):
+            self.queue.on_chunk(self.made)
+            self.made += 1
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def hold(self, held: bool) -> None:
+        self.held = held
 
 
-async def test_merge_yields_everything_in_each_streams_order() -> None:
-    closed: list[int] = []
-    streams = [counting(n, closed) for n in (5, 0, 3)]
-    items = [item async for item in merge(streams)]
-    assert sorted(items) == sorted([*range(5), *range(3)])
-    assert sorted(closed) == [0, 3, 5]
-
-
-async def test_merge_keeps_the_order_in_which_items_were_made() -> None:
-    made: list[tuple[int, int]] = []
-
-    async def making(stream: int, rng: random.Random) -> AsyncGenerator[tuple[int, int], None]:
-        for i in range(50):
-            for _ in range(rng.randrange(3)):
-                await asyncio.sleep(0)
-            made.append((stream, i))
-            yield stream, i
-
-    rng = random.Random(0)
+async def test_a_queue_of_chunks_yields_all_of_them_and_the_end() -> None:
+    queue: ChunkQueue[int] = ChunkQueue()
+    source = Source(queue)
+    source.make(2)
     taken = []
-    async for item in merge([making(s, rng) for s in range(5)]):
-        taken.append(item)
-        for _ in range(rng.randrange(3)):
-            await asyncio.sleep(0)
-    assert taken == made
-    assert len(taken) == 250
+    async with queue.of(source) as chunks:
+        async for chunk in chunks:
+            taken.append(chunk)
+            if chunk == 1:
+                asyncio.get_running_loop().call_soon(source.make, 3)
+            if chunk == 4:
+                asyncio.get_running_loop().call_soon(queue.on_end, None)
+    assert taken == [0, 1, 2, 3, 4]
+    assert source.cancelled == 1
 
 
-async def test_merge_closes_all_when_it_is_closed() -> None:
-    closed: list[int] = []
-    merged = merge([counting(100, closed), counting(200, closed)])
-    await anext(merged)
-    await merged.aclose()
-    assert sorted(closed) == [100, 200]
+async def test_a_queue_of_chunks_holds_a_source_that_is_too_fast() -> None:
+    queue: ChunkQueue[int] = ChunkQueue()
+    source = Source(queue)
+    async with queue.of(source) as chunks:
+        source.make(1000)
+        assert source.held
+        for expected in range(1000):
+            assert await anext(chunks) == expected
+        waiting = asyncio.ensure_future(anext(chunks))
+        await asyncio.sleep(0)
+        assert not source.held
+        source.make(1)
+        assert await waiting == 1000
 
 
-async def test_merge_raises_the_first_error_and_closes_the_others() -> None:
-    closed: list[int] = []
-    with pytest.raises(ValueError, match="at 2"):
-        async for _ in merge([counting(100, closed), counting(200, closed, fail_at=2)]):
-            pass
-    assert sorted(closed) == [100, 200]
+async def test_a_queue_of_chunks_raises_the_error_behind_what_came_before_it() -> None:
+    queue: ChunkQueue[int] = ChunkQueue()
+    source = Source(queue)
+    source.make(3)
+    queue.on_end(ValueError("at 3"))
+    async with queue.of(source) as chunks:
+        assert [await anext(chunks) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(ValueError, match="at 3"):
+            await anext(chunks)
 
 
 # --- pauses ---
@@ -257,18 +261,6 @@ def test_bad_values(values: dict[str, object], name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RouterConfig(**values)  # type: ignore[arg-type]
     assert caught.value.field == name
-
-
-def test_api_keys(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# ours\none\n\n two \n")
-    assert read_api_keys(str(path)) == ("one", "two")
-    path.write_text("# none\n")
-    for bad in (str(path), str(tmp_path / "absent")):
-        with pytest.raises(ConfigError) as caught:
-            read_api_keys(bad)
-        assert caught.value.field == "api_key_file"
-    assert read_api_keys("") == ()
 
 
 async def test_nobody_listens_off_loopback_without_authentication(tmp_path: Path) -> None:

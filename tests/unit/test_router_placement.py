@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from baton.api.v1 import common_pb2, events_pb2
@@ -19,10 +21,11 @@ from baton_router.config import RouterConfig
 from baton_router.instance import Instance, InstanceInfo, Status
 from baton_router.load import REQUEST_OVERHEAD_TOKENS
 from baton_router.metrics import RouterMetrics
-from baton_router.placement import Ask, Placement, Placer
+from baton_router.placement import Ask, LowerTiers, Placement, Placer
 from baton_router.policy import POLICIES, Policy, PolicyContext, make_policy
 from baton_router.registry import Registry
 from baton_router.speeds import Served, Speeds
+from baton_router.stores import Store
 
 PROMPT = list(range(40))
 EIGHTS = replace(FINGERPRINT, block_size=8, block_bytes=256)
@@ -243,7 +246,7 @@ def tell(cluster: Cluster, address: str, *stored: tuple[str, int]) -> None:
 async def test_blocks_in_slower_tiers_count_by_weight(cluster: Cluster) -> None:
     tell(cluster, "d:1", ("device", 2), ("host", 4), ("remote", 10))
     tell(cluster, "d:2", ("device", 5))
-    placer = cluster.make_placer(tier_weights={"host": 0.5, "remote": 0.25})
+    placer = cluster.make_placer(tiers=LowerTiers({"host": 0.5, "remote": 0.25}))
     placement = placer.place(Ask(PROMPT), reserve=False)
     assert placement is not None
     rates = {x.instance_id: x.match_rate for x in placement.decision.candidates}
@@ -251,6 +254,41 @@ async def test_blocks_in_slower_tiers_count_by_weight(cluster: Cluster) -> None:
     assert rates["d:2"] == pytest.approx(0.5)
     assert placement.decision.decode.loadable == [40, 20]
     assert placement.decision.decode.matched == [8, 20]
+    assert placement.decision.decode.tiers == [{"host": 8, "remote": 24}, {}]
+
+
+async def test_blocks_in_a_kv_store_count_for_the_instances_that_load_from_it(cluster: Cluster) -> None:
+    tell(cluster, "d:1", ("device", 2), ("host", 4))
+    tell(cluster, "d:2", ("device", 5))
+    stores = cluster.registry.stores
+    info = cluster.get("d:1").info
+    assert info is not None
+    hashes = block_hashes(PROMPT, 4, root_hash(info.content_key))
+    for address, memory, disk in (("s:1", 6, 0), ("s:2", 0, 8), ("other:1", 10, 0)):
+        store = Store(address, grpc.aio.insecure_channel(address), stores.make_feed())
+        batch = events_pb2.KvEventBatch(epoch=b"s" * 16, sequence=1, snapshot=True)
+        batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=hashes[:memory], tier="host"))
+        batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=hashes[memory:disk], tier="disk"))
+        store.feed.apply(batch)
+        stores._links[address] = store, asyncio.create_task(asyncio.sleep(0))
+    placer = cluster.make_placer(tiers=LowerTiers({"host": 0.5, "store": 0.5, "store_disk": 0.25}, stores))
+    cluster.get("d:1").info = replace(info, kvstore="s:1,s:2")
+    placement = placer.place(Ask(PROMPT), reserve=False)
+    assert placement is not None
+    side = placement.decision.decode
+    assert side.tiers == [{"host": 8, "store": 8, "store_disk": 8}, {}]
+    assert side.loadable == [32, 20]
+    assert side.match_rates == pytest.approx([(2 + 0.5 * 2 + 0.5 * 2 + 0.25 * 2) / 10, 0.5])
+    # A store that died counts no more; one that the instance does not use never did.
+    next(x for x in stores if x.address == "s:1").feed.lost()
+    placement = placer.place(Ask(PROMPT), reserve=False)
+    assert placement is not None
+    assert placement.decision.decode.tiers == [{"host": 8, "store_disk": 16}, {}]
+    cluster.get("d:1").info = replace(info, kvstore="discover")
+    placement = placer.place(Ask(PROMPT), reserve=False)
+    assert placement is not None
+    assert placement.decision.decode.tiers == [{"host": 8, "store": 24}, {}]
+    await cluster.registry.close()
 
 
 async def test_the_kv_store_is_a_candidate_where_loading_is_cheaper_than_computing(cluster: Cluster) -> None:

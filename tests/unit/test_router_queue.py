@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.errors import ConfigError
 from baton.types import RequestId, SamplingParams
+from baton_router.account_file import entries_of_tenants
+from baton_router.accounts import Accounts
 from baton_router.admission.drain import DrainRate
 from baton_router.admission.fairness import QUANTUM
 from baton_router.admission.metrics import AdmissionMetrics
@@ -103,6 +106,19 @@ def test_a_request_larger_than_many_turns_is_found_at_once(make: Maker) -> None:
     queue.add(make("d", 10))
     assert queue.take().request.tenant == "d"
     assert len(drained(queue)) == 3
+
+
+def test_weights_divide_what_is_served(make: Maker) -> None:
+    entries = entries_of_tenants({"tenants": {"a": {"keys": ["a"], "weight": 3}, "b": {"keys": ["b"]}}})
+    accounts, queue, served = Accounts(entries, b"secret"), unbounded(), Counter[str]()
+    for tenant in "ab":
+        for _ in range(400):
+            item = make(tenant, 100)
+            item.request = dataclasses.replace(item.request, account=accounts.identify(f"Bearer {tenant}"))
+            queue.add(item)
+    for _ in range(400):
+        served[queue.take().request.tenant] += 1
+    assert served["a"] == pytest.approx(3 * served["b"], rel=0.1)
 
 
 @SLOW
@@ -302,11 +318,11 @@ def test_bounds_that_cannot_be_name_their_field(field: str, value: float) -> Non
 
 def test_names_of_tenants_say_nothing_of_salts_and_people() -> None:
     tenants = Tenants()
-    assert tenants.name("key-1", "salt", "me") == "key-1"
-    assert tenants.name("", "", "") == ""
-    salt, user = tenants.name("", "secret", "me"), tenants.name("", "", "me")
+    assert tenants.name(Accounts.of_keys("k").identify("Bearer k"), "salt", "me") == "key-8254c329"
+    assert tenants.name(None, "", "") == ""
+    salt, user = tenants.name(None, "secret", "me"), tenants.name(None, "", "me")
     assert salt.startswith("salt-")
     assert user.startswith("user-")
     assert "secret" not in salt
-    assert tenants.name("", "secret", "you") == salt != tenants.name("", "other", "you")
-    assert Tenants().name("", "secret", "") != salt, "a guess cannot be tried out elsewhere"
+    assert tenants.name(None, "secret", "you") == salt != tenants.name(None, "other", "you")
+    assert Tenants().name(None, "secret", "") != salt, "a guess cannot be tried out elsewhere"

@@ -121,3 +121,41 @@ async def test_silence_is_filled_with_heartbeats():
         assert (news.heartbeat, news.sequence) == (False, 2)
         beat = await anext(stream)
         assert (beat.heartbeat, beat.sequence) == (True, 2)
+
+
+async def test_large_snapshots_and_batches_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.worker.events._PART_BLOCKS", 4)
+    log = KvEventLog(EPOCH)
+    names = tuple(block(i) for i in range(11))
+    state: list[KVEvent] = [BlocksStored(None, names[:6]), BlocksStored(None, names[6:], "disk")]
+    follower = Follower(log, state)
+    parts = await follower.take(3)
+    assert [(batch.snapshot, batch.more, batch.sequence) for batch in parts] == [
+        (True, True, 0),
+        (False, True, 0),
+        (False, False, 0),
+    ]
+    assert [(bytes(e.stored.parent_hash), list(e.stored.block_hashes)) for batch in parts for e in batch.events] == [
+        (b"", list(names[:4])),
+        (names[3], list(names[4:6])),
+        (b"", list(names[6:8])),
+        (names[7], list(names[8:])),
+    ]
+    log.append([BlocksRemoved(names[:5], "disk"), CacheCleared("host")])
+    first, second = await follower.take(2)
+    assert (first.sequence, second.sequence) == (1, 2)
+    assert [len(batch.events[0].removed.block_hashes) for batch in (first, second)] == [4, 1]
+    assert second.events[1].cleared.tier == "host"
+
+
+async def test_closing_the_log_ends_every_stream() -> None:
+    log = KvEventLog(EPOCH)
+    streams = [log.follow(0, b"", Follower(log, []).snapshot, heartbeat_s=seconds) for seconds in (0.0, 60.0)]
+    for stream in streams:
+        assert (await anext(stream)).snapshot
+    assert (await anext(streams[1])).heartbeat
+    waiting = [asyncio.ensure_future(anext(stream, None)) for stream in streams]
+    await asyncio.sleep(0)
+    log.close()
+    async with asyncio.timeout(5):
+        assert await asyncio.gather(*waiting) == [None, None]

@@ -12,9 +12,9 @@ from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.p2p_load import OwnPool, P2PLoader
 from baton.types import Role
 from baton.worker.dialer import GrpcPrefillDialer
-from baton.worker.instance import Parts
+from baton.worker.instance import SERVICE, Parts
 from baton.worker.main import main as run_worker
-from baton.worker.plugins import plugin_connectors
+from baton.worker.plugins import PluginConnectors
 from baton.worker.servicer import WorkerContext
 from baton.worker.store import StoreSide
 from baton_decode.servicer import DecodeServicer
@@ -25,10 +25,11 @@ class DecodeParts:
 
     def __init__(self, parts: Parts) -> None:
         config, fingerprint = parts.config, parts.runner.fingerprint
+        self._has_tickets = bool(config.ticket_key_file)
         self._fetcher = BlockFetcher(
             parts.shards, fingerprint, kinds=config.pipes, max_threads=config.fetch_threads, links=parts.links
         )
-        self._dialer = GrpcPrefillDialer(fingerprint, parts.token)
+        self._dialer = GrpcPrefillDialer(fingerprint, parts.token, parts.tls)
         self._loader = P2PLoader(
             pool=OwnPool(self._fetcher, parts.arena, parts.engine_config.block_size, parts.source),
             dialer=self._dialer,
@@ -38,11 +39,18 @@ class DecodeParts:
             stall_s=config.prefill_stall_s,
         )
         self._store = StoreSide(parts, self._fetcher)
-        self.connector: KVConnector = self._store.first(*plugin_connectors(parts), self._loader)
+        self._plugins = PluginConnectors(parts)
+        self.connector: KVConnector = self._store.between(self._plugins.connectors, self._loader)
+
+    @property
+    def open_calls(self) -> frozenset[str]:
+        """Generate, where it wants a ticket: clients have tickets and no token."""
+        return frozenset({f"/{SERVICE}/Generate"}) if self._has_tickets else frozenset()
 
     def servicer(self, context: WorkerContext) -> DecodeServicer:
         """Build the decode calls."""
         context.metrics.watch_store(self._store.use)
+        context.metrics.watch_connectors(self._plugins.uses)
         key = read_ticket_key(context.config.ticket_key_file)
         bearer = Bearer(context.instance_id, context.arena.epoch)
         return DecodeServicer(context, self._loader, TicketCheck(key, bearer) if key is not None else None)
@@ -50,6 +58,7 @@ class DecodeParts:
     async def close(self) -> None:
         """End loads, then close connections."""
         self.connector.close()
+        await self._plugins.close()
         await self._store.close()
         await self._dialer.close()
         await asyncio.to_thread(self._fetcher.close)

@@ -15,6 +15,7 @@ from baton.rpc.convert import (
     path_to_pb,
     prompt_logprobs_to_pb,
     sampling_from_pb,
+    tenant_from_pb,
 )
 from baton.rpc.ticket import TicketCheck
 from baton.transport.connector.p2p_load import P2PLoader
@@ -120,6 +121,7 @@ def _engine_request(request: worker_pb2.GenerateRequest) -> EngineRequest:
         sampling=sampling_from_pb(request.sampling),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        tenant=tenant_from_pb(request.tenant),
         candidates=tuple(request.prefill_candidates),
         threshold=request.remote_prefill_threshold if request.HasField("remote_prefill_threshold") else None,
     )

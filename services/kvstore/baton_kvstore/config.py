@@ -6,30 +6,34 @@ from dataclasses import dataclass
 
 from baton.config.flags import option
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
+from baton.config.tls import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.errors import ConfigError
-
-_MIN_DISK_BYTES = 1 << 20
+from baton_kvstore.tier_config import TierConfig
 
 
 @dataclass(frozen=True)
-class KVStoreConfig:
+class KVStoreConfig(TierConfig):
     """Configuration of one KV store process. Times in seconds, sizes in bytes."""
 
-    host: str = option("127.0.0.1", "address to listen on; off loopback only with --token-file")
+    host: str = option("127.0.0.1", "address to listen on; off loopback only with --token-file or --tls-cert")
     port: int = option(0, "gRPC port; 0: a free one")
     advertise_host: str = option("", "host under which instances reach this store's blocks; default: --host")
     instance_id: str = option("", "name of this store; default: kvstore-<random>")
-    capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
-    disk_path: str = option("", "directory, of its own, for blocks that memory has no room for; default: memory only")
-    disk_bytes: int = option(16 << 30, "size of the files in --disk-path, all together")
-    disk_write: str = option("evicted", "blocks that go to disk", choices=("evicted", "all"))
-    disk_sync_s: float = option(1.0, "longest time after which a block written to disk survives a loss of power")
-    disk_checkpoint_s: float = option(30.0, "time between two copies of the index, which make a start fast")
-    disk_segment_bytes: int = option(256 << 20, "size of one file")
-    disk_readers: int = option(4, "threads that read from disk")
-    disk_direct: bool = option(True, "read and write around the page cache where block size and file system allow it")
+    register_redis: str = option(
+        "", "URL of a Redis to register in, as one of several nodes, for instances with --kvstore discover"
+    )
+    register_prefix: str = option("baton", "put before every key there; instances call it --redis-prefix")
+    tenant_bytes: int = option(
+        0, "memory that the blocks of a tenant may take whose API key has no kv_bytes; 0: any amount"
+    )
+    tenant_disk_bytes: int = option(0, "the same on disk, for a tenant whose API key has no kv_disk_bytes")
     pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
     token_file: str = option("", "file with the shared token that callers must show")
+    tls_cert: str = option("", TLS_CERT_HELP)
+    tls_key: str = option("", TLS_KEY_HELP)
+    tls_ca: str = option("", TLS_CA_HELP)
+    tls_name: str = option("", TLS_NAME_HELP)
+    clear_kv: bool = option(False, CLEAR_KV_HELP)
     metrics_port: int = option(0, "port of /metrics; 0: none")
     max_blocks_per_call: int = option(4096, "hashes that one call may name")
     max_leases: int = option(4096, "leases that may live at once")
@@ -43,17 +47,19 @@ class KVStoreConfig:
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        self.check_tiers()
         for name in (
-            "capacity_bytes",
             "max_blocks_per_call",
             "max_leases",
             "max_fingerprints",
             "pull_workers",
             "max_pending_puts",
-            "disk_readers",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
+        for name in ("tenant_bytes", "tenant_disk_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}", field=name)
         for name in ("default_lease_s", "max_lease_s", "pull_timeout_s"):
             if not 0.0 < getattr(self, name) <= 3600.0:
                 raise ConfigError(f"{name} must be above 0 and at most 3600, got {getattr(self, name)}", field=name)
@@ -61,12 +67,6 @@ class KVStoreConfig:
             raise ConfigError(
                 f"drain_timeout_s must be in [0, 3600], got {self.drain_timeout_s}", field="drain_timeout_s"
             )
-        for name in ("disk_bytes", "disk_segment_bytes"):
-            if getattr(self, name) < _MIN_DISK_BYTES:
-                raise ConfigError(f"{name} must be at least {_MIN_DISK_BYTES}, got {getattr(self, name)}", field=name)
-        for name in ("disk_sync_s", "disk_checkpoint_s"):
-            if not 0.0 <= getattr(self, name) <= 3600.0:
-                raise ConfigError(f"{name} must be in [0, 3600], got {getattr(self, name)}", field=name)
         if self.default_lease_s > self.max_lease_s:
             raise ConfigError("default_lease_s must be at most max_lease_s", field="default_lease_s")
         check_pipes(self.pipes, without=frozenset({"memory"}))

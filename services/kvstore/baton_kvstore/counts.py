@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -14,6 +15,7 @@ class Counters:
     evictions: int = 0
     stored: int = 0
     expired_leases: int = 0
+    expired_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +33,15 @@ class StoreStats:
     evictions: int
     stored: int
     expired_leases: int
+    expired_blocks: int
 
 
 @dataclass
 class TierCounters:
-    """Of the tiers, since start; blocks."""
+    """Of the tiers, since start; blocks. ``hits`` and ``misses`` by tier."""
 
-    memory_hits: int = 0
-    memory_misses: int = 0
-    disk_hits: int = 0
-    disk_misses: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
     promotions: int = 0
     demotions: int = 0
     refused: int = 0

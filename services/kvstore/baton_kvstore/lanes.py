@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.rpc.tls import Tls
 from baton.transport.blocks import (
     BlockFetcher,
     BlockServer,
@@ -16,6 +17,7 @@ from baton.transport.blocks import (
     SequenceBlocks,
     ServerOptions,
 )
+from baton.transport.blocks.kinds import resolve_kinds
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.pool import Pool
@@ -32,10 +34,21 @@ class Lane:
 
 
 class Lanes:
-    """Opens a lane with a pool's first use and closes it with the pool."""
+    """Opens a lane with a pool's first use and closes it with the pool.
 
-    def __init__(self, config: KVStoreConfig, instance_id: InstanceId, token: str | None) -> None:
+    Attributes:
+        kinds: Of pipe, in order of preference.
+
+    Raises:
+        ConfigError: One that was named cannot work here.
+    """
+
+    def __init__(
+        self, config: KVStoreConfig, instance_id: InstanceId, token: str | None, tls: Tls | None = None
+    ) -> None:
         self._config, self._instance_id, self._token = config, instance_id, token
+        self._tls = None if config.clear_kv else tls
+        self.kinds = resolve_kinds(config.pipes, tls=self._tls is not None)
         self._lanes: dict[bytes, Lane] = {}
         self._closing: set[asyncio.Future[None]] = set()
 
@@ -93,12 +106,12 @@ class Lanes:
         lane = self._lanes.get(pool.key)
         if lane is None:
             config, kind = self._config, pool.fingerprint
-            options = ServerOptions(advertise_host=config.advertise_host or None)
+            options = ServerOptions(advertise_host=config.advertise_host or None, tls=self._tls)
             server = BlockServer(
                 pool.arena,
                 kind,
                 self._instance_id,
-                kinds=config.pipes,
+                kinds=self.kinds,
                 host=config.host,
                 token=self._token,
                 options=options,
@@ -106,9 +119,9 @@ class Lanes:
             fetcher = BlockFetcher(
                 pool.arena,
                 kind,
-                kinds=config.pipes,
+                kinds=self.kinds,
                 max_threads=config.pull_workers,
-                links=LinkOptions(token=self._token),
+                links=LinkOptions(token=self._token, tls=self._tls),
             )
             lane = self._lanes[pool.key] = Lane(server, fetcher)
             log.info("new kind of KV: model %s, %d bytes per block", kind.model, kind.block_bytes)

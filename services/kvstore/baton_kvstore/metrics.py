@@ -13,6 +13,8 @@ from prometheus_client.registry import Collector
 from baton_kvstore.disk.index import DiskCounters
 from baton_kvstore.disk.tier import DiskStats, DiskTier
 from baton_kvstore.store import BlockStore
+from baton_kvstore.tenant_metrics import MAX_TENANTS, tenant_metrics
+from baton_kvstore.tier_metrics import TIERS, chain_metrics
 from baton_kvstore.tiers import Tiers
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -38,12 +40,13 @@ class StoreMetrics(Collector):
         "evictions": "Blocks evicted",
         "stored": "Blocks stored by Put",
         "expired_leases": "Leases that nobody gave back",
+        "expired_blocks": "Blocks forgotten because their time was up",
     }
 
     _TIER_COUNTERS: ClassVar = {
-        "promotions": "Blocks brought from disk to memory",
-        "demotions": "Blocks written from memory to disk",
-        "refused": "Blocks that the disk could not take",
+        "promotions": "Blocks brought from tiers behind to memory",
+        "demotions": "Blocks written from memory to tiers behind",
+        "refused": "Blocks that no tier behind could take",
     }
     _DISK_COUNTERS: ClassVar = {
         "read_bytes": "Bytes of blocks read from disk",
@@ -83,7 +86,9 @@ class StoreMetrics(Collector):
     def refresh(self) -> None:
         """Take a new snapshot; called in the store's thread."""
         self._stats = self._store.stats()
-        self._tier_counts = dataclasses.replace(self._tiers.counters)
+        self._shares = self._store.quotas.largest(MAX_TENANTS)
+        counts = self._tiers.counters
+        self._tier_counts = dataclasses.replace(counts, hits=counts.hits.copy(), misses=counts.misses.copy())
 
     def collect(self) -> Iterable[Metric]:
         """Yield the snapshot (scrape thread)."""
@@ -92,17 +97,19 @@ class StoreMetrics(Collector):
             yield GaugeMetricFamily(f"baton_kvstore_{name.removeprefix('num_')}", text, value=getattr(stats, name))
         for name, text in self._COUNTERS.items():
             yield CounterMetricFamily(f"baton_kvstore_{name}", text, value=getattr(stats, name))
+        yield from tenant_metrics(self._shares)
         yield from self._tiers_metrics()
 
     def _tiers_metrics(self) -> Iterable[Metric]:
         counts = self._tier_counts
         hits = CounterMetricFamily("baton_kvstore_tier_hits", "Blocks that Get found, by tier", labels=["tier"])
         misses = CounterMetricFamily("baton_kvstore_tier_misses", "Blocks that Get did not find there", labels=["tier"])
-        for tier in ("memory", "disk"):
-            hits.add_metric([tier], getattr(counts, f"{tier}_hits"))
-            misses.add_metric([tier], getattr(counts, f"{tier}_misses"))
+        for tier in TIERS:
+            hits.add_metric([tier], counts.hits[tier])
+            misses.add_metric([tier], counts.misses[tier])
         yield hits
         yield misses
+        yield from chain_metrics(self._tiers.chain)
         disk = DiskCounters() if self._disk is None else self._disk.counters
         stats = DiskStats(0, 0, 0, 0, 0) if self._disk is None else self._disk.stats()
         for name, text in self._TIER_COUNTERS.items():

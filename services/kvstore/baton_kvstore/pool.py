@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.types import BlockHash
 from baton_kvstore.disk.format import Kind
+
+if TYPE_CHECKING:
+    from baton_kvstore.quotas import Share
 
 PAGE_BYTES = 4096
 MAX_SLOTS = 2**32 - 1
@@ -35,7 +39,11 @@ class Entry:
         pins: Leases and running Puts that need the block to stay; a pinned block is neither evicted nor reused.
         doomed: Deleted while it was pinned: no longer found, and its slot is given back with the last pin.
         saved: The tier behind has it, or will never have it: nothing is lost if it is evicted.
-        stamp: When it was used last; rises over all entries.
+        stamp: Of the eviction policy: when it was used last, or when it came; rises over all entries.
+        uses: Of the eviction policy: how often it was used lately.
+        share: Of the memory: whose it is.
+        used_at: Of the share: when it was used last; rises over all entries of a share.
+        held: One of its pins is somebody's wish to keep it.
     """
 
     pool: Pool
@@ -46,6 +54,10 @@ class Entry:
     doomed: bool = False
     saved: bool = False
     stamp: int = 0
+    uses: int = 0
+    share: Share | None = None
+    used_at: int = 0
+    held: bool = False
 
 
 @dataclass(eq=False)
@@ -82,6 +94,19 @@ class Pool:
     def num_warm(self) -> int:
         """Free slots that still have memory."""
         return len(self._warm)
+
+    def ready(self, block_hash: BlockHash) -> Entry | None:
+        """Return a block that can be found and is whole."""
+        entry = self.index.get(block_hash)
+        return entry if entry is not None and entry.state is State.READY else None
+
+    def prefix(self, hashes: Sequence[BlockHash]) -> Iterator[Entry]:
+        """Go through the leading blocks of a chain that can be found."""
+        for block_hash in hashes:
+            entry = self.ready(block_hash)
+            if entry is None:
+                return
+            yield entry
 
     def take_warm(self) -> int | None:
         """Take a free slot that has memory already."""

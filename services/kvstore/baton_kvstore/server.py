@@ -13,14 +13,18 @@ from prometheus_client import start_http_server
 
 from baton.api.v1 import kvstore_pb2_grpc
 from baton.errors import ConfigError
-from baton.rpc.auth import read_token
+from baton.rpc.auth import read_token, require_clear_pipes
 from baton.rpc.server import GrpcServer
-from baton.transport.blocks.kinds import resolve_kinds
+from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
+from baton.worker.redis_registration import RedisNode
 from baton_kvstore.config import KVStoreConfig
-from baton_kvstore.disk.open import open_disk
+from baton_kvstore.events import StoreEvents
 from baton_kvstore.lanes import Lanes
 from baton_kvstore.metrics import StoreMetrics
+from baton_kvstore.open_tiers import disk_of, open_chain
+from baton_kvstore.quotas import Quotas
+from baton_kvstore.saver import Watermarks
 from baton_kvstore.service import KvStoreServicer
 from baton_kvstore.store import BlockStore
 from baton_kvstore.tiers import Tiers
@@ -38,6 +42,7 @@ class KVStoreServer:
         address: ``host:port`` of the gRPC server, once started.
         store: What is in memory, to be looked at in the event loop's thread.
         tiers: Memory and what is behind it.
+        events: What routers are told of them.
         disk: The disk tier, if there is one.
 
     Raises:
@@ -46,23 +51,27 @@ class KVStoreServer:
 
     def __init__(self, config: KVStoreConfig) -> None:
         self._config = config
-        token = read_token(config.token_file)
+        token, tls = read_token(config.token_file), read_tls(config)
+        require_clear_pipes(config, tls)
         self.epoch = Epoch(secrets.token_bytes(16))
         self.instance_id = InstanceId(config.instance_id or f"kvstore-{self.epoch.hex()[:8]}")
         self.address = ""
-        self._lanes = Lanes(config, self.instance_id, token)
+        self.events = StoreEvents(self.epoch)
+        self._lanes = Lanes(config, self.instance_id, token, tls)
         self.store = BlockStore(
             config.capacity_bytes,
             max_pools=config.max_fingerprints,
             max_leases=config.max_leases,
             clock=time.monotonic,
             on_close=self._lanes.close_pool,
-            behind=bool(config.disk_path),
+            behind=config.has_back_tiers,
+            eviction=config.eviction,
+            quotas=Quotas(config.tenant_bytes, config.tenant_disk_bytes),
         )
-        self.disk = open_disk(config)
-        self.tiers = Tiers(self.store, self.disk, write_all=config.disk_write == "all", readers=config.disk_readers)
+        self.tiers = Tiers(self.store, open_chain(config), Watermarks(config.memory_full, config.memory_spare))
+        self.disk = disk_of(self.tiers.chain)
         self.metrics = StoreMetrics(self.store, self.tiers, self.disk)
-        self._grpc = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token)
+        self._grpc = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token, tls=tls)
         servicer = KvStoreServicer(
             config,
             instance_id=self.instance_id,
@@ -70,9 +79,11 @@ class KVStoreServer:
             tiers=self.tiers,
             lanes=self._lanes,
             metrics=self.metrics,
+            events=self.events,
         )
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, self._grpc.server)
         self._expiry: asyncio.Task[None] | None = None
+        self._presence: RedisNode | None = None
         self._scrapes: tuple[WSGIServer, threading.Thread] | None = None
 
     async def start(self) -> None:
@@ -82,6 +93,8 @@ class KVStoreServer:
             ConfigError: A port cannot be had.
         """
         config = self._config
+        self.tiers.start()
+        self.events.start(self.tiers)
         port = await self._grpc.start()
         self.address = f"{config.host}:{port}"
         if config.metrics_port:
@@ -93,16 +106,23 @@ class KVStoreServer:
                 raise ConfigError(message, field="metrics_port") from error
         self._expiry = asyncio.get_running_loop().create_task(self._expire(), name="lease expiry")
         await self._grpc.set_serving(True)
+        if config.register_redis:
+            name = f"{config.advertise_host or config.host}:{port}"
+            self._presence = RedisNode(config.register_redis, config.register_prefix, self.instance_id, name)
+            self._presence.start()
         log.info(
             "kvstore instance %s listening on %s, %d bytes for blocks, pipes %s",
             self.instance_id,
             self.address,
             config.capacity_bytes,
-            ",".join(resolve_kinds(config.pipes)),
+            ",".join(self._lanes.kinds),
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, give running ones ``grace_s`` seconds, then close everything."""
+        if self._presence is not None:
+            await self._presence.stop()
+        self.events.close()
         await self._grpc.stop(grace_s)
         if self._expiry is not None:
             self._expiry.cancel()

@@ -12,16 +12,20 @@ from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFullError
 from baton.hashing import HASH_BYTES
 from baton.kv.fingerprint import Fingerprint
-from baton.rpc.convert import fingerprint_from_pb
+from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
 from baton.transport.blocks import BlockSource
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.events import StoreEvents
+from baton_kvstore.keeping import keep, unkeep
+from baton_kvstore.kinds import RETRY_AFTER_S
 from baton_kvstore.lanes import Lanes
 from baton_kvstore.metrics import StoreMetrics
-from baton_kvstore.store import RETRY_AFTER_S
+from baton_kvstore.promotion import Ask
 from baton_kvstore.tiers import Tiers
 
+_MAX_LISTED = 10_000
 _PATIENCE = 0.8
 """Share of a Get's time that may pass until blocks are back from disk: an answer with fewer is better than none."""
 
@@ -38,11 +42,20 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         tiers: Tiers,
         lanes: Lanes,
         metrics: StoreMetrics,
+        events: StoreEvents,
     ) -> None:
         self._config, self._instance_id, self._epoch = config, instance_id, epoch
         self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
+        self._events = events
         self._turns = asyncio.Semaphore(config.pull_workers)
         self._num_puts = 0
+
+    async def StreamStoreEvents(
+        self, request: kvstore_pb2.StreamStoreEventsRequest, context: Any
+    ) -> AsyncIterator[kvstore_pb2.StreamStoreEventsResponse]:
+        """Tell what comes to and leaves the tiers."""
+        async for batch in self._events.follow(request.from_sequence, request.epoch, request.heartbeat_ms / 1000):
+            yield kvstore_pb2.StreamStoreEventsResponse(batch=batch)
 
     async def Put(self, request: kvstore_pb2.PutRequest, context: Any) -> kvstore_pb2.PutResponse:
         """Pull the blocks that are missing; see ``kvstore.proto``.
@@ -51,6 +64,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             BatonError: Nothing was stored.
         """
         with self._counted("Put"):
+            if request.ttl_s and request.durable:
+                raise InvalidRequestError("blocks with a time to live are kept in memory only", field="ttl_s")
             fingerprint = _fingerprint(request.fingerprint)
             hashes = self._hashes(request.block_hashes)
             source = source_from_pb(request.source)
@@ -67,6 +82,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                     results, count = await self._put(fingerprint, piece, request, source, deadline)
                     stored += results
                     num_bytes += count
+            if request.pin:
+                keep(self._store, fingerprint, [name for name, ok in zip(hashes, stored, strict=True) if ok])
             if request.durable:
                 kept = await self._tiers.persist(fingerprint, hashes, deadline)
                 return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes, durable=kept)
@@ -80,7 +97,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             left = context.time_remaining()
             wait_s = self._config.pull_timeout_s if left is None else min(_PATIENCE * left, self._config.pull_timeout_s)
             fingerprint = _fingerprint(request.fingerprint)
-            lease, more = await self._tiers.get(fingerprint, hashes, ttl_s, time.monotonic() + wait_s)
+            ask = Ask(ttl_s, tenant_from_pb(request.tenant))
+            lease, more = await self._tiers.get(fingerprint, hashes, ask, time.monotonic() + wait_s)
             if lease is None:
                 return kvstore_pb2.GetResponse()
             pool = lease.entries[0].pool
@@ -104,17 +122,51 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Contains(self, request: kvstore_pb2.ContainsRequest, context: Any) -> kvstore_pb2.ContainsResponse:
         """Count the leading blocks that are there."""
         with self._counted("Contains"):
-            found = self._tiers.contains(_fingerprint(request.fingerprint), self._hashes(request.block_hashes))
+            found = await self._tiers.contains(
+                _fingerprint(request.fingerprint), self._hashes(request.block_hashes), tenant_from_pb(request.tenant)
+            )
             return kvstore_pb2.ContainsResponse(num_blocks=found)
 
     async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
         """Forget blocks."""
         with self._counted("Delete"):
-            if request.all and request.block_hashes:
-                raise InvalidRequestError("name blocks or set all, not both", field="all")
+            if bool(request.all) + bool(request.block_hashes) + bool(request.tenant) > 1:
+                raise InvalidRequestError("name blocks, set all, or name a tenant: one of them", field="all")
+            if request.tenant:
+                return kvstore_pb2.DeleteResponse(num_deleted=await self._tiers.delete_tenant(request.tenant))
             hashes = None if request.all else self._hashes(request.block_hashes)
             deleted = await self._tiers.delete(_fingerprint(request.fingerprint), hashes)
             return kvstore_pb2.DeleteResponse(num_deleted=deleted)
+
+    async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
+        """Keep blocks in memory, or keep them no more."""
+        with self._counted("Pin"):
+            fingerprint, hashes = _fingerprint(request.fingerprint), self._hashes(request.block_hashes)
+            _check_distinct(hashes)
+            if request.unpin:
+                unkeep(self._store, fingerprint, hashes)
+                self._tiers.kick()
+                return kvstore_pb2.PinResponse(pinned=[False] * len(hashes))
+            return kvstore_pb2.PinResponse(pinned=keep(self._store, fingerprint, hashes))
+
+    async def ListTenants(
+        self, request: kvstore_pb2.ListTenantsRequest, context: Any
+    ) -> kvstore_pb2.ListTenantsResponse:
+        """Tell what each tenant has."""
+        uses = [
+            kvstore_pb2.TenantUse(
+                tenant=use.name,
+                num_blocks=use.num_blocks,
+                used_bytes=use.used_bytes,
+                quota_bytes=use.quota,
+                pinned_bytes=use.held_bytes,
+                num_evictions=use.evictions,
+                disk_bytes=use.disk_bytes,
+                disk_quota_bytes=use.disk_quota,
+            )
+            for use in self._store.quotas.largest(_MAX_LISTED)
+        ]
+        return kvstore_pb2.ListTenantsResponse(tenants=uses)
 
     async def GetStoreInfo(
         self, request: kvstore_pb2.GetStoreInfoRequest, context: Any
@@ -144,12 +196,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     ) -> tuple[list[bool], int]:
         """Take and fill slots for a part of a Put's blocks."""
         names = [BlockHash(value) for value in request.block_hashes[piece]]
-        behind = self._tiers.behind(fingerprint, names)
+        behind = [False] * len(names)
+        if not request.ttl_s:
+            behind = await self._tiers.behind(fingerprint, names, deadline, durable=request.durable)
         wanted = [i for i, held in enumerate(behind) if not held]
         if not wanted:
             return behind, 0
         await self._tiers.make_room(len(wanted) * fingerprint.block_bytes, deadline)
-        reservation = self._store.reserve(fingerprint, [names[i] for i in wanted])
+        reservation = self._store.reserve(fingerprint, [names[i] for i in wanted], tenant_from_pb(request.tenant))
         arrived, num_bytes = [False] * len(reservation.missing), 0
         try:
             if reservation.missing:
@@ -160,7 +214,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 self._metrics.pulled_bytes.labels(result.pipe_kind).inc(num_bytes)
                 self._metrics.refused_blocks.inc(arrived.count(False))
         finally:
-            stored = self._store.commit(reservation, arrived)
+            stored = self._store.commit(reservation, arrived, ttl_s=float(request.ttl_s))
             self._tiers.kick()
         for i, there in zip(wanted, stored, strict=True):
             behind[i] = there

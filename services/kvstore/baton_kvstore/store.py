@@ -1,10 +1,10 @@
 """What the store knows, without any I/O: which block lies in which slot, who leases it, and who has to go next.
 
 One budget of bytes serves every kind of KV (fingerprint). Each kind has an arena of its own, mapped large enough for
-the whole budget but given memory slot by slot; recency is one order over all of them. So the kind that is asked for
-most takes the room of those nobody asks for, and nothing has to be divided up beforehand. Room is looked for in this
-order: a free slot of the same kind that has memory, memory the budget still has, free slots of other kinds (their
-pages go back to the kernel), and last the least recently used block of any kind that nobody leases.
+the whole budget but given memory slot by slot; the eviction policy has one order over all of them. So the kind that is
+asked for most takes the room of those nobody asks for, and nothing has to be divided up beforehand. Room is looked for
+in this order: a free slot of the same kind that has memory, memory the budget still has, free slots of other kinds
+(their pages go back to the kernel), and last the block of any kind that the policy wants gone and nobody leases.
 
 Blocks come in two phases: ``reserve`` takes slots, the caller fills them, ``commit`` makes those that arrived whole
 visible and gives the rest back. Nobody ever sees half a block, and a slot's generation rises whenever it is freed.
@@ -15,20 +15,22 @@ Methods are called from one thread (the service's event loop).
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
-from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
-from baton.types import BlockHash
+from baton.types import BlockHash, Tenant
 from baton_kvstore.counts import Counters, StoreStats
+from baton_kvstore.eviction import POLICIES, Eviction
+from baton_kvstore.holds import Holds
+from baton_kvstore.integrity import check
+from baton_kvstore.kinds import RETRY_AFTER_S, Kinds
 from baton_kvstore.leases import Lease, LeaseTable
-from baton_kvstore.pool import MAX_SLOTS, Entry, Pool, State
-from baton_kvstore.recency import Recency
+from baton_kvstore.listener import Listeners, TierListener
+from baton_kvstore.pool import Entry, Pool, State
+from baton_kvstore.quotas import Quotas
 from baton_kvstore.reservation import Reservation
-
-RETRY_AFTER_S = 1.0
 
 
 class BlockStore:
@@ -41,6 +43,13 @@ class BlockStore:
         clock: Monotonic seconds.
         on_close: Told of every pool that was dropped; its arena is the callee's to close.
         behind: Whether there is a tier behind, which blocks must reach before they are evicted.
+        eviction: Name of the policy that says who goes.
+        quotas: What tenants may have that say nothing themselves; default: anything.
+
+    Attributes:
+        recency: The policy's order.
+        quotas: What each tenant has.
+        holds: What is pinned by request, and what is to be forgotten.
     """
 
     def __init__(
@@ -52,75 +61,93 @@ class BlockStore:
         clock: Callable[[], float],
         on_close: Callable[[Pool], None] = lambda pool: pool.arena.close(),
         behind: bool = False,
+        eviction: str = "lru",
+        quotas: Quotas | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.counters = Counters()
         self.leases = LeaseTable(max_leases, clock)
-        self._max_pools = max_pools
         self._on_close = on_close
-        self._pools: OrderedDict[bytes, Pool] = OrderedDict()
-        self.recency = Recency(behind=behind)
+        self._kinds = Kinds(capacity_bytes, max_pools, self._drop)
+        self.recency: Eviction = POLICIES[eviction](behind=behind)
         self._pinned: set[Entry] = set()
+        self.quotas = quotas or Quotas()
+        self.holds = Holds(capacity_bytes, clock)
+        self._listeners = Listeners("memory")
 
     @property
     def pools(self) -> list[Pool]:
         """Live pools, the one unused for longest first."""
-        return list(self._pools.values())
+        return list(self._kinds)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of slots that hold a block or are being filled."""
-        return sum(pool.num_used * pool.block_bytes for pool in self._pools.values())
+        return sum(pool.num_used * pool.block_bytes for pool in self._kinds)
 
     @property
     def backed_bytes(self) -> int:
         """Memory taken, free slots that were not given back included; never above the capacity."""
-        return sum(pool.backed_bytes for pool in self._pools.values())
+        return self._kinds.backed_bytes
 
     @property
     def num_blocks(self) -> int:
         """Blocks that can be found or are being filled."""
-        return sum(len(pool.index) for pool in self._pools.values())
+        return sum(len(pool.index) for pool in self._kinds)
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener what is there, and then every change."""
+        for pool in self._kinds:
+            if ready := [name for name in pool.index if pool.ready(name) is not None]:
+                listener(pool.kind, ready, self._listeners.tier, True)
+        self._listeners.add(listener)
 
     # Put
 
-    def reserve(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> Reservation:
-        """Take slots for the blocks that are not there; pins those that are until the commit.
+    def reserve(
+        self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], tenant: Tenant | None = None
+    ) -> Reservation:
+        """Take slots, for a tenant, for the blocks that are not there; pins those that are until the commit.
 
         Raises:
             InvalidRequestError: A block is larger than the store, or a hash comes twice.
-            QueueFullError: Everything is leased or being filled.
+            QueueFullError: Everything is leased or being filled, or all that the tenant may have.
         """
         if len(set(hashes)) != len(hashes):
             raise InvalidRequestError("block_hashes names a block twice", field="block_hashes")
         self.expire()
-        pool = self._pool_for(fingerprint)
-        entries: list[Entry | None] = [self._ready(pool, block_hash) for block_hash in hashes]
-        for entry in entries:
-            if entry is not None:
-                self._pin(entry)
+        pool = self._kinds.open(fingerprint)
+        entries: list[Entry | None] = [pool.ready(block_hash) for block_hash in hashes]
+        for entry in filter(None, entries):
+            self._pin(entry)
         missing: list[int] = []
+        share = self.quotas.of(tenant)
         for i, block_hash in enumerate(hashes):
             if block_hash in pool.index:
                 continue
-            slot = self._take_slot(pool)
+            slot = self._take_slot(pool) if share.make_room(pool.block_bytes, self._evict) else None
             if slot is None:
                 break
-            entry = Entry(pool, block_hash, slot)
+            entry = Entry(pool, block_hash, slot, share=share)
+            share.take(entry)
             pool.index[block_hash] = entries[i] = entry
             missing.append(i)
             self._pin(entry)
         if hashes and all(entry is None for entry in entries) and not any(h in pool.index for h in hashes):
-            raise QueueFullError("every block of the store is leased or being filled", retry_after_s=RETRY_AFTER_S)
+            whose = f"tenant {share.name}'s quota" if share.quota else "the store"
+            raise QueueFullError(f"every block of {whose} is leased or being filled", retry_after_s=RETRY_AFTER_S)
         return Reservation(pool, entries, missing)
 
-    def commit(self, reservation: Reservation, arrived: Sequence[bool], *, promoted: bool = False) -> list[bool]:
+    def commit(
+        self, reservation: Reservation, arrived: Sequence[bool], *, promoted: bool = False, ttl_s: float = 0.0
+    ) -> list[bool]:
         """End a Put.
 
         Args:
             reservation: From :meth:`reserve`; each can be ended once.
             arrived: Parallel to ``reservation.missing``: whether the block's bytes are whole.
             promoted: The blocks come from the tier behind, which still has them.
+            ttl_s: Seconds after which the new blocks are forgotten, which no tier behind gets; 0: never.
 
         Returns:
             Parallel to the hashes: whether the block can be found now.
@@ -129,22 +156,30 @@ class BlockStore:
             raise InternalError("a reservation was ended twice")
         reservation.done = True
         if not reservation.settled:
-            self.settle(reservation, arrived, promoted=promoted)
+            self.settle(reservation, arrived, promoted=promoted, ttl_s=ttl_s)
         self._unpin(reservation.entries)
         return [e is not None and e.state is State.READY and not e.doomed for e in reservation.entries]
 
-    def settle(self, reservation: Reservation, arrived: Sequence[bool], *, promoted: bool = False) -> None:
+    def settle(
+        self, reservation: Reservation, arrived: Sequence[bool], *, promoted: bool = False, ttl_s: float = 0.0
+    ) -> None:
         """Make the blocks that arrived findable and leave them pinned until the commit; see there."""
         reservation.settled = True
+        stored: list[BlockHash] = []
         for i, ok in zip(reservation.missing, arrived, strict=True):
             entry = reservation.entries[i]
             if entry is None or entry.state is State.GONE:  # the store was closed meanwhile
                 continue
             if ok:
-                entry.state, entry.saved = State.READY, promoted
+                entry.state, entry.saved = State.READY, promoted or ttl_s > 0
+                if ttl_s > 0:
+                    self.holds.expire_at(entry, ttl_s)
                 self.counters.stored += not promoted
+                if not entry.doomed:
+                    stored.append(entry.block_hash)
             else:
                 self._hide(entry)
+        self._listeners.tell(reservation.pool.kind, stored, True)
 
     def abort(self, reservation: Reservation) -> None:
         """End a Put whose bytes did not come."""
@@ -156,19 +191,20 @@ class BlockStore:
 
     def begin_save(self, max_bytes: int) -> list[Entry]:
         """Pin the blocks of one kind that the tier behind should get next, the coldest first."""
-        chosen: list[Entry] = []
-        for entry in self.recency.unsaved:
-            if chosen and (entry.pool is not chosen[0].pool or (len(chosen) + 1) * entry.pool.block_bytes > max_bytes):
+        chosen: dict[Entry, None] = {}
+        for entry in itertools.chain(self.quotas.unsaved(), self.recency.unsaved):
+            first = next(iter(chosen), entry)
+            if chosen and (entry.pool is not first.pool or (len(chosen) + 1) * entry.pool.block_bytes > max_bytes):
                 break
-            chosen.append(entry)
+            chosen[entry] = None
         for entry in chosen:
             self._pin(entry)
-        return chosen
+        return list(chosen)
 
     def pin(self, key: bytes, hashes: Sequence[BlockHash]) -> list[Entry]:
         """Pin those of a kind's blocks that are there, until :meth:`end_save`."""
-        pool = self._pools.get(key)
-        entries = [] if pool is None else [e for name in hashes if (e := self._ready(pool, name)) is not None]
+        pool = self._kinds.get(key)
+        entries = [] if pool is None else [e for name in hashes if (e := pool.ready(name)) is not None]
         for entry in entries:
             self._pin(entry)
         return entries
@@ -194,13 +230,13 @@ class BlockStore:
             QueueFullError: Too many leases.
         """
         self.expire()
-        pool = self._pools.get(fingerprint.digest())
-        found = [] if pool is None else list(self._prefix(pool, hashes))
+        pool = self._kinds.get(fingerprint.digest())
+        found = [] if pool is None else list(pool.prefix(hashes))
         self.counters.hits += len(found)
         self.counters.misses += len(hashes) - len(found)
         if pool is None or not found:
             return None
-        self._pools.move_to_end(pool.key)
+        self._kinds.touch(pool)
         lease = self.leases.grant(tuple(found), ttl_s)
         for entry in found:
             self._pin(entry)
@@ -215,40 +251,55 @@ class BlockStore:
         return lease is not None
 
     def expire(self) -> int:
-        """End the leases whose time is up and return how many."""
+        """End the leases whose time is up and return how many; forget the blocks whose time is up."""
         expired = self.leases.pop_expired()
         for lease in expired:
             self._unpin(lease.entries)
         self.counters.expired_leases += len(expired)
+        for entry in self.holds.expired():
+            self._hide(entry)
+            self.counters.expired_blocks += 1
         return len(expired)
 
     def contains(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> int:
         """Return how many leading blocks are there. Leaves recency as it is."""
-        pool = self._pools.get(fingerprint.digest())
-        return 0 if pool is None else sum(1 for _ in self._prefix(pool, hashes))
+        pool = self._kinds.get(fingerprint.digest())
+        return 0 if pool is None else sum(1 for _ in pool.prefix(hashes))
+
+    def find(self, key: bytes, block_hash: BlockHash) -> Entry | None:
+        """Return a block of a kind, also one that is being filled."""
+        pool = self._kinds.get(key)
+        return None if pool is None else pool.index.get(block_hash)
 
     def has(self, key: bytes, block_hash: BlockHash) -> bool:
         """Whether a block of the kind with this fingerprint digest can be found."""
-        pool = self._pools.get(key)
-        return pool is not None and self._ready(pool, block_hash) is not None
+        pool = self._kinds.get(key)
+        return pool is not None and pool.ready(block_hash) is not None
 
     def hashes(self, key: bytes) -> set[BlockHash]:
         """Return the blocks of a kind that can be found or are being filled."""
-        pool = self._pools.get(key)
+        pool = self._kinds.get(key)
         return set() if pool is None else set(pool.index)
-
-    # Delete
 
     def delete(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash] | None) -> int:
         """Forget blocks (``None``: all of the fingerprint) and return how many; leased memory is reused later."""
-        pool = self._pools.get(fingerprint.digest())
+        pool = self._kinds.get(fingerprint.digest())
         if pool is None:
             return 0
         names = list(pool.index) if hashes is None else hashes
         found = [entry for name in names if (entry := pool.index.get(name)) is not None]
-        for entry in found:
-            self._hide(entry)
+        self.forget(found)
         return len(found)
+
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """Forget blocks; the memory of those that are leased is reused later."""
+        for entry in entries:
+            self._hide(entry)
+
+    def let_go(self, entry: Entry) -> None:
+        """End somebody's wish to keep a block."""
+        self.holds.drop(entry)
+        self._unpin_one(entry, used=False)
 
     def stats(self) -> StoreStats:
         """Return a consistent view, which other threads may read."""
@@ -257,7 +308,7 @@ class BlockStore:
             used_bytes=self.used_bytes,
             backed_bytes=self.backed_bytes,
             num_blocks=self.num_blocks,
-            num_pools=len(self._pools),
+            num_pools=len(self._kinds),
             num_leases=len(self.leases),
             **dataclasses.asdict(self.counters),
         )
@@ -269,45 +320,22 @@ class BlockStore:
 
     def check(self) -> None:
         """Raise ``InternalError`` unless slots, pins, recency and budget add up."""
-        if self.backed_bytes > self.capacity_bytes:
-            raise InternalError("the store is above its budget")
-        for entry in self.recency:
-            if entry.pins or entry.doomed or entry.state is not State.READY:
-                raise InternalError("a block that must stay could be evicted")
-        if self.recency.saved_bytes != sum(entry.pool.block_bytes for entry in self.recency if entry.saved):
-            raise InternalError("bytes of saved blocks do not add up")
-        held = [*self.recency, *self._pinned]
-        for pool in self._pools.values():
-            pool.check(entry for entry in held if entry.pool is pool)
-            if pool.num_pinned != sum(1 for entry in self._pinned if entry.pool is pool):
-                raise InternalError("pins of a pool do not add up")
-            if any(entry not in self.recency and entry not in self._pinned for entry in pool.index.values()):
-                raise InternalError("a block can be found but is held by nobody")
-
-    # Inside
-
-    def _ready(self, pool: Pool, block_hash: BlockHash) -> Entry | None:
-        entry = pool.index.get(block_hash)
-        return entry if entry is not None and entry.state is State.READY else None
-
-    def _prefix(self, pool: Pool, hashes: Sequence[BlockHash]) -> Iterator[Entry]:
-        for block_hash in hashes:
-            entry = self._ready(pool, block_hash)
-            if entry is None:
-                return
-            yield entry
+        check(self.pools, self.recency, self._pinned, self.capacity_bytes)
+        self.quotas.check()
 
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
-            self.recency.discard(entry)
+            self.recency.pin(entry)
+            if entry.share is not None:
+                entry.share.pin(entry)
             self._pinned.add(entry)
             entry.pool.num_pinned += 1
         entry.pins += 1
 
     def _unpin(self, entries: Sequence[Entry | None]) -> None:
         # From the chain's end to its head: the tail, worthless without the head, is evicted first.
-        for entry in reversed(entries):
-            if entry is not None and entry.state is not State.GONE:
+        for entry in filter(None, reversed(entries)):
+            if entry.state is not State.GONE:
                 self._unpin_one(entry, used=True)
 
     def _unpin_one(self, entry: Entry, *, used: bool) -> None:
@@ -321,70 +349,51 @@ class BlockStore:
         if entry.doomed:
             self._free(entry)
         else:
-            self.recency.add(entry, used=used)
+            self.recency.unpin(entry, used=used)
+            if entry.share is not None:
+                entry.share.unpin(entry, used=used)
 
     def _hide(self, entry: Entry) -> None:
         """Make an entry unfindable; its slot is free at once or with its last pin."""
         if entry.pool.index.get(entry.block_hash) is entry:
             del entry.pool.index[entry.block_hash]
+            if entry.state is State.READY:
+                self._listeners.tell(entry.pool.kind, [entry.block_hash], False)
         entry.doomed = True
+        self.recency.discard(entry)
         if entry.pins == 0:
-            self.recency.discard(entry)
             self._free(entry)
+        elif entry.held:
+            self.let_go(entry)
 
     def _free(self, entry: Entry) -> None:
         entry.state = State.GONE
         entry.pool.put_back(entry.slot)
+        self.holds.drop(entry)
+        if entry.share is not None:
+            entry.share.drop(entry)
+
+    def _evict(self, entry: Entry) -> None:
+        self._hide(entry)
+        self.counters.evictions += 1
 
     def _take_slot(self, pool: Pool) -> int | None:
-        while True:
-            slot = pool.take_warm()
-            if slot is not None:
-                return slot
-            if self.backed_bytes + pool.block_bytes <= self.capacity_bytes:
-                return pool.take_cold()
-            if any(other.cool() for other in self._pools.values() if other is not pool):
-                continue
+        while (slot := self._kinds.free_slot(pool)) is None:
             victim = self.recency.pop()
             if victim is None:
                 return None
-            self._hide(victim)
-            self.counters.evictions += 1
-
-    def _pool_for(self, fingerprint: Fingerprint) -> Pool:
-        key = fingerprint.digest()
-        pool = self._pools.get(key)
-        if pool is None:
-            num_slots = min(self.capacity_bytes // fingerprint.block_bytes, MAX_SLOTS) if fingerprint.block_bytes else 0
-            if num_slots < 1:
-                raise InvalidRequestError(
-                    f"a block of {fingerprint.block_bytes} bytes does not fit a store of {self.capacity_bytes}",
-                    field="fingerprint.block_bytes",
-                )
-            if len(self._pools) >= self._max_pools:
-                self._drop_oldest_pool()
-            pool = self._pools[key] = Pool(fingerprint, KVArena(num_slots, fingerprint.block_bytes))
-        self._pools.move_to_end(key)
-        return pool
-
-    def _drop_oldest_pool(self) -> None:
-        pool = next((pool for pool in self._pools.values() if not pool.num_pinned), None)
-        if pool is None:
-            raise QueueFullError(
-                f"{len(self._pools)} kinds of KV are in use, which is as many as this store takes",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._drop(pool)
+            self._evict(victim)
+        return slot
 
     def _drop(self, pool: Pool) -> None:
-        lost = 0
+        ready = [name for name in pool.index if pool.ready(name) is not None]
         for entry in [e for e in (*self.recency, *self._pinned) if e.pool is pool]:
             self.recency.discard(entry)
             self._pinned.discard(entry)
-            lost += not entry.doomed
+            self.counters.evictions += not entry.doomed
             self._free(entry)
-        self.counters.evictions += lost
         pool.index.clear()
         pool.num_pinned = 0
-        del self._pools[pool.key]
+        self._kinds.remove(pool)
+        self._listeners.tell(pool.kind, ready, False)
         self._on_close(pool)

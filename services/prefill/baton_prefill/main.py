@@ -15,7 +15,7 @@ from baton.transport.lookup_buffer import LookupBuffer
 from baton.types import Role
 from baton.worker.instance import Parts
 from baton.worker.main import main as run_worker
-from baton.worker.plugins import plugin_connectors
+from baton.worker.plugins import PluginConnectors
 from baton.worker.servicer import WorkerContext
 from baton.worker.store import StoreSide
 from baton_prefill.servicer import PrefillServicer
@@ -48,17 +48,25 @@ class PrefillParts:
             threshold=config.remote_prefill_threshold,
             timeout_s=config.prefill_stall_s,
         )
-        self.connector: KVConnector = self._store.first(*plugin_connectors(parts), self._reuser, self._offerer)
+        self._plugins = PluginConnectors(parts)
+        self.connector: KVConnector = self._store.between(self._plugins.connectors, self._reuser, self._offerer)
+
+    @property
+    def open_calls(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
 
     def servicer(self, context: WorkerContext) -> PrefillServicer:
         """Build the prefill calls."""
         context.metrics.watch_store(self._store.use)
+        context.metrics.watch_connectors(self._plugins.uses)
         return PrefillServicer(context, self._offerer, self._reuser)
 
     async def close(self) -> None:
         """End all leases, then close connections."""
         self.connector.close()
         self._buffer.close()
+        await self._plugins.close()
         await self._store.close()
         await asyncio.to_thread(self._fetcher.close)
 

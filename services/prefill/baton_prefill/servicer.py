@@ -11,7 +11,7 @@ from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import BatonError, DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
-from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb
+from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
 from baton.transport.connector.p2p_offer import Lease, P2POfferer
 from baton.transport.connector.p2p_reuse import HeldBlocks, P2PReuser
 from baton.transport.connector.prefill_stream import Offer
@@ -121,6 +121,7 @@ class PrefillServicer(WorkerServicerBase):
             prefill_only=True,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            tenant=tenant_from_pb(request.tenant),
         )
 
 

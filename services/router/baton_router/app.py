@@ -7,8 +7,9 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 from collections.abc import Awaitable, Iterator
-from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -17,8 +18,11 @@ from baton.errors import ConfigError
 from baton.rpc.auth import is_loopback, read_token, require_safe_bind
 from baton.rpc.server import GrpcServer
 from baton.rpc.ticket import read_ticket_key
+from baton.rpc.tls import read_tls
 from baton.text import TextModelCache
 from baton.types import Role
+from baton_router.account_redis import IN_REDIS, AccountRedis
+from baton_router.accounts import AccountFile
 from baton_router.config import RouterConfig
 from baton_router.decisions import DecisionLog
 from baton_router.discovery.sources import discoveries
@@ -28,9 +32,10 @@ from baton_router.http import HttpOptions, add_replicas, create_app, watch
 from baton_router.http.protocol import BoundedProtocol
 from baton_router.metrics import RouterMetrics
 from baton_router.registry import Registry
+from baton_router.renewal import Renewal
 from baton_router.replicas.metrics import ReplicaMetrics
 from baton_router.replicas.replica import Replica
-from baton_router.servicer import SERVICE, RouterServicer
+from baton_router.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.text_pipeline import TextPipeline
 from baton_router.ticket import TicketDesk
 
@@ -57,18 +62,20 @@ class RouterApp:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         token = read_token(config.token_file)
-        require_safe_bind(config.host, token)
-        api_keys = read_api_keys(config.api_key_file)
-        if not (api_keys or config.open_http or is_loopback(config.host)):
+        self._tls = read_tls(config)
+        require_safe_bind(config.host, token, self._tls)
+        accounts = _accounts(config)
+        if not (accounts or config.open_http or is_loopback(config.host)):
             raise ConfigError(
-                f"HTTP on {config.host}, which others can reach, needs --api-key-file (or --open-http)", field="host"
+                f"HTTP on {config.host}, which others can reach, needs --api-keys (or --open-http)", field="host"
             )
+        self._accounts = accounts.accounts if accounts is not None else None
         self.metrics = RouterMetrics()
-        self.registry = Registry(config, self.metrics, token=token)
+        self.registry = Registry(config, self.metrics, token=token, tls=self._tls)
         decisions = DecisionLog(self.metrics.decision_terms)
         self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions)
         self.replica = Replica(config, self.registry, ReplicaMetrics(self.metrics.registry)) if config.redis else None
-        self.discoveries = discoveries(config, self.registry, token)
+        self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)
         self.pipeline = TextPipeline(
             self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
@@ -77,7 +84,7 @@ class RouterApp:
         self._token = token
         self._grpc: GrpcServer | None = None
         options = HttpOptions(
-            api_keys=api_keys, strict_fields=config.strict_fields, request_timeout_s=config.request_timeout_s
+            accounts=self._accounts, strict_fields=config.strict_fields, request_timeout_s=config.request_timeout_s
         )
         http = create_app(
             self.pipeline, self.dispatcher, registry=self.metrics.registry, options=options, ready=self.is_ready
@@ -85,9 +92,12 @@ class RouterApp:
         seen = self.metrics.registry
         watch(http, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)
         add_replicas(http, self.replica.describe if self.replica is not None else None)
+        https = self._tls.http_context() if self._tls is not None and config.http_tls else None
+        self._renewal = Renewal(accounts, self._tls, https)
         self._http = _HttpServer(
-            uvicorn.Config(
+            _HttpConfig(
                 http,
+                https,
                 lifespan="off",
                 http=BoundedProtocol,
                 ws="none",
@@ -115,6 +125,7 @@ class RouterApp:
         """
         if self._config.model:
             await self._tokenizers.get(self._config.model)
+        await self._renewal.start()
         sock = listen(self._config.host, self._config.port)
         self.http_port = sock.getsockname()[1]
         try:
@@ -132,14 +143,22 @@ class RouterApp:
         await self._http.wait_started(self._serving)
         await self._grpc.set_serving(True)
         log.info(
-            "serving http=%s:%d grpc=%s:%d policy=%s prefill=%d decode=%d",
+            "serving %s=%s:%d grpc=%s:%d policy=%s prefill=%d decode=%d",
+            "https" if self._tls is not None and self._config.http_tls else "http",
             *(self._config.host, self.http_port, self._config.host, self.grpc_port),
             *(self._config.policy, len(self._config.prefill), len(self._config.decode)),
         )
 
     async def _start_grpc(self) -> GrpcServer:
-        server = GrpcServer(host=self._config.host, port=self._config.grpc_port, services=[SERVICE], token=self._token)
-        servicer = RouterServicer(self.pipeline, self.registry, self.tickets)
+        server = GrpcServer(
+            host=self._config.host,
+            port=self._config.grpc_port,
+            services=[SERVICE],
+            token=self._token,
+            tls=self._tls,
+            admits=admits_clients(self._token, self._accounts),
+        )
+        servicer = RouterServicer(self.pipeline, self.registry, self.tickets, self._accounts)
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
         self.grpc_port = await server.start()
         return server
@@ -156,11 +175,36 @@ class RouterApp:
         await asyncio.gather(*ends)
         time_is_up.cancel()
         await self.tickets.close()
+        await self._renewal.close()
         for discovery in self.discoveries:
             await discovery.close()
         if self.replica is not None:
             await self.replica.close()
         await self.registry.close()
+
+
+def _accounts(config: RouterConfig) -> AccountFile | AccountRedis | None:
+    if config.api_keys == IN_REDIS:
+        return AccountRedis(config.redis, config.redis_prefix, config.tenant_secret_file)
+    if not config.api_keys:
+        return None
+    return AccountFile(config.api_keys, config.tenant_secret_file, shared=bool(config.redis))
+
+
+class _HttpConfig(uvicorn.Config):
+    """uvicorn's configuration with a TLS context of ours, which can be renewed."""
+
+    def __init__(self, app: Any, context: ssl.SSLContext | None, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._context = context
+
+    @property
+    def is_ssl(self) -> bool:
+        return self._context is not None and self.loaded  # while it loads it would make one of files
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._context
 
 
 class _HttpServer(uvicorn.Server):
@@ -204,21 +248,3 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
     return sock
-
-
-def read_api_keys(path: str) -> tuple[str, ...]:
-    """Read the keys that HTTP clients may show, one per line; empty lines and ``#`` comments don't count.
-
-    Raises:
-        ConfigError: The file cannot be read or has no key.
-    """
-    if not path:
-        return ()
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the API key file {path}: {error.strerror}", field="api_key_file") from error
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-    if not keys:
-        raise ConfigError(f"the API key file {path} has no key", field="api_key_file")
-    return keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
@@ -18,9 +19,10 @@ from baton.errors import (
 )
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
 from baton.types import FinishReason, TokenLogprob
+from baton_router.calls import CallEnded
 from baton_router.core import RoutedDelta
 from baton_router.instance import Instance
-from baton_router.session import Call, CallEnded, Sessions
+from baton_router.session import Sessions
 
 _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
 """Trying elsewhere would give the same answer, or there is no time left for it."""
@@ -58,69 +60,98 @@ class Message:
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
+class Listener(Protocol):
+    """Takes what an attempt brings, in order."""
+
+    def on_message(self, message: Message) -> None:
+        """Take a message."""
+
+    def on_end(self, failure: AttemptFailed | None) -> None:
+        """Take the end, the last thing there is; ``None``: the call has ended well."""
+
+
 class Attempt:
     """A running ``Generate``; :meth:`close` it, whatever happens.
 
     Args:
         sessions: Where calls run.
         instance: The decode instance.
-        request: What to send.
+        request: What to send, serialized.
         indices: The request's sequence number of each of the call's sequences.
-        timeout_s: Deadline of the whole call.
+        listener: Takes what comes, from the next turn of the event loop on.
     """
 
-    __slots__ = ("_call", "_first", "_indices", "_instance", "_timer", "_undo")
+    __slots__ = ("_call", "_first", "_grace", "_indices", "_instance", "_listener")
 
     def __init__(
         self,
         sessions: Sessions,
         instance: Instance,
-        request: worker_pb2.GenerateRequest,
+        request: bytes,
         indices: list[int],
-        *,
-        timeout_s: float,
+        listener: Listener,
     ) -> None:
         self._instance, self._indices, self._first = instance, indices, indices[0]
-        call = self._call = sessions.start(instance, request)
-        self._undo = instance.on_lost(self._lose)
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, _expire, call)
+        self._listener = listener
+        self._call = sessions.start(instance, request, self)
+        instance.began(self)
+        self._grace: asyncio.TimerHandle | None = None
 
-    async def next(self) -> Message | None:
-        """Return the next message; ``None``: the call has ended well.
+    # --- what the session calls ---
 
-        Raises:
-            AttemptFailed: The instance refused, broke off or did not answer any more.
-        """
+    def on_tokens(self, token_ids: list[int]) -> None:
+        """Take tokens of the first sequence."""
+        self._listener.on_message(Message([RoutedDelta(self._first, token_ids)]))
+
+    def on_message(self, response: worker_pb2.GenerateResponse) -> None:
+        """Take a message."""
         try:
-            item = await self._call.read()
-        except CallEnded as end:
-            raise _failed(end, self._instance) from end
-        if type(item) is list:
-            return Message([RoutedDelta(self._first, item)])
-        return None if item is None else _read(item, self._indices, self._instance)  # type: ignore[arg-type]
+            message = _read(response, self._indices, self._instance)
+        except AttemptFailed as failure:
+            self._call.close()
+            self._listener.on_end(failure)
+            return
+        self._listener.on_message(message)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether no message is left to wait for."""
-        return self._call.has_ended
+    def on_end(self, failure: CallEnded | None) -> None:
+        """Take the call's end."""
+        self._listener.on_end(None if failure is None else _failed(failure, self._instance))
+
+    # --- what its owner calls ---
+
+    def expect_end(self) -> None:
+        """Nothing is needed any more: the end counts as come unless it comes soon."""
+        if not self._call.ended and self._grace is None:
+            self._grace = asyncio.get_running_loop().call_later(_END_GRACE_S, self._give_up)
+
+    def hold(self, held: bool) -> None:
+        """Keep what comes from now on, or go on handing it on."""
+        self._call.hold(held)
 
     def close(self) -> None:
-        """Abort the call if it still runs."""
-        self._timer.cancel()
-        self._undo()
+        """Abort the call if it still runs; nothing is handed on any more."""
+        if self._grace is not None:
+            self._grace.cancel()
+        self._instance.ended(self)
         self._call.close()
+        self._grace = None
 
-    def _lose(self) -> None:
+    def expire(self) -> None:
+        """The request's time is over."""
+        self._call.fail(CallEnded(DeadlineError("the request's time is over"), grpc.StatusCode.DEADLINE_EXCEEDED))
+
+    def lose(self) -> None:
+        """The instance was found dead without its connections breaking."""
         error = UnavailableError(f"{self._instance.instance_id} does not answer any more")
         self._call.fail(_Lost(error, grpc.StatusCode.UNAVAILABLE))
+
+    def _give_up(self) -> None:
+        self._call.close()
+        self._listener.on_end(None)
 
 
 class _Lost(CallEnded):
     """The instance was found dead without its connections breaking."""
-
-
-def _expire(call: Call) -> None:
-    call.fail(CallEnded(DeadlineError("the request's time is over"), grpc.StatusCode.DEADLINE_EXCEEDED))
 
 
 def _failed(end: CallEnded, instance: Instance) -> AttemptFailed:
@@ -145,7 +176,7 @@ def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: In
             RoutedDelta(
                 index=indices[item.index],
                 token_ids=list(item.token_ids),
-                logprobs=[logprob_from_pb(x) for x in item.logprobs],
+                logprobs=[logprob_from_pb(x) for x in item.logprobs] if item.logprobs else [],
                 finish_reason=finish,
                 stop_token_id=item.stop_token_id if item.HasField("stop_token_id") else None,
             )
@@ -153,17 +184,7 @@ def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: In
     trace = None
     if message.HasField("trace"):
         trace = message.trace
-        trace.decode_instance = trace.decode_instance or instance.instance_id
+        if not trace.decode_instance:
+            trace.decode_instance = instance.instance_id
     prompt_logprobs = prompt_logprobs_from_pb(list(message.prompt_logprobs)) if message.prompt_logprobs else None
     return Message(deltas, trace, prompt_logprobs)
-
-
-async def last_message(attempt: Attempt) -> Message | None:
-    """Return the next message, or ``None`` at the end; nothing is needed any more, so it doesn't wait long."""
-    if attempt.has_ended:
-        return await attempt.next()
-    try:
-        async with asyncio.timeout(_END_GRACE_S):
-            return await attempt.next()
-    except TimeoutError:
-        return None

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 
 from baton.config.flags import option
+from baton.config.stores import DISCOVER
+from baton.config.tls import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.errors import ConfigError
 from baton_router.policy import POLICIES, PolicyContext, make_policy
 from baton_router.policy.match_minus_load import MatchMinusLoad
@@ -22,11 +24,16 @@ _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
 class RouterConfig:
     """Configuration of one router."""
 
-    host: str = option("127.0.0.1", "address to listen on; off loopback needs --token-file")
+    host: str = option("127.0.0.1", "address to listen on; off loopback needs --token-file or --tls-cert")
     port: int = option(8000, "port of the OpenAI-compatible HTTP interface; 0: a free one")
     grpc_port: int = option(8001, "port of the gRPC router service; 0: a free one")
     prefill: tuple[str, ...] = option((), "prefill instances, host:port")
     decode: tuple[str, ...] = option((), "decode instances, host:port")
+    kvstore: tuple[str, ...] = option(
+        (),
+        "KV stores whose contents count as loadable, host:port, named as the instances that use them name them; or "
+        "discover, for nodes that register in --redis",
+    )
     model: str = option("", "directory with the tokenizer; default: the model path that the instances report")
     policy: str = option(
         MatchMinusLoad.name, f"placement policy: {', '.join(POLICIES)}, or one that a package registered"
@@ -34,7 +41,8 @@ class RouterConfig:
     beta: float = option(0.5, "weight of relative load against KV match rate")
     temperature: float = option(0.0, "softmax temperature of match_minus_load's choice; 0: the best score wins")
     tier_weights: tuple[str, ...] = option(
-        ("host=0.8", "disk=0.5", "remote=0.5"), "what a block in a slower tier counts beside one in device memory"
+        ("host=0.8", "disk=0.5", "remote=0.5", "store=0.5", "store_disk=0.3", "store_remote=0.3"),
+        "what a block in a slower tier, or in the KV store, counts beside one in device memory",
     )
     session_overload: float = option(3.0, "load relative to the mean from which a session leaves its home")
     policy_options: tuple[str, ...] = option((), "key=value pairs for a policy that a package registered")
@@ -54,12 +62,24 @@ class RouterConfig:
     )
     block_size: int | None = option(None, "tokens per block that instances must have; default: any sizes")
     strict_fields: bool = option(False, "refuse requests with unknown fields")
-    api_key_file: str = option("", "file with the API keys that HTTP clients must show, one per line")
+    api_keys: str = option(
+        "",
+        "file with the API keys that clients must show: .toml or .json with tenants, else one key per line; "
+        "redis: they are in --redis",
+    )
+    tenant_secret_file: str = option(
+        "", "file with the secret that keeps tenants' caches apart, the same for all routers; default: a random one"
+    )
     open_http: bool = option(False, "serve HTTP off loopback although there are no API keys")
+    http_tls: bool = option(True, "with --tls-cert, serve HTTP over TLS as well")
     ticket_key_file: str = option(
         "", "file with the key of placement tickets, by which clients reach decode instances; default: no tickets"
     )
     token_file: str = option("", "file with the token that services show each other")
+    tls_cert: str = option("", TLS_CERT_HELP)
+    tls_key: str = option("", TLS_KEY_HELP)
+    tls_ca: str = option("", TLS_CA_HELP)
+    tls_name: str = option("", TLS_NAME_HELP)
     max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
     instance_slots: int | None = option(
         None,
@@ -116,12 +136,16 @@ class RouterConfig:
         for name in ("port", "grpc_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
-        for name in ("prefill", "decode"):
+        for name in ("prefill", "decode", *(() if self.kvstore == (DISCOVER,) else ("kvstore",))):
             for address in getattr(self, name):
                 check_address(address, field=name)
         both = set(self.prefill) & set(self.decode)
         if both or len(set(self.prefill)) < len(self.prefill) or len(set(self.decode)) < len(self.decode):
             raise ConfigError("an instance is named twice in --prefill and --decode", field="decode")
+        if len(set(self.kvstore)) < len(self.kvstore):
+            raise ConfigError("a store is named twice in --kvstore", field="kvstore")
+        if DISCOVER in self.kvstore and not self.redis:
+            raise ConfigError("--kvstore discover needs --redis", field="redis")
         make_policy(self.policy, self.policy_context(Speeds()))
         parse_tier_weights(self.tier_weights)
         for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
@@ -130,6 +154,8 @@ class RouterConfig:
         if self.max_inflight_per_instance is not None:
             _at_least(self, "max_inflight_per_instance", 0)
         check_discovery(self.discover, self.redis, self.kubernetes_selector)
+        if self.api_keys == "redis" and not self.redis:
+            raise ConfigError("--api-keys redis needs --redis", field="redis")
         check_sharing(self.redis, self.redis_prefix, self.replica_name)
         for name, least in (("replicas", 0), ("replica_interval_ms", 1), ("replica_forget_s", 20)):
             _at_least(self, name, least)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.api.v1 import common_pb2
+from baton.token_ids import TokenIds
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+from baton_router.accounts import Account
 from baton_router.decision import Decision
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per request: frozen ones cost three times as much
 class RoutedRequest:
     """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated.
 
@@ -19,12 +21,13 @@ class RoutedRequest:
         ttft_ms: The first token is wanted within so many milliseconds of the arrival; ``None``: nobody said.
         itl_ms: Most milliseconds wanted between two tokens; ``None``: nobody said.
         tenant: With whom it shares its part of the cluster.
+        account: Whose API key it showed, if it had to.
         arrived: When it came, by ``time.perf_counter()``; 0: just now.
         output_token_ids: Generated so far, elsewhere; with ``n`` = 1.
     """
 
     request_id: RequestId
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
@@ -34,6 +37,7 @@ class RoutedRequest:
     tenant: str = ""
     arrived: float = 0.0
     output_token_ids: Sequence[int] = ()
+    account: Account | None = None
 
 
 @dataclass(slots=True)  # made per token: frozen ones cost three times as much
@@ -74,6 +78,26 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
 
 
+class ChunkSink(Protocol):
+    """Takes what a request brings, in order. It may cancel the request from inside of these calls."""
+
+    def on_chunk(self, chunk: RoutedChunk) -> None:
+        """Take a chunk."""
+
+    def on_end(self, error: Exception | None) -> None:
+        """Take the end, the last thing there is; ``None``: every sequence has ended."""
+
+
+class Running(Protocol):
+    """A request that was begun."""
+
+    def cancel(self) -> None:
+        """End it everywhere; the sink gets nothing more. One that has ended is not disturbed."""
+
+    def hold(self, held: bool) -> None:
+        """Keep what comes from now on, or go on handing it on."""
+
+
 class Dispatcher(Protocol):
     """Places requests on instances and carries their streams, over the death of instances too."""
 
@@ -84,15 +108,16 @@ class Dispatcher(Protocol):
             UnavailableError: No instance is ready.
         """
 
-    def stream(self, request: RoutedRequest) -> AsyncIterator[RoutedChunk]:
-        """Run a request; ``aclose()`` of the iterator cancels it everywhere.
+    def start(self, request: RoutedRequest, sink: ChunkSink) -> Running:
+        """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.
 
-        Raises:
+        Errors are:
             QueueFullError: Everybody is full; says when to try again.
             OverloadedError: It would wait too long, or longer than it allows; says when to try again.
             UnavailableError: No decode instance is left.
             InvalidRequestError: An instance refused the request; names the field.
         """
+        ...
 
     async def route(self, request: RoutedRequest) -> Decision:
         """Say where the request would go, and reserve nothing."""

@@ -51,6 +51,11 @@ class DecisionCandidate:
         return self._side.match_rates[self._at]
 
     @property
+    def tiers(self) -> dict[str, int]:
+        """Prompt tokens that it can load from slower tiers and the KV store, by tier."""
+        return {} if self._side.tiers is None else self._side.tiers[self._at]
+
+    @property
     def load(self) -> float:
         """Relative to the mean of its role."""
         return self._decision.loads(self._side.role)[self._at]
@@ -130,6 +135,14 @@ class Decision:
     def couples(self) -> bool:
         """Whether the policy rates pairs, beyond prefill and decode instances each by itself."""
         return not (self.ratings.pairs is None and self.ratings.local is None and self.ratings.store is None)
+
+    def match_rate_of(self, instance_id: str) -> float:
+        """Return the match rate of an instance that was looked at; 0 for others."""
+        for side in (self.decode, self.prefill):
+            for at, name in enumerate(side.ids):
+                if name == instance_id:
+                    return side.match_rates[at]
+        return 0.0
 
     def loads(self, role: Role) -> list[float]:
         """Return the relative loads of a role."""

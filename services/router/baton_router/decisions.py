@@ -36,6 +36,7 @@ class DecisionRecord:
         prompt_tokens: Tokens of its prompt.
         placements: Seconds after ``began`` and the decision, for every time it was placed.
         trace: How it came to its KV, as far as is known.
+        tenant: Whose it is.
         clock: Knows the time to first token and how many tokens there are.
         outcome: ``running``, ``done``, ``cancelled`` or an error's code.
         duration_s: How long it took; ``None`` while it runs.
@@ -48,6 +49,7 @@ class DecisionRecord:
     placements: list[tuple[float, Decision]] = field(default_factory=list)
     trace: common_pb2.RequestTrace | None = None
     clock: GenerationClock | None = None
+    tenant: str = ""
     outcome: str = RUNNING
     duration_s: float | None = None
     kept: bool = True
@@ -103,10 +105,12 @@ class DecisionLog:
         """Requests that have not ended."""
         return len(self._running)
 
-    def begin(self, request_id: str, prompt_tokens: int, clock: GenerationClock | None = None) -> DecisionRecord:
+    def begin(
+        self, request_id: str, prompt_tokens: int, clock: GenerationClock | None = None, *, tenant: str = ""
+    ) -> DecisionRecord:
         """Remember a request until it has been pushed out by others; tell of its end with :meth:`end`."""
         record = self._running[request_id] = self._append(request_id, prompt_tokens)
-        record.clock = clock
+        record.clock, record.tenant = clock, tenant
         return record
 
     def placed(self, request_id: str, decision: Decision) -> None:
@@ -135,13 +139,14 @@ class DecisionLog:
         if self.on_end is not None:
             self.on_end()
 
-    def recent(self, limit: int, *, containing: str = "") -> list[DecisionRecord]:
-        """Return up to ``limit`` requests, newest first, whose id contains a text."""
-        return list(islice((x for x in reversed(self._records) if containing in x.request_id), limit))
+    def recent(self, limit: int, *, containing: str = "", tenant: str | None = None) -> list[DecisionRecord]:
+        """Return up to ``limit`` requests, newest first, whose id contains a text; of one tenant alone if asked."""
+        found = (x for x in reversed(self._records) if containing in x.request_id and _is_of(x, tenant))
+        return list(islice(found, limit))
 
-    def find(self, name: str) -> list[DecisionRecord]:
+    def find(self, name: str, *, tenant: str | None = None) -> list[DecisionRecord]:
         """Return the requests of a name, newest first; an answer to several prompts has several."""
-        return [x for x in reversed(self._records) if x.is_named(name)]
+        return [x for x in reversed(self._records) if x.is_named(name) and _is_of(x, tenant)]
 
     def __iter__(self) -> Iterator[DecisionRecord]:
         """Go through what is remembered, oldest first."""
@@ -159,6 +164,10 @@ class DecisionLog:
         oldest = self._records.popleft()
         oldest.kept = False
         self._numbers -= sum(_size(decision) for _, decision in oldest.placements)
+
+
+def _is_of(record: DecisionRecord, tenant: str | None) -> bool:
+    return tenant is None or record.tenant == tenant
 
 
 def _size(decision: Decision) -> int:

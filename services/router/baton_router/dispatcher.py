@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -13,18 +12,20 @@ from baton.errors import BatonError, InternalError, QueueFullError, UnavailableE
 from baton_router.admission import Admission, Limits, Ticket
 from baton_router.admission.estimates import Estimates
 from baton_router.admission.room import Room
+from baton_router.chunk_queue import ChunkQueue
 from baton_router.config import RouterConfig
-from baton_router.core import ModelInfo, RoutedChunk, RoutedRequest
-from baton_router.cut_off import CutOff
+from baton_router.core import ChunkSink, ModelInfo, RoutedChunk, RoutedRequest, Running
+from baton_router.deadlines import Deadlines
 from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
 from baton_router.metrics import RouterMetrics
-from baton_router.placement import Ask, Placement, Placer
+from baton_router.placement import Ask, LowerTiers, Placement, Placer
 from baton_router.policy import make_policy
 from baton_router.policy.plugin import parse_tier_weights
 from baton_router.recovery import Breakers, RetryBudget
 from baton_router.registry import Registry
-from baton_router.run import RequestRun, RunContext
+from baton_router.run import RequestRun
+from baton_router.run_context import RunContext
 from baton_router.speeds import Speeds
 
 
@@ -88,7 +89,7 @@ class PlacingDispatcher:
             max_prefills=config.prefill_candidates,
             threshold=config.remote_prefill_threshold,
             speeds=speeds,
-            tier_weights=parse_tier_weights(config.tier_weights),
+            tiers=LowerTiers(parse_tier_weights(config.tier_weights), registry.stores),
             seed=config.policy_seed,
         )
         estimates = Estimates(self._placer, speeds, registry)
@@ -112,50 +113,41 @@ class PlacingDispatcher:
             breakers=Breakers(config.breaker_failures, config.breaker_open_s, metrics.registry),
             budget=RetryBudget(config.retry_budget, metrics.registry),
             decisions=decisions or DecisionLog(metrics.decision_terms),
+            sessions=registry.sessions,
+            deadlines=Deadlines(config.request_timeout_s),
             slow=estimates.slow,
         )
-        self._cut_off = CutOff()
+        self._running: set[_Running] = set()
+        self._cut_off = False
         self.num_in_flight = 0
 
     def model_info(self) -> ModelInfo:
         """Return what is served; see ``Dispatcher.model_info``."""
         return self._registry.model_info()
 
+    def start(self, request: RoutedRequest, sink: ChunkSink) -> Running:
+        """Begin a request; see ``Dispatcher.start``."""
+        running = _Running(self, request, sink)
+        running.start()
+        return running
+
     async def stream(self, request: RoutedRequest) -> AsyncGenerator[RoutedChunk, None]:
-        """Run a request; see ``Dispatcher.stream``."""
-        if self.num_in_flight >= self._config.max_in_flight:
-            self._metrics.failures.labels(code=QueueFullError.code).inc()
-            message = f"{self.num_in_flight} requests are in flight already"
-            raise QueueFullError(message, retry_after_s=self.admission.retry_after_s())
-        self.num_in_flight += 1
-        ticket = None
-        try:
-            ticket = await self.admission.enter(request)
-            begun = False
-            async with contextlib.aclosing(RequestRun(self._context, request, ticket.waited_s).chunks()) as chunks:
-                while (chunk := await self._cut_off.next(chunks)) is not None:
-                    if not begun:
-                        begun = True
-                        self.admission.first_token(ticket)
-                    yield chunk
-        except BatonError as error:
-            self._metrics.failures.labels(code=error.code).inc()
-            raise
-        except (GeneratorExit, asyncio.CancelledError):
-            self._metrics.closed_early.inc()
-            raise
-        except Exception:
-            self._metrics.failures.labels(code=InternalError.code).inc()
-            raise
-        finally:
-            self.num_in_flight -= 1
-            if ticket is not None:
-                self.admission.leave(ticket)
+        """Run a request; closing the generator cancels it everywhere.
+
+        Raises:
+            BatonError: See ``Dispatcher.start``.
+        """
+        chunks: ChunkQueue[RoutedChunk] = ChunkQueue()
+        async with chunks.of(self.start(request, chunks)) as items:
+            async for chunk in items:
+                yield chunk
 
     def cut_off(self) -> None:
         """End everything that runs or waits with ``UnavailableError``, and refuse new ones: the router ends."""
+        self._cut_off = True
         self.admission.close()
-        self._cut_off.close()
+        for running in list(self._running):
+            running.on_end(_shutting_down())
 
     async def reserve(self, request: RoutedRequest) -> Reserved:
         """Place a request that somebody else runs, and hold its shares until :meth:`Reserved.end`.
@@ -199,3 +191,106 @@ class PlacingDispatcher:
         if placement is None:
             raise UnavailableError("no decode instance is ready", retry_after_s=1.0)
         return placement.decision
+
+
+class _Running:
+    """One request from its arrival to its end; the sink of its run."""
+
+    __slots__ = ("_begun", "_dispatcher", "_ended", "_held", "_request", "_run", "_sink", "_ticket", "_waiting")
+
+    def __init__(self, dispatcher: PlacingDispatcher, request: RoutedRequest, sink: ChunkSink) -> None:
+        self._dispatcher, self._request = dispatcher, request
+        self._sink: ChunkSink = sink
+        self._ticket: Ticket | None = None
+        self._run: RequestRun | None = None
+        self._waiting: asyncio.Task[None] | None = None
+        self._begun = self._ended = self._held = False
+
+    def start(self) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.num_in_flight += 1
+        dispatcher._running.add(self)
+        if dispatcher.num_in_flight > dispatcher._config.max_in_flight:
+            message = f"{dispatcher.num_in_flight - 1} requests are in flight already"
+            self.on_end(QueueFullError(message, retry_after_s=dispatcher.admission.retry_after_s()))
+        elif dispatcher._cut_off:
+            self.on_end(_shutting_down())
+        elif (ticket := dispatcher.admission.enter_now(self._request)) is not None:
+            self._go(ticket)
+        else:
+            self._waiting = asyncio.get_running_loop().create_task(self._enter())
+
+    async def _enter(self) -> None:
+        try:
+            ticket = await self._dispatcher.admission.enter(self._request)
+        except Exception as error:
+            self._waiting = None
+            self.on_end(error)
+            return
+        self._waiting = None
+        self._go(ticket)
+
+    def _go(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._run = RequestRun(self._dispatcher._context, self._request, ticket.waited_s, self)
+        if self._held:
+            self._run.hold(True)
+        self._run.start()
+
+    def on_chunk(self, chunk: RoutedChunk) -> None:
+        if not self._begun:
+            self._begun = True
+            assert self._ticket is not None
+            self._dispatcher.admission.first_token(self._ticket)
+        self._sink.on_chunk(chunk)
+
+    def on_end(self, error: Exception | None) -> None:
+        if self._ended:
+            return
+        if error is not None:
+            code = error.code if isinstance(error, BatonError) else InternalError.code
+            self._dispatcher._metrics.failures.labels(code=code).inc()
+        sink = self._sink
+        self._leave()
+        sink.on_end(error)
+
+    def cancel(self) -> None:
+        if not self._ended:
+            self._dispatcher._metrics.closed_early.inc()
+            self._leave()
+
+    def hold(self, held: bool) -> None:
+        self._held = held
+        if self._run is not None:
+            self._run.hold(held)
+
+    def _leave(self) -> None:
+        self._ended = True
+        dispatcher = self._dispatcher
+        dispatcher.num_in_flight -= 1
+        dispatcher._running.discard(self)
+        if self._waiting is not None:
+            self._waiting.cancel()
+        run, self._run = self._run, None
+        if run is not None:
+            run.cancel()
+        self._sink = _NOBODY  # no circle is left that a collector would have to find
+        if self._ticket is not None:
+            dispatcher.admission.leave(self._ticket)
+
+
+class _Nobody:
+    """Whom the end of a request tells nothing."""
+
+    def on_chunk(self, chunk: RoutedChunk) -> None:
+        """Drop a chunk."""
+
+    def on_end(self, error: Exception | None) -> None:
+        """Drop the end."""
+
+
+_NOBODY = _Nobody()
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)

@@ -26,7 +26,7 @@ class _Node:
         return len(self.data) // HASH_BYTES
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Expectation:
     """A chain that an owner is expected to hold; give it back once with :meth:`ExpectedChains.forget`."""
 

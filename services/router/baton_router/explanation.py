@@ -91,6 +91,7 @@ def _placement(at: float, decision: Decision) -> dict[str, Any]:
                 "instance": candidate.instance_id,
                 "role": role,
                 "match_rate": _number(candidate.match_rate),
+                "tiers": candidate.tiers,
                 "load": _number(candidate.load),
                 "score": _number(candidate.score),
                 "terms": {name: _number(value) for name, value in candidate.terms},
@@ -172,6 +173,8 @@ def _choice(decision: Decision, role: str) -> str:
         f"{role}: {name}, by {decision.policy}, holds {chosen.match_rate:.0%} of the prompt "
         f"at {chosen.load:.2f} times the mean load"
     )
+    if chosen.tiers:
+        said += "".join(f", can load {tokens} tokens from {tier}" for tier, tokens in chosen.tiers.items())
     if not others:
         return f"{said}; the only candidate"
     best = max(others, key=lambda x: x.score)

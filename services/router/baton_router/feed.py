@@ -14,6 +14,8 @@ from baton_router.own_decisions import OwnDecisions
 DEVICE = "device"
 LOWER_TIERS = ("host", "disk", "remote")
 """Nearest first. What lies there must be loaded before it is used, so it is no match; see :attr:`EventFeed.tiers`."""
+STORE_TIERS = {"host": "store", "disk": "store_disk", "remote": "store_remote"}
+"""What the tiers of a KV store are called, seen from the instances that load from it."""
 
 
 class IndexState(enum.StrEnum):
@@ -64,6 +66,7 @@ class EventFeed:
         self._heard_at = now()
         self._silence_s: float | None = None
         self._incomplete = False
+        self._partial = False
         self._decisions = OwnDecisions(index, now=now, ttl_s=decision_ttl_s)
         self.num_gaps = 0
         self.num_events = 0
@@ -92,11 +95,22 @@ class EventFeed:
         return tuple(found)
 
     @property
+    def lower_slots(self) -> dict[str, int]:
+        """The slot of each lower tier that was told of."""
+        return self._lower
+
+    @property
+    def num_lower_blocks(self) -> dict[str, int]:
+        """Blocks that the index holds of each lower tier that was told of."""
+        return {tier: self._index.num_blocks(slot) for tier, slot in self._lower.items()}
+
+    @property
     def state(self) -> IndexState:
         """How far the slot can be trusted now."""
         if not self._known or self.age_s > self._stale_limit_s:
             return IndexState.OFF
-        return IndexState.EXACT if self._cut_at is None and not self._incomplete else IndexState.STALE
+        exact = self._cut_at is None and not self._incomplete and not self._partial
+        return IndexState.EXACT if exact else IndexState.STALE
 
     @property
     def usable(self) -> bool:
@@ -131,7 +145,7 @@ class EventFeed:
         It is the last one applied, not the next: the repeated batch is ignored, but it proves at once that the
         sender still has the same history, even if nothing new ever happens. 0 asks for a snapshot.
         """
-        return self._sequence if self._known and epoch == self._epoch else 0
+        return self._sequence if self._known and not self._partial and epoch == self._epoch else 0
 
     def restarted(self, epoch: Epoch, num_blocks: int = 0) -> bool:
         """Tell which process is there now, and how many blocks it has; returns whether it is another one.
@@ -184,12 +198,14 @@ class EventFeed:
             self._forget()
             self._decisions.clear()
             self._known, self._epoch = True, epoch
-        elif not self._known or epoch != self._epoch or batch.sequence > self._sequence + 1:
+        elif self._partial and epoch == self._epoch and batch.sequence == self._sequence:
+            pass  # the snapshot's next part
+        elif not self._known or self._partial or epoch != self._epoch or batch.sequence > self._sequence + 1:
             self._gap(epoch, f"expected batch {self._sequence + 1}, got {batch.sequence}")
         elif batch.sequence <= self._sequence:
             self._hear()
             return False
-        self._sequence = batch.sequence
+        self._sequence, self._partial = batch.sequence, batch.more
         self._hear()
         for event in batch.events:
             self._apply_event(event)
@@ -231,13 +247,19 @@ class EventFeed:
             self._lower[tier] = self._index.add()
         return self._lower.get(tier)
 
+    def lost(self) -> None:
+        """Tell that the process is gone, and with it everything that it told of."""
+        self.broken()
+        if self._known:
+            self._forget()
+
     def _forget(self) -> None:
         """Forget what the instance told; what is expected of it stays."""
         self._slot = self._index.replace(self._slot)
         for slot in self._lower.values():
             self._index.drop(slot)
         self._lower.clear()
-        self._known = self._incomplete = False
+        self._known = self._incomplete = self._partial = False
 
     def expect(self, hashes: Sequence[BlockHash]) -> Expectation | None:
         """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.expect`."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
+from baton_router.tally import Counter, Histogram
 from baton_router.text_request import TextDelta
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -19,20 +20,13 @@ class GenerationMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_request_"
-        self.ttft = Histogram(name + "ttft_seconds", "Arrival to first token", buckets=_TTFT_S, registry=registry)
-        self.itl = Histogram(
-            name + "itl_seconds", "Between two messages with tokens", buckets=_ITL_S, registry=registry
-        )
-        self.e2e = Histogram(name + "e2e_seconds", "Arrival to last token", buckets=_E2E_S, registry=registry)
-        self.prompt_tokens = Counter(name + "prompt_tokens", "Prompt tokens of placed requests", registry=registry)
-        self.generated_tokens = Counter(name + "generated_tokens", "Tokens delivered", registry=registry)
-        self.cached_tokens = Counter(name + "cached_tokens", "Prompt tokens whose KV was in a cache", registry=registry)
-        self.finished = Counter(
-            name + "finished",
-            "Generations, by how they ended",
-            ["outcome"],
-            registry=registry,
-        )
+        self.ttft = Histogram(name + "ttft_seconds", "Arrival to first token", [], registry, buckets=_TTFT_S)
+        self.itl = Histogram(name + "itl_seconds", "Between two messages with tokens", [], registry, buckets=_ITL_S)
+        self.e2e = Histogram(name + "e2e_seconds", "Arrival to last token", [], registry, buckets=_E2E_S)
+        self.prompt_tokens = Counter(name + "prompt_tokens", "Prompt tokens of placed requests", [], registry)
+        self.generated_tokens = Counter(name + "generated_tokens", "Tokens delivered", [], registry)
+        self.cached_tokens = Counter(name + "cached_tokens", "Prompt tokens whose KV was in a cache", [], registry)
+        self.finished = Counter(name + "finished", "Generations, by how they ended", ["outcome"], registry)
 
 
 class GenerationClock:
@@ -87,7 +81,7 @@ class GenerationClock:
         """Count the end: ``done``, ``cancelled`` or an error's code."""
         if self._metrics is not None:
             self._metrics.e2e.observe(time.perf_counter() - self._arrived)
-            self._metrics.finished.labels(outcome=outcome).inc()
+            self._metrics.finished.labels(outcome).inc()
 
 
 def cached_tokens(trace: common_pb2.RequestTrace | None) -> int:

@@ -5,38 +5,42 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError
 from baton.rpc.convert import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb, sampling_from_pb
 from baton.types import SamplingParams
+from baton_router.accounts import Account
 from baton_router.text_pipeline import TextPipeline
 from baton_router.text_request import ChatPrompt, Prompt, TextChunk, TextDelta, TextRequest
 
 
 async def generate(
-    pipeline: TextPipeline, request: router_pb2.RouterGenerateRequest, context: Any
+    pipeline: TextPipeline, request: router_pb2.RouterGenerateRequest, account: Account | None
 ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
     """Serve ``RouterService.Generate``; a call that is cancelled cancels the request everywhere.
 
     Args:
         pipeline: Does the work.
         request: The call's request.
-        context: The call's context; errors are raised, and an interceptor turns them into statuses.
+        account: Whose API key the call showed, if any.
 
     Raises:
         BatonError: Whatever :meth:`TextPipeline.prepare` and :meth:`TextPipeline.stream` raise.
     """
-    asked = text_request(request)
+    asked = text_request(request, account)
     prepared = await pipeline.prepare(asked)
     async with aclosing(pipeline.stream(prepared)) as chunks:
         async for chunk in chunks:
             yield _response(asked.request_id, chunk)
 
 
-def text_request(request: router_pb2.RouterGenerateRequest) -> TextRequest:
+def text_request(request: router_pb2.RouterGenerateRequest, account: Account | None) -> TextRequest:
     """Read a request.
+
+    Args:
+        request: The call's request.
+        account: Whose API key the call showed, if any.
 
     Raises:
         InvalidRequestError: A field is wrong; names it.
@@ -55,7 +59,8 @@ def text_request(request: router_pb2.RouterGenerateRequest) -> TextRequest:
         model=request.model,
         add_special_tokens=kind == "text",
         include_stop=request.include_stop_in_output,
-        cache_salt=request.cache_salt,
+        account=account,
+        cache_salt=_salt(request.cache_salt, account),
         priority=request.priority,
         ttft_ms=request.ttft_ms or None,
         itl_ms=request.itl_ms or None,
@@ -67,7 +72,9 @@ def text_request(request: router_pb2.RouterGenerateRequest) -> TextRequest:
     )
 
 
-async def route(pipeline: TextPipeline, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
+async def route(
+    pipeline: TextPipeline, request: router_pb2.RouteRequest, account: Account | None
+) -> router_pb2.RouteResponse:
     """Serve ``RouterService.Route``.
 
     Raises:
@@ -78,7 +85,8 @@ async def route(pipeline: TextPipeline, request: router_pb2.RouteRequest, contex
         sampling=SamplingParams(),
         model=request.model,
         add_special_tokens=request.WhichOneof("prompt") == "text",
-        cache_salt=request.cache_salt,
+        account=account,
+        cache_salt=_salt(request.cache_salt, account),
         session=request.session_id,
         prompt_field=request.WhichOneof("prompt") or "prompt",
     )
@@ -100,6 +108,10 @@ def list_models(pipeline: TextPipeline) -> router_pb2.ListModelsResponse:
         eos_token_ids=sorted(info.eos_token_ids),
     )
     return router_pb2.ListModelsResponse(models=[model])
+
+
+def _salt(given: str, account: Account | None) -> str:
+    return given if account is None else account.salt(given)
 
 
 def _prompt(request: router_pb2.RouterGenerateRequest | router_pb2.RouteRequest) -> Prompt:

@@ -6,6 +6,7 @@ import asyncio
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc.aio
 
@@ -35,6 +36,7 @@ class InstanceInfo:
     Attributes:
         content_key: Root of its block hash chains, from its fingerprint. Instances whose blocks have the same number
             of tokens share it, however many ranks they have.
+        kvstore: The nodes of the KV store that it loads from, as it was told of them; empty: none.
     """
 
     instance_id: InstanceId
@@ -49,6 +51,8 @@ class InstanceInfo:
     eos_token_ids: frozenset[int]
     tokenizer_digest: str = ""
     max_num_seqs: int = 0
+    kvstore: str = ""
+    calls_port: int = 0
     content_key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +78,16 @@ class InstanceInfo:
             eos_token_ids=frozenset(message.eos_token_ids),
             tokenizer_digest=message.tokenizer_digest,
             max_num_seqs=message.max_num_seqs,
+            kvstore=message.kvstore,
+            calls_port=message.calls_port if message.calls_port < 2**16 else 0,
         )
+
+
+class Lost(Protocol):
+    """A running request, as its instance knows it."""
+
+    def lose(self) -> None:
+        """The instance does not answer any more."""
 
 
 class Instance:
@@ -97,7 +110,8 @@ class Instance:
         """Whether a session is open with an instance that is what it should be."""
         self.generation = 0
         self.last_score: tuple[Decision, int] | None = None
-        self._lost: set[Callable[[], None]] = set()
+        self._running: set[Lost] = set()
+        self._closing: list[Callable[[], None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -116,25 +130,31 @@ class Instance:
         """Differs after every reconnection: an instance that failed a request counts as new once it is back."""
         return self.address, self.generation
 
-    def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Tell of a running request, and return what to call when it has ended.
-
-        ``callback`` is called if the instance is found dead without its connections breaking.
-        """
-        self._lost.add(callback)
+    def began(self, call: Lost) -> None:
+        """Tell of a running request; ``lose`` is called if the instance is found dead while its connections stand."""
+        self._running.add(call)
         self._idle.clear()
 
-        def undo() -> None:
-            self._lost.discard(callback)
-            if not self._lost:
-                self._idle.set()
-
-        return undo
+    def ended(self, call: Lost) -> None:
+        """Tell that a request does not run any more; may be called any number of times."""
+        self._running.discard(call)
+        if not self._running:
+            self._idle.set()
 
     def lose(self) -> None:
         """Break off every running request: the instance does not answer any more."""
-        for callback in list(self._lost):
+        for call in list(self._running):
+            call.lose()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have something closed together with the channel."""
+        self._closing.append(callback)
+
+    async def close(self) -> None:
+        """Close every connection to it."""
+        for callback in self._closing:
             callback()
+        await self.channel.close(None)
 
     async def wait_idle(self) -> None:
         """Wait until none of this router's requests runs there."""

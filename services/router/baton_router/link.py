@@ -19,21 +19,16 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from baton.api.v1 import events_pb2, worker_pb2
+from baton.api.v1 import worker_pb2
 from baton.errors import BatonError
 from baton.types import Epoch
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig
-from baton_router.feed import EventGapError
+from baton_router.follower import EventFollower
 from baton_router.instance import Instance, InstanceInfo, Status
 from baton_router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
-
-_SILENT_BEATS = 3.5
-"""Heartbeats that may be missing before an event stream counts as cut."""
-_LOST_BEATS = 20
-"""Heartbeats that may be missing before another stream is opened in its place."""
 
 Admit = Callable[[Instance, InstanceInfo], None]
 """Checks an instance's identity; raises a BatonError that names what does not fit."""
@@ -52,6 +47,7 @@ class Link:
         metrics: Where events and gaps are counted.
         admit: Checks who answers.
         changed: Called whenever the instance became more or less usable.
+        entered: Called with the instance when it has been admitted, before it gets requests.
     """
 
     def __init__(
@@ -62,12 +58,14 @@ class Link:
         *,
         admit: Admit,
         changed: Callable[[], None],
+        entered: Callable[[Instance], None],
     ) -> None:
         self._instance = instance
         self._config = config
         self._metrics = metrics
         self._admit = admit
         self._changed = changed
+        self._entered = entered
         self._rng = random.Random()
 
     async def run(self) -> None:
@@ -115,6 +113,7 @@ class Link:
             log.info("instance %s restarted", info.instance_id)
         instance.info, instance.admitted = info, True
         instance.generation += 1
+        self._entered(instance)
         events = asyncio.create_task(self._follow_events(info.epoch), name=f"events {instance.address}")
         watchers = [
             asyncio.create_task(self._follow_load(info, backoff), name=f"load {instance.address}"),
@@ -186,41 +185,18 @@ class Link:
         if not self._config.kv_events:
             return
         backoff = Backoff(self._config.reconnect_max_s, self._rng)
-        feed, name = self._instance.feed, self._instance.instance_id
+        feed, name, beat_ms = self._instance.feed, self._instance.instance_id, self._config.index_heartbeat_ms
+        follower = EventFollower(feed, self._metrics, beat_ms / 1000)
         while True:
             request = worker_pb2.StreamKvEventsRequest(
-                from_sequence=feed.resume_from(epoch), epoch=epoch, heartbeat_ms=self._config.index_heartbeat_ms
+                from_sequence=feed.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms
             )
-            call = self._instance.stub.StreamKvEvents(request)
-            try:
-                async with asyncio.timeout(None) as silence:
-                    async for answer in call:
-                        self._take_events(answer.batch, silence)
-                        backoff.reset()
-            except TimeoutError:
-                log.warning("KV events of %s fell silent", name)
-            except EventGapError as error:
-                log.warning("KV events of %s have a gap: %s", name, error)
-                self._metrics.sequence_gaps.labels(instance=name).inc()
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    log.warning("instance %s has no KV events: the router goes by its own decisions there", name)
-                    return
-                log.warning("KV events of %s broke: %s", name, _reason(error))
-            finally:
-                call.cancel()
-                feed.broken()
+            if not await follower.follow(name, self._instance.stub.StreamKvEvents(request)):
+                log.warning("instance %s has no KV events: the router goes by its own decisions there", name)
+                return
+            if follower.heard:
+                backoff.reset()
             await asyncio.sleep(backoff.next_s())
-
-    def _take_events(self, batch: events_pb2.KvEventBatch, silence: asyncio.Timeout) -> None:
-        """Put a batch into the index. Once heartbeats come, ``silence`` ends a stream that nothing comes from."""
-        feed, beat_s = self._instance.feed, self._config.index_heartbeat_ms / 1000
-        if batch.heartbeat:
-            feed.heartbeat(batch, _SILENT_BEATS * beat_s)
-        elif feed.apply(batch):
-            self._metrics.index_events.labels(instance=self._instance.instance_id).inc(len(batch.events))
-        if batch.heartbeat or silence.when() is not None:
-            silence.reschedule(asyncio.get_running_loop().time() + _LOST_BEATS * beat_s)
 
 
 def _reason(error: BaseException | None) -> str:

@@ -72,9 +72,14 @@ class LoadBook:
     @property
     def load(self) -> float:
         """Work in flight, and a share of what was done lately, in tokens."""
+        return self.work_and_load()[1]
+
+    def work_and_load(self) -> tuple[float, float]:
+        """Return :attr:`work` and :attr:`load`."""
+        work = self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests + self.foreign + self.shared
         if not self._done:
-            return self.work
-        return self.work + _RECENT_SHARE * self._done * math.exp((self._done_at - self.now()) / RECENT_S)
+            return work, work
+        return work, work + _RECENT_SHARE * self._done * math.exp((self._done_at - self.now()) / RECENT_S)
 
     def done(self, tokens: float) -> None:
         """Count work that is no longer in flight."""

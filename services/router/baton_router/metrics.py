@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
+from baton_router import tally
 from baton_router.decision import scores_of
 from baton_router.decision_terms import DecisionTerms
 
@@ -34,32 +35,35 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         r = self.registry
         name = "baton_router_"
-        self.decisions = Counter(name + "decisions", "Placements, by policy", ["policy"], registry=r)
+        self.decisions = tally.Counter(name + "decisions", "Placements, by policy", ["policy"], r)
         self.decision_terms = DecisionTerms()
         r.register(self.decision_terms)
-        self.decision_time = Histogram(
-            name + "decision_seconds", "Hashing, look-up and choice", buckets=_DECISION_S, registry=r
+        self.decision_time = tally.Histogram(
+            name + "decision_seconds", "Hashing, look-up and choice", [], r, buckets=_DECISION_S
         )
-        self.match_rate = Histogram(
-            name + "match_rate", "KV match rate of the chosen instance", ["role"], buckets=_RATES, registry=r
+        self.match_rate = tally.Histogram(
+            name + "match_rate", "KV match rate of the chosen instance", ["role"], r, buckets=_RATES
         )
-        self.index_use = Counter(
-            name + "index_use", "Placements by the state of the chosen instances' index", ["state"], registry=r
+        self.index_use = tally.Counter(
+            name + "index_use", "Placements by the state of the chosen instances' index", ["state"], r
         )
-        self.paths = Counter(
+        self.paths = tally.Counter(
             name + "prefill_path",
             "Requests per decode instance that ran them, by where their KV came from and why",
             ["path", "pipe", "reason"],
-            registry=r,
+            r,
         )
-        self.prompt_tokens = Counter(
-            name + "prompt_tokens", "Prompt tokens, by how decode got their KV", ["source"], registry=r
+        self.prompt_tokens = tally.Counter(
+            name + "prompt_tokens", "Prompt tokens, by how decode got their KV", ["source"], r
         )
-        self.kv_bytes = Counter(name + "kv_bytes", "KV bytes fetched by decode instances", ["pipe"], registry=r)
-        self.transfer_time = Histogram(
-            name + "transfer_seconds", "Time in fetches, per request", ["pipe"], buckets=_TRANSFER_S, registry=r
+        sources = self.prompt_tokens.labels
+        self._cached, self._transferred, self._recomputed = map(sources, ("cached", "transferred", "recomputed"))
+        self._by_path: dict[tuple[int, str, str], tally.Amount] = {}
+        self.kv_bytes = tally.Counter(name + "kv_bytes", "KV bytes fetched by decode instances", ["pipe"], r)
+        self.transfer_time = tally.Histogram(
+            name + "transfer_seconds", "Time in fetches, per request", ["pipe"], r, buckets=_TRANSFER_S
         )
-        self.failed_prefills = Counter(name + "failed_prefills", "Prefill candidates tried in vain", registry=r)
+        self.failed_prefills = tally.Counter(name + "failed_prefills", "Prefill candidates tried in vain", [], r)
         self.migrations = Counter(
             name + "migrations", "Streams that went on on another decode instance", ["reason"], registry=r
         )
@@ -85,15 +89,19 @@ class RouterMetrics:
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count how a request came to its KV on one decode instance."""
-        path = path_from_pb(trace.path)
-        self.paths.labels(path=path or "unknown", pipe=trace.pipe, reason=trace.local_reason.partition(":")[0]).inc()
-        self.prompt_tokens.labels(source="cached").inc(trace.cached_tokens)
-        self.prompt_tokens.labels(source="transferred").inc(trace.transferred_tokens)
-        self.prompt_tokens.labels(source="recomputed").inc(trace.recomputed_tokens)
-        self.failed_prefills.inc(len(trace.failed_prefills))
+        key = trace.path, trace.pipe, trace.local_reason.partition(":")[0]
+        path = self._by_path.get(key)
+        if path is None:
+            path = self._by_path[key] = self.paths.labels(path_from_pb(key[0]) or "unknown", *key[1:])
+        path.value += 1
+        self._cached.value += trace.cached_tokens
+        self._transferred.value += trace.transferred_tokens
+        self._recomputed.value += trace.recomputed_tokens
+        if trace.failed_prefills:
+            self.failed_prefills.inc(len(trace.failed_prefills))
         if trace.pipe:
-            self.kv_bytes.labels(pipe=trace.pipe).inc(trace.kv_bytes)
-            self.transfer_time.labels(pipe=trace.pipe).observe(trace.transfer_us / 1e6)
+            self.kv_bytes.labels(trace.pipe).inc(trace.kv_bytes)
+            self.transfer_time.labels(trace.pipe).observe(trace.transfer_us / 1e6)
 
     def forget_instance(self, instance_id: str) -> None:
         """Remove the series of an instance that left."""

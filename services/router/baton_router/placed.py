@@ -20,7 +20,7 @@ _NEVER_REMOTE = 2**31 - 1
 """As threshold: no prompt is so long that decode would ask a prefill instance."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per request: frozen ones cost three times as much
 class Ask:
     """What is to be placed.
 

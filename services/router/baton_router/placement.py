@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.hashing import HashChain, hash_chain, root_hash
@@ -20,8 +21,9 @@ from baton_router.placement_metrics import PlacementMetrics
 from baton_router.policy import Policy, Request, Side
 from baton_router.policy.choice import choose, prefill_order
 from baton_router.speeds import Speeds
+from baton_router.stores import Stores
 
-__all__ = ["Ask", "Fleet", "Placement", "Placer"]
+__all__ = ["Ask", "Fleet", "LowerTiers", "Placement", "Placer"]
 
 _WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
 
@@ -33,6 +35,19 @@ class Fleet(Protocol):
 
     def ready(self, role: Role) -> list[Instance]:
         """Return the instances of a role that take new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowerTiers:
+    """What is to be loaded before it is used.
+
+    Attributes:
+        weights: What a block there counts beside one in the instance's own memory, by tier.
+        stores: KV stores that instances may load from; ``None``: none is known.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    stores: Stores | None = None
 
 
 class _Chain:
@@ -70,7 +85,7 @@ class Placer:
         threshold: Missing tokens below which the decode instance prefills by itself; ``None``: the policy decides, or
             else the decode instance by its own threshold.
         speeds: Learns from every request that was served; ``None``: nobody wants to know.
-        tier_weights: What a block in a slower tier counts beside one in the instance's own memory, by tier.
+        tiers: What lies outside the instances' own memory.
         seed: Of ties and draws; ``None``: from the operating system.
     """
 
@@ -83,7 +98,7 @@ class Placer:
         max_prefills: int,
         threshold: int | None,
         speeds: Speeds | None = None,
-        tier_weights: Mapping[str, float] | None = None,
+        tiers: LowerTiers | None = None,
         seed: int | None = None,
     ) -> None:
         self._fleet = fleet
@@ -92,7 +107,8 @@ class Placer:
         self._max_prefills = max_prefills
         self._threshold = threshold
         self._speeds = speeds
-        self._tier_weights = tier_weights or {}
+        tiers = tiers or LowerTiers()
+        self._tier_weights, self._stores = tiers.weights, tiers.stores
         self._rng = random.Random(seed)
 
     def place(self, ask: Ask, *, reserve: bool = True) -> Placement | None:
@@ -121,8 +137,10 @@ class Placer:
         cost = total + REQUEST_OVERHEAD_TOKENS * ask.num_sequences
         decode = _found(Role.DECODE, decodes, chains[split:], (total, cost))
         for found in (prefill, decode):
-            if any(x.feed.is_tiered for x in found.instances):
-                self._count_tiers(found, max(1, total))
+            if self._stores or any(x.feed.is_tiered for x in found.instances):
+                tiers = [self._tiers(x) for x in found.instances]
+                if any(tiers):
+                    self._count_tiers(found, tiers, max(1, total))
         chain = decode.chains[0]
         request = Request(
             total,
@@ -155,21 +173,43 @@ class Placer:
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
         return chains
 
-    def _count_tiers(self, found: _Found, total: int) -> None:
-        """Add what instances hold in slower tiers: by weight to their match rates, whole to what they can load."""
+    def _tiers(self, instance: Instance) -> list[tuple[str, int]]:
+        """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
+
+        Each comes with the slots of it and of all nearer ones.
+        """
+        behind = self._stores.tiers(instance) if self._stores else ()
+        if not behind:
+            return list(instance.feed.tiers[1:]) if instance.feed.is_tiered else []
+        own = instance.feed.tiers if instance.feed.usable else ()
+        slots = own[-1][1] if own else 0
+        return [*own[1:], *((tier, slots | more) for tier, more in behind)]
+
+    def _count_tiers(self, found: _Found, tiers: list[list[tuple[str, int]]], total: int) -> None:
+        """Add what instances can load from slower tiers: by weight to their match rates, whole to ``loadable``."""
         side = found.side
-        side.loadable = list(side.matched)
-        for at, (instance, chain) in enumerate(zip(found.instances, found.chains, strict=True)):
-            if not instance.feed.is_tiered:
-                continue
-            (_, own), *lower = instance.feed.tiers
-            depths = self._fleet.index.match_any(chain.hashes, [own, *(slots for _, slots in lower)])
-            nearer, more = max(depths[0], side.matched[at] // chain.block_size), 0.0
-            for (tier, _), depth in zip(lower, depths[1:], strict=True):
-                more += self._tier_weights.get(tier, 0.0) * max(0, depth - nearer)
-                nearer = max(nearer, depth)
+        side.loadable, side.tiers = list(side.matched), [{} for _ in side.matched]
+        depths = self._tier_depths(found, tiers)
+        for at, (lower, chain) in enumerate(zip(tiers, found.chains, strict=True)):
+            nearer, more = side.matched[at] // chain.block_size, 0.0
+            for (tier, _), depth in zip(lower, depths[at], strict=True):
+                if depth > nearer:
+                    side.tiers[at][tier] = (depth - nearer) * chain.block_size
+                    more += self._tier_weights.get(tier, 0.0) * (depth - nearer)
+                    nearer = depth
             side.loadable[at] = nearer * chain.block_size
             side.match_rates[at] += more * chain.block_size / total
+
+    def _tier_depths(self, found: _Found, tiers: list[list[tuple[str, int]]]) -> list[list[int]]:
+        """Return how many leading blocks each instance has in each of its tiers or nearer: one look-up per chain."""
+        depths: list[list[int]] = [[] for _ in tiers]
+        for chain in dict.fromkeys(found.chains):
+            members = [at for at, own in enumerate(found.chains) if own is chain and tiers[at]]
+            groups = [slots for at in members for _, slots in tiers[at]]
+            answers = iter(self._fleet.index.match_any(chain.hashes, groups) if groups else ())
+            for at in members:
+                depths[at] = [next(answers) for _ in tiers[at]]
+        return depths
 
     def _choose(self, request: Request, prefill: _Found, decode: _Found) -> Placement:
         ratings = self._policy.score(request, prefill.side, decode.side)
@@ -225,17 +265,20 @@ class Placer:
 def _found(role: Role, instances: list[Instance], chains: list[_Chain], size: tuple[int, int]) -> _Found:
     """Gather what a policy is to know; ``size``: the prompt's tokens, and its whole cost."""
     total, cost = size
-    matched = [chain.depths.get(x.feed.slot, 0) * chain.block_size for x, chain in zip(instances, chains, strict=True)]
-    books = [x.load for x in instances]
+    if not instances:
+        return _Found(instances, chains, Side(role, [], [], [], [], [], cost))
     whole = max(1, total)
-    side = Side(
-        role=role,
-        ids=[x.instance_id for x in instances],
-        matched=matched,
-        match_rates=[tokens / whole for tokens in matched],
-        work=[book.work for book in books],
-        loads=[book.load for book in books],
-        cost=cost,
-        books=books,
-    )
+    ids, matched, rates, work, loads, books = [], [], [], [], [], []
+    for x, chain in zip(instances, chains, strict=True):  # one loop: six of them take twice the time
+        depth = chain.depths.get(x.feed.slot)
+        tokens = depth * chain.block_size if depth else 0
+        book = x.load
+        ids.append(x.instance_id)
+        matched.append(tokens)
+        rates.append(tokens / whole)
+        own, load = book.work_and_load()
+        work.append(own)
+        loads.append(load)
+        books.append(book)
+    side = Side(role, ids, matched, rates, work, loads, cost, books)
     return _Found(instances, chains, side)

@@ -17,7 +17,7 @@ class PlacementMetrics:
     """
 
     def __init__(self, metrics: RouterMetrics, policy: str) -> None:
-        self.decision_time = metrics.decision_time
+        self.decision_time = metrics.decision_time.labels()
         self._decisions = metrics.decisions.labels(policy=policy)
         self._prefill_rate = metrics.match_rate.labels(role=Role.PREFILL)
         self._decode_rate = metrics.match_rate.labels(role=Role.DECODE)

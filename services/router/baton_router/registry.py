@@ -7,11 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+import grpc.aio
+
 from baton.api.v1 import router_pb2
 from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.hashing import native_chain
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
+from baton.rpc.tls import Tls
 from baton.text.digest import tokenizer_digest
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
@@ -26,6 +29,8 @@ from baton_router.registration import Leases
 from baton_router.replicas.metrics import UnitsCollector
 from baton_router.replicas.room import Room
 from baton_router.replicas.units import Units, replica_name
+from baton_router.session import Sessions
+from baton_router.stores import Stores
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ class Registry:
         config: Addresses, intervals, limits.
         metrics: Where changes are counted.
         token: Shared token to show to instances.
+        tls: Certificates, if the services use some.
         now: Monotonic clock, in seconds; tests bring their own.
     """
 
@@ -54,16 +60,20 @@ class Registry:
         metrics: RouterMetrics,
         *,
         token: str | None = None,
+        tls: Tls | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self._token = token
+        self._token, self._tls = token, tls
+        self.sessions = Sessions(token, frames=tls is None)
         self._now = now
         self.index = PrefixIndex(config.index_max_blocks)
+        self.stores = Stores(config, self.index, metrics, self._open, now)
         self.leases = Leases(config.lease_ttl_s, now)
         self._static = frozenset((*config.prefill, *config.decode))
         self._instances: dict[str, Instance] = {}
+        self._model: ModelInfo | None = None
         self._links: dict[str, tuple[Link, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._found: dict[str, frozenset[str]] = {}
@@ -91,6 +101,7 @@ class Registry:
         for role, addresses in ((Role.PREFILL, self._config.prefill), (Role.DECODE, self._config.decode)):
             for address in addresses:
                 self._add(address, role)
+        self.stores.start()
         self._ticker = asyncio.create_task(self._tick(), name="registry")
 
     async def close(self) -> None:
@@ -101,9 +112,12 @@ class Registry:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(x.channel.close(None) for x in self._instances.values()))
+        await self.stores.close()
+        await self.sessions.close()
+        await asyncio.gather(*(x.close() for x in self._instances.values()))
         self._instances.clear()
         self._links.clear()
+        self._changed()
 
     # --- who is there ---
 
@@ -113,7 +127,9 @@ class Registry:
 
     def ready(self, role: Role) -> list[Instance]:
         """Return the instances of a role that take new requests."""
-        return [x for x in self._instances.values() if x.role is role and x.ready]
+        ready = Status.READY
+        # What ``ready`` of an instance says, without a call for each: this is asked several times per request.
+        return [x for x in self._instances.values() if x.role is role and x.status is ready and not x.load.draining]
 
     def model_info(self) -> ModelInfo:
         """Return what the instances serve; ``max_model_len`` is the least of the decode instances', who own requests.
@@ -121,17 +137,20 @@ class Registry:
         Raises:
             UnavailableError: None is ready.
         """
+        if self._model is not None:
+            return self._model
         ready = self.ready(Role.DECODE) or self.ready(Role.PREFILL)
         infos = [x.info for x in ready if x.info is not None]
         if not infos:
             raise UnavailableError("no instance is ready", retry_after_s=1.0)
-        return ModelInfo(
+        self._model = ModelInfo(
             name=infos[0].model_name,
             path=infos[0].model_path,
             max_model_len=min(info.max_model_len for info in infos),
             vocab_size=infos[0].vocab_size,
             eos_token_ids=infos[0].eos_token_ids,
         )
+        return self._model
 
     async def wait_changed(self, timeout_s: float) -> None:
         """Wait until some instance became more or less usable or has room, at most ``timeout_s`` seconds."""
@@ -144,6 +163,7 @@ class Registry:
         return UnavailableError("no decode instance is ready", retry_after_s=1.0)
 
     def _changed(self) -> None:
+        self._model = None
         self.room.wake_all()
 
     # --- discovery ---
@@ -262,6 +282,9 @@ class Registry:
 
     # --- inside ---
 
+    def _open(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, token=self._token, tls=self._tls)
+
     def _add(self, address: str, role: Role) -> None:
         feed = EventFeed(
             self.index,
@@ -269,8 +292,13 @@ class Registry:
             stale_limit_s=self._config.index_stale_limit_s,
             decision_ttl_s=self._config.index_decision_ttl_s,
         )
-        instance = Instance(address, role, open_channel(address, token=self._token), feed)
-        link = Link(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)
+        instance = Instance(address, role, self._open(address), feed)
+        link = Link(
+            *(instance, self._config, self._metrics),
+            admit=self._admit,
+            changed=self._changed,
+            entered=self.sessions.dial,
+        )
         self._instances[address] = instance
         self._links[address] = link, asyncio.create_task(link.run(), name=f"link {address}")
 
@@ -305,7 +333,7 @@ class Registry:
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-            await instance.channel.close(None)
+            await instance.close()
 
     def _admit(self, instance: Instance, info: InstanceInfo) -> None:
         """Check who answers at an address.
@@ -330,7 +358,9 @@ class Registry:
                 self.leases.extend(late)
                 for x in self.instances():
                     x.feed.stood_still(late)
+                self.stores.stood_still(late)
             self.expire()
             for x in self.instances():
                 x.feed.tick()
+            self.stores.tick()
             self.index.sweep()

@@ -5,106 +5,41 @@ breaks before any token arrived the group is simply placed again. When tokens ha
 becomes a group of its own and goes on with prompt + tokens so far: a sequence depends on its seed, its parameters and
 its own tokens alone (``baton.seeds``), so the next token is the one that would have come.
 
-What was yielded is what was recorded, in the same step: nothing can be repeated or left out by a break in between.
+What was handed on is what was recorded, in the same step: nothing can be repeated or left out by a break in between.
+
+Nothing here waits: what comes from an instance is handed on at once, from where it is read. There is a task only where
+a request has to wait for an instance.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass, field
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableError
 from baton.rpc.convert import sampling_to_pb
 from baton.seeds import sequence_seed
+from baton.token_ids import pack_ids, token_ids, varint
 from baton.types import FinishReason, Role, SamplingParams
-from baton_router.attempt import Attempt, AttemptFailed, Message, last_message
+from baton_router.attempt import AttemptFailed, Message
 from baton_router.backoff import Backoff
-from baton_router.config import RouterConfig
-from baton_router.core import RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.core import ChunkSink, RoutedChunk, RoutedDelta, RoutedRequest
 from baton_router.decision import Decision
-from baton_router.decisions import DecisionLog
-from baton_router.instance import Instance
-from baton_router.merge import merge
-from baton_router.metrics import RouterMetrics
-from baton_router.placement import Ask, Placement, Placer
-from baton_router.recovery import Breakers, RetryBudget
-from baton_router.registry import Registry
-from baton_router.session import Sessions
+from baton_router.group import Group, GroupAttempt, Sequence
+from baton_router.placement import Ask, Placement
+from baton_router.run_context import RunContext
 from baton_router.trace import TraceMerge
 
 log = logging.getLogger(__name__)
 
 _MAX_ID_CHARS = 240
 """Of a request's id that instances see: they take 256, with room for the number of the call."""
+_PROMPT_TAG = bytes([worker_pb2.GenerateRequest.PROMPT_TOKEN_IDS_FIELD_NUMBER << 3 | 2])
 _SAME_AGAIN_S = 0.5
 """After a connection broke: how long an instance that is still ready then, and nobody else, is not tried again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """What every run uses."""
-
-    registry: Registry
-    placer: Placer
-    metrics: RouterMetrics
-    config: RouterConfig
-    breakers: Breakers
-    budget: RetryBudget
-    decisions: DecisionLog = field(default_factory=DecisionLog)
-    sessions: Sessions = field(default_factory=Sessions)
-    slow: Callable[[RoutedRequest], Iterable[Instance]] = lambda request: ()
-    """Returns the decode instances that are too slow for a request's ``itl_ms``."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One of the request's sequences: what was yielded of it."""
-
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    finished: bool = False
-
-
-@dataclass(slots=True)
-class _Group:
-    """Sequences that travel together, and what went wrong with them so far.
-
-    Attributes:
-        excluded: Identities of instances that failed them.
-        full: The latest refusal for lack of room, until somebody took the group.
-        last: The latest other failure.
-        failures: How many others there were.
-    """
-
-    sequences: list[_Sequence]
-    excluded: set[tuple[str, int]] = field(default_factory=set)
-    full: QueueFullError | None = None
-    last: AttemptFailed | None = None
-    failures: int = 0
-
-    @property
-    def open(self) -> list[_Sequence]:
-        return [s for s in self.sequences if not s.finished]
-
-    def has_open(self) -> bool:
-        for s in self.sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
-            if not s.finished:
-                return True
-        return False
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.sequences)
-
-    @property
-    def started(self) -> bool:
-        return any(s.token_ids or s.finished for s in self.sequences)
 
 
 class RequestRun:
@@ -114,77 +49,182 @@ class RequestRun:
         context: Shared parts.
         request: The request; ``seed`` and ``max_tokens`` of its sampling are set.
         waited_s: How long it waited in the router's queue.
+        sink: Takes what comes; ``None``: somebody else runs the request (see :meth:`place`).
     """
 
-    def __init__(self, context: RunContext, request: RoutedRequest, waited_s: float = 0.0) -> None:
+    __slots__ = (
+        *("_attempts", "_begun", "_calls", "_context", "_deadline", "_ended", "_held"),
+        *("_num_open", "_request", "_sequences", "_sink", "_traces", "_waits"),
+    )
+
+    def __init__(
+        self, context: RunContext, request: RoutedRequest, waited_s: float = 0.0, sink: ChunkSink | None = None
+    ) -> None:
         self._context = context
         self._request = request
+        self._sink = sink
         self._deadline = time.monotonic() + context.config.request_timeout_s
         self._traces = TraceMerge(int(1e6 * waited_s))
-        self._sequences = [_Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]
+        self._sequences = [Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]
+        self._num_open = len(self._sequences)
         self._calls = 0
         context.budget.count_request()
-        self._begun = False
+        self._begun = self._ended = self._held = False
+        self._attempts: set[GroupAttempt] = set()
+        self._waits: set[asyncio.Task[None]] = set()
 
-    async def chunks(self) -> AsyncGenerator[RoutedChunk, None]:
-        """Yield the request's chunks; closing the generator cancels everything it runs.
+    def start(self) -> None:
+        """Place the request and run it. The sink hears of everything, also of a failure to do that."""
+        self._context.deadlines.add(self)
+        self._go_on(Group(self._sequences))
 
-        Raises:
-            BatonError: See ``Dispatcher.stream``.
-        """
-        try:
-            async with contextlib.aclosing(self._run_group(_Group(self._sequences))) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            for trace in self._traces.attempts():
-                self._context.metrics.observe_trace(trace)
+    def expire(self) -> None:
+        """The request's time is over."""
+        for attempt in list(self._attempts):
+            attempt.expire()
+
+    def cancel(self) -> None:
+        """End everything that runs; the sink gets nothing more."""
+        if not self._ended:
+            self._end()
+
+    def hold(self, held: bool) -> None:
+        """Let what comes wait with the sessions, or go on: for a client who does not read."""
+        self._held = held
+        for attempt in list(self._attempts):
+            attempt.hold(held)
 
     async def place(self) -> tuple[Placement, worker_pb2.GenerateRequest]:
         """Select and reserve for somebody else who runs the request; returns what he is to send."""
-        group = _Group(self._sequences)
-        placement = await self._place(group)
-        return placement, self._message(group, placement)
+        group = Group(self._sequences)
+        placement = self._choose(group) or await self._place(group)
+        message = self._message(group, placement)
+        message.prompt_token_ids.extend(self._request.prompt_token_ids)
+        return placement, message
 
-    async def _run_group(self, group: _Group) -> AsyncGenerator[RoutedChunk, None]:
-        while group.has_open():
-            if exhausted := self._exhausted(group):
-                yield exhausted
-                continue
+    def _end(self) -> None:
+        self._ended = True
+        self._sink = None  # who refers to this: without a circle, all of it is freed at once and used again
+        self._context.deadlines.discard(self)
+        for attempt in list(self._attempts):
+            attempt.close()
+        for task in self._waits:
+            task.cancel()
+        for trace in self._traces.attempts():
+            self._context.metrics.observe_trace(trace)
+
+    def _finish(self, error: Exception | None) -> None:
+        sink = self._sink
+        if not self._ended and sink is not None:
+            self._end()
+            sink.on_end(error)
+
+    def _emit(self, chunk: RoutedChunk) -> None:
+        if self._sink is not None:
+            self._sink.on_chunk(chunk)
+
+    def _go_on(self, group: Group) -> None:
+        """Bring a group on its way, at once or as soon as somebody takes it; end the run if nothing is left to do."""
+        try:
+            while not self._ended and group.has_open():
+                if exhausted := self._exhausted(group):
+                    self._emit(exhausted)
+                    continue
+                self._remaining_s()
+                placement = self._choose(group)
+                if placement is not None:
+                    self._launch(group, placement)
+                else:
+                    self._waits.add(asyncio.get_running_loop().create_task(self._wait(group)))
+                return
+        except Exception as error:
+            self._finish(error)
+            return
+        if not self._num_open and not self._attempts:
+            self._finish(None)
+
+    async def _wait(self, group: Group) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
             placement = await self._place(group)
-            self._context.decisions.placed(self._request.request_id, placement.decision)
-            before = group.num_tokens
-            try:
-                async with contextlib.aclosing(self._attempt(group, placement)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-            except AttemptFailed as failure:
-                if not group.has_open():
-                    return
-                self._note_failure(group, placement, failure, in_mid_stream=group.num_tokens > before)
-            finally:
-                self._context.breakers.ended(placement.decode, well=not group.has_open())
-                placement.release()
-            if group.started and len(group.sequences) > 1:
-                parts = [_Group([s], set(group.excluded), group.full, group.last, group.failures) for s in group.open]
-                async with contextlib.aclosing(merge([self._run_group(part) for part in parts])) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
+            self._waits.discard(task)
+            self._launch(group, placement)
+        except Exception as error:
+            self._waits.discard(task)
+            self._finish(error)
 
-    def _exhausted(self, group: _Group) -> RoutedChunk | None:
+    def _launch(self, group: Group, placement: Placement) -> None:
+        self._context.decisions.placed(self._request.request_id, placement.decision)
+        attempt = GroupAttempt(self, group, placement, self._traces.attempt())
+        self._attempts.add(attempt)
+        attempt.start(self._context.sessions, self._encoded(self._message(group, placement)))
+        if self._held:
+            attempt.hold(True)
+
+    def _encoded(self, message: worker_pb2.GenerateRequest) -> bytes:
+        """Return a message with the prompt, which is put into it as bytes: a field of its own behind all others."""
+        packed = pack_ids(self._request.prompt_token_ids)
+        return message.SerializeToString() + _PROMPT_TAG + varint(len(packed)) + packed
+
+    # --- what an attempt tells ---
+
+    def on_message(self, attempt: GroupAttempt, message: Message) -> None:
+        """Take a message."""
+        group, placement = attempt.group, attempt.placement
+        group.full = None
+        if message.trace is not None:  # the first message, and the last
+            self._traces.update(attempt.number, message.trace)
+            placement.trace = message.trace
+            self._context.breakers.answered(placement.decode)
+        deltas = self._record(message, placement)
+        if deltas or not self._begun or not self._num_open:
+            self._emit(self._chunk(deltas, placement.decision, message))
+
+    def judge(self, attempt: GroupAttempt, failure: AttemptFailed | None) -> None:
+        """An attempt's call has ended: see whether its group may go on, if it has to.
+
+        Raises:
+            BatonError: It may not.
+        """
+        group = attempt.group
+        if group.has_open():
+            if failure is None:
+                failure = AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
+            in_mid_stream = group.num_tokens > attempt.tokens_before
+            self._note_failure(group, attempt.placement, failure, in_mid_stream=in_mid_stream)
+
+    def on_left(self, attempt: GroupAttempt) -> None:
+        """A group leaves its instance."""
+        self._attempts.discard(attempt)
+        self._context.breakers.ended(attempt.placement.decode, well=not attempt.group.has_open())
+
+    def on_failure(self, error: Exception) -> None:
+        """The request cannot go on."""
+        self._finish(error)
+
+    def go_on(self, group: Group) -> None:
+        """A group's shares are given back, and it may go on."""
+        if group.started and len(group.sequences) > 1 and group.has_open():
+            for s in group.open:
+                self._go_on(Group([s], set(group.excluded), group.full, group.last, group.failures))
+        else:
+            self._go_on(group)
+
+    def _exhausted(self, group: Group) -> RoutedChunk | None:
         """End sequences that have all their tokens but broke off before they were told to have ended."""
         limit = self._request.sampling.max_tokens
         done = [s for s in group.open if limit is not None and len(s.token_ids) >= limit]
         for s in done:
-            s.finished = True
+            self._close(s)
         if not done:
             return None
         return self._chunk([RoutedDelta(s.index, [], finish_reason=FinishReason.LENGTH) for s in done], None, None)
 
     # --- placing ---
 
-    async def _place(self, group: _Group) -> Placement:
-        """Select and reserve, waiting a little for an instance if none is ready.
+    async def _place(self, group: Group) -> Placement:
+        """Wait a little for an instance after :meth:`_choose` found none; select and reserve.
 
         Raises:
             QueueFullError: All that are ready are full.
@@ -196,10 +236,6 @@ class RequestRun:
         same_again_at = time.monotonic() + _SAME_AGAIN_S
         backoff = None
         while True:
-            self._remaining_s()
-            placement = self._choose(group)
-            if placement is not None:
-                return placement
             if group.full is not None and not group.started:
                 raise group.full
             if group.last is not None and not group.last.broken and registry.ready(Role.DECODE):
@@ -217,8 +253,12 @@ class RequestRun:
                 await registry.wait_changed(min(left, max(0.0, same_again_at - time.monotonic()) or left))
                 if group.last is not None and group.last.broken and time.monotonic() >= same_again_at:
                     group.excluded.clear()  # whoever is still ready has lost a connection, not its life
+            self._remaining_s()
+            placement = self._choose(group)
+            if placement is not None:
+                return placement
 
-    def _choose(self, group: _Group) -> Placement | None:
+    def _choose(self, group: Group) -> Placement | None:
         """Select and reserve, past instances whose breakers are open unless there are no others."""
         context = self._context
         refused = context.breakers.refused(context.registry.ready(Role.DECODE))
@@ -231,10 +271,10 @@ class RequestRun:
             context.breakers.begin(placement.decode)
         return placement
 
-    def _ask(self, group: _Group, exclude: set[tuple[str, int]]) -> Ask:
+    def _ask(self, group: Group, exclude: set[tuple[str, int]]) -> Ask:
         tokens = self._request.prompt_token_ids
         if len(group.sequences) == 1 and group.sequences[0].token_ids:
-            tokens = tokens + group.sequences[0].token_ids
+            tokens = token_ids([*tokens, *group.sequences[0].token_ids])
         return Ask(
             token_ids=tokens,
             cache_salt=self._request.cache_salt,
@@ -256,51 +296,25 @@ class RequestRun:
 
     # --- one attempt ---
 
-    async def _attempt(self, group: _Group, placement: Placement) -> AsyncGenerator[RoutedChunk, None]:
-        indices = [s.index for s in group.sequences]
-        number = self._traces.attempt()
-        attempt = Attempt(
-            self._context.sessions,
-            placement.decode,
-            self._message(group, placement),
-            indices,
-            timeout_s=self._remaining_s(),
-        )
-        try:
-            while (message := await (attempt.next() if group.has_open() else last_message(attempt))) is not None:
-                group.full = None
-                if message.trace is not None:
-                    self._traces.update(number, message.trace)
-                    placement.trace = message.trace
-                if message.trace is not None:  # the first message, and the last
-                    self._context.breakers.answered(placement.decode)
-                deltas = self._record(message, placement)
-                if deltas or not self._begun or not self._open:
-                    yield self._chunk(deltas, placement.decision, message)
-        finally:
-            attempt.close()
-        if group.has_open():
-            raise AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
-
-    def _message(self, group: _Group, placement: Placement) -> worker_pb2.GenerateRequest:
+    def _message(self, group: Group, placement: Placement) -> worker_pb2.GenerateRequest:
         request, first = self._request, group.sequences[0]
         self._calls += 1
         # Unique among live requests, also beside a call of ours that its instance has not yet seen cancelled.
         request_id = request.request_id[-_MAX_ID_CHARS:]
         message = worker_pb2.GenerateRequest(
             request_id=request_id if self._calls == 1 else f"{request_id}~{self._calls}",
-            prompt_token_ids=request.prompt_token_ids,
             output_token_ids=first.token_ids if len(group.sequences) == 1 else (),
             sampling=sampling_to_pb(self._sampling(group)),
             prefill_candidates=[x.address for x in placement.prefill],
             cache_salt=request.cache_salt,
             priority=request.priority,
+            tenant=request.account.message if request.account is not None else None,
         )
         if (threshold := placement.remote_threshold) is not None:
             message.remote_prefill_threshold = threshold
         return message
 
-    def _sampling(self, group: _Group) -> SamplingParams:
+    def _sampling(self, group: Group) -> SamplingParams:
         sampling = self._request.sampling
         if len(group.sequences) < sampling.n:
             seed = sequence_seed(sampling.seed or 0, group.sequences[0].index)
@@ -310,41 +324,37 @@ class RequestRun:
         return sampling
 
     def _record(self, message: Message, placement: Placement) -> list[RoutedDelta]:
-        """Note what is about to be yielded; drops what came after a sequence's end."""
+        """Note what is about to be handed on; drops what came after a sequence's end."""
         deltas = []
         for delta in message.deltas:
             sequence = self._sequences[delta.index]
             if sequence.finished:
                 continue
             sequence.token_ids.extend(delta.token_ids)
-            sequence.finished = delta.finish_reason is not None
+            if delta.finish_reason is not None:
+                self._close(sequence)
             placement.grow(len(delta.token_ids))
             deltas.append(delta)
         if deltas:
             placement.prefilled()
         return deltas
 
-    @property
-    def _open(self) -> bool:
-        for s in self._sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
-            if not s.finished:
-                return True
-        return False
+    def _close(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        self._num_open -= 1
 
     def _chunk(self, deltas: list[RoutedDelta], decision: Decision | None, message: Message | None) -> RoutedChunk:
         first, self._begun = not self._begun, True
         return RoutedChunk(
             deltas=deltas,
-            trace=self._traces.merged() if first or not self._open else None,
+            trace=self._traces.merged() if first or not self._num_open else None,
             decision=decision if first else None,
             prompt_logprobs=message.prompt_logprobs if message is not None and first else None,
         )
 
     # --- failures ---
 
-    def _note_failure(
-        self, group: _Group, placement: Placement, failure: AttemptFailed, *, in_mid_stream: bool
-    ) -> None:
+    def _note_failure(self, group: Group, placement: Placement, failure: AttemptFailed, *, in_mid_stream: bool) -> None:
         """Decide whether the group may try again.
 
         Raises:
@@ -378,7 +388,7 @@ class RequestRun:
         else:
             self._context.metrics.retries.labels(reason=failure.reason).inc()
 
-    def _may_go_on(self, group: _Group, failure: AttemptFailed) -> bool:
+    def _may_go_on(self, group: Group, failure: AttemptFailed) -> bool:
         """Whether a group that failed may be tried again; counts it against the budget where that applies."""
         context = self._context
         if group.failures > context.config.max_retries:

@@ -7,12 +7,15 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.rpc.auth import HEADER, Admits, admits_services
 from baton_router import grpc_generate
+from baton_router.accounts import Account, Accounts
 from baton_router.registry import Registry
 from baton_router.text_pipeline import TextPipeline
 from baton_router.ticket import TicketDesk
 
 SERVICE = "baton.api.v1.RouterService"
+_FOR_CLIENTS = frozenset(f"/{SERVICE}/{name}" for name in ("Generate", "Route", "NoteDirect", "ListModels"))
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -22,9 +25,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         pipeline: For Generate and Route.
         registry: For everything about instances.
         tickets: For requests that run without this router between.
+        accounts: Whose API keys clients show; ``None``: there are none.
     """
 
-    def __init__(self, pipeline: TextPipeline, registry: Registry, tickets: TicketDesk) -> None:
+    def __init__(
+        self, pipeline: TextPipeline, registry: Registry, tickets: TicketDesk, accounts: Accounts | None = None
+    ) -> None:
+        self._accounts = accounts
         self._tickets = tickets
         self._pipeline = pipeline
         self._registry = registry
@@ -33,16 +40,17 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.RouterGenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Generate; see ``grpc_generate.generate``."""
-        responses: Any = grpc_generate.generate(self._pipeline, request, context)
+        responses: Any = grpc_generate.generate(self._pipeline, request, self._account(context))
         async with aclosing(responses):
             async for response in responses:
                 yield response
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
         """Say where a prompt would go, or place it and give a ticket."""
+        account = self._account(context)
         if request.HasField("direct"):
-            return await self._tickets.place(request.direct)
-        return await grpc_generate.route(self._pipeline, request, context)
+            return await self._tickets.place(request.direct, account)
+        return await grpc_generate.route(self._pipeline, request, account)
 
     async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
         """Hear how a request that runs by a ticket stands."""
@@ -70,3 +78,38 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.ListInstancesResponse:
         """Say which instances there are."""
         return router_pb2.ListInstancesResponse(instances=[x.describe() for x in self._registry.instances()])
+
+    def _account(self, context: Any) -> Account | None:
+        """Return whose API key a call shows; ``None``: there are no keys, or a service calls."""
+        if self._accounts is None:
+            return None
+        return self._accounts.identify(_authorization(context))
+
+
+def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:
+    """Return the rule of a router: clients show an API key where there are some, services the token where there is one.
+
+    Args:
+        token: Shared by the services; it opens every call.
+        accounts: Whose API keys open the calls that generate.
+    """
+    services = admits_services(token)
+    if accounts is None:
+        return services
+
+    def admits(method: str, header: str | bytes | None) -> bool:
+        if token is not None and services(method, header):
+            return True
+        if method not in _FOR_CLIENTS:
+            return token is None
+        return accounts.identify(_text(header)) is not None
+
+    return admits
+
+
+def _authorization(context: Any) -> str:
+    return _text(next((value for key, value in context.invocation_metadata() or () if key == HEADER), None))
+
+
+def _text(header: str | bytes | None) -> str:
+    return header.decode("latin-1") if isinstance(header, bytes) else header or ""

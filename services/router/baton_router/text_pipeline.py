@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
+import random
 import time
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from baton.errors import (
-    BatonError,
     ContextLengthError,
-    InternalError,
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
     shown,
 )
 from baton.text import StopStrings, TextModel
-from baton.types import FinishReason, RequestId, SamplingParams
+from baton.token_ids import TokenIds, max_id, token_ids
+from baton.types import RequestId, SamplingParams
+from baton_router.accounts import MAX_SALT_CHARS
 from baton_router.admission.tenant import Tenants
-from baton_router.core import Dispatcher, ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.chunk_queue import ChunkQueue
+from baton_router.core import Dispatcher, ModelInfo, RoutedRequest, Running
 from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
-from baton_router.generation_metrics import GenerationClock, GenerationMetrics, cached_tokens
-from baton_router.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextDelta, TextRequest
+from baton_router.generation_metrics import GenerationClock, GenerationMetrics
+from baton_router.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
+from baton_router.text_run import TextRun, TextSink
 
+_ids = random.Random()
+"""Of ids and seeds, which are to differ and are no secrets."""
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 4096
-MAX_SALT_CHARS = 512
 MAX_REQUEST_ID_CHARS = 256
 _INLINE_CHARS = 4096
 """Texts up to this length (about a millisecond of work) are tokenized on the event loop, longer ones in a thread."""
@@ -48,6 +52,9 @@ class TokenizerProvider(Protocol):
         Raises:
             ConfigError: They cannot be loaded.
         """
+
+    def loaded(self, path: str) -> TextModel | None:
+        """Return what :meth:`get` returns if it need not wait for that."""
 
 
 class TextPipeline:
@@ -90,7 +97,7 @@ class TextPipeline:
         """
         return await self._tokenizers.get(info.path)
 
-    async def tokenize(self, request: TextRequest, info: ModelInfo, *, limit: int | None = None) -> list[int]:
+    async def tokenize(self, request: TextRequest, info: ModelInfo, *, limit: int | None = None) -> TokenIds:
         """Return the token ids of a request's prompt.
 
         Args:
@@ -103,23 +110,14 @@ class TextPipeline:
             ContextLengthError: It is known to have ``limit`` tokens or more; one that is not known may pass.
             UnavailableError: Others have long texts tokenized.
         """
-        prompt = request.prompt
-        if isinstance(prompt, list):
-            if limit is not None and len(prompt) >= limit:
-                raise _no_room(request, limit, len(prompt))
-            if prompt and not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
-                raise InvalidRequestError(
-                    f"token ids must be between 0 and {info.vocab_size - 1}", field=request.prompt_field
-                )
-            return prompt
+        num_chars = count_chars(request.prompt)
         model = await self.text_model(info)
-        num_chars = count_chars(prompt)
         if num_chars <= _INLINE_CHARS:
-            return _encode(model, request, limit)
+            return _tokenize(model, request, info, limit)
         if num_chars <= _LARGE_CHARS:
-            return await asyncio.to_thread(_encode, model, request, limit)
+            return await asyncio.to_thread(_tokenize, model, request, info, limit)
         async with self._turn():
-            return await asyncio.to_thread(_encode, model, request, limit)
+            return await asyncio.to_thread(_tokenize, model, request, info, limit)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -146,150 +144,107 @@ class TextPipeline:
             NotFoundError: The model is not served.
             UnavailableError: No instance is ready.
         """
+        now = self.prepare_now(request, fallback_id=fallback_id)
+        if now is not None:
+            return now
+        arrived = time.perf_counter()
+        info = self.model_info(request.model)
+        stops = _stops(request)
+        text_model = await self.text_model(info)
+        ids = await self.tokenize(request, info, limit=info.max_model_len)
+        return self._prepared((request, info, text_model, stops), ids, fallback_id, arrived)
+
+    def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
+        """Do what :meth:`prepare` does without waiting; ``None``: the tokenizer is not loaded, or the text is long.
+
+        Raises:
+            BatonError: See :meth:`prepare`.
+        """
         arrived = time.perf_counter()
         info = self.model_info(request.model)
         stops = _stops(request)
         _check_bounds(request)
-        text_model = await self.text_model(info)
-        ids = await self.tokenize(request, info, limit=info.max_model_len)
+        text_model = self._tokenizers.loaded(info.path)
+        if text_model is None or count_chars(request.prompt) > _INLINE_CHARS:
+            return None
+        ids = _tokenize(text_model, request, info, info.max_model_len)
+        return self._prepared((request, info, text_model, stops), ids, fallback_id, arrived)
+
+    def _prepared(
+        self,
+        known: tuple[TextRequest, ModelInfo, TextModel, StopStrings | None],
+        ids: TokenIds,
+        fallback_id: str,
+        arrived: float,
+    ) -> PreparedRequest:
+        request, info, text_model, stops = known
         sampling = _complete(request, info, len(ids))
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
-            request_id=RequestId(f"{request.request_id or fallback_id}-{secrets.token_hex(16)}"),
+            request_id=RequestId(f"{request.request_id or fallback_id}-{_ids.getrandbits(128):032x}"),
             prompt_token_ids=ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            session=request.session,
+            session=_session(request),
             output_token_ids=request.output_token_ids,
             ttft_ms=request.ttft_ms,
             itl_ms=request.itl_ms,
-            tenant=self._tenants.name(request.client, request.cache_salt, request.user),
+            tenant=self._tenants.name(request.account, request.cache_salt, request.user),
             arrived=arrived,
+            account=request.account,
         )
         return PreparedRequest(request, routed, info, text_model, stops, arrived)
 
-    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[TextChunk, None]:
-        """Run a request. Closing the generator cancels it everywhere at once.
+    def start(self, prepared: PreparedRequest, sink: TextSink) -> Running:
+        """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.
 
-        Raises:
+        Errors are:
             QueueFullError: Everybody is full.
             OverloadedError: It would wait too long, or longer than it allows.
             UnavailableError: No instance is left to do it.
             InvalidRequestError: An instance refused the request.
         """
-        clock = GenerationClock(self._metrics, prepared.arrived)
-        outcome = "cancelled"
-        record = self._decisions.begin(prepared.routed.request_id, prepared.prompt_tokens, clock)
-        answer = _Answer(prepared)
-        source = self._dispatcher.stream(prepared.routed)
-        try:
-            async for routed in source:
-                chunk = answer.follow(routed)
-                if routed.decision is not None:
-                    clock.prompt(prepared.prompt_tokens, cached_tokens(routed.trace))
-                if routed.trace is not None:
-                    self._decisions.answered(record, routed.trace)
-                clock.tokens(chunk.deltas)
-                if answer.ended_by_strings:
-                    outcome = "done"
-                    await _close(source)  # before the consumer gets to see it: the instances are free at once
-                    yield chunk
-                    return
+        run = TextRun(prepared, sink, GenerationClock(self._metrics, prepared.arrived), self._decisions)
+        run.start(self._dispatcher)
+        return run
+
+    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[TextChunk, None]:
+        """Run a request. Closing the generator cancels it everywhere at once.
+
+        Raises:
+            BatonError: See :meth:`start`.
+        """
+        chunks: ChunkQueue[TextChunk] = ChunkQueue()
+        async with chunks.of(self.start(prepared, chunks)) as items:
+            async for chunk in items:
                 yield chunk
-            answer.check_ended()
-            outcome = "done"
-        except BatonError as error:
-            outcome = error.code
-            raise
-        except Exception:
-            outcome = InternalError.code
-            raise
-        finally:
-            await _close(source)
-            clock.end(outcome)
-            self._decisions.end(record, outcome)
 
     async def route(self, prepared: PreparedRequest) -> Decision:
         """Say where a request would go, and reserve nothing."""
         return await self._dispatcher.route(prepared.routed)
 
 
-class _Answer:
-    """The sequences of one request."""
-
-    __slots__ = ("_open", "_running", "_sequences")
-
-    def __init__(self, prepared: PreparedRequest) -> None:
-        self._sequences = [prepared.sequence() for _ in range(prepared.routed.sampling.n)]
-        self._open = len(self._sequences)
-        self._running = len(self._sequences)
-
-    @property
-    def ended_by_strings(self) -> bool:
-        """Whether all sequences have ended, but the instance still runs some, which stop strings ended."""
-        return self._open == 0 and self._running > 0
-
-    def follow(self, chunk: RoutedChunk) -> TextChunk:
-        """Return what a message brings in text; tokens after a sequence's stop string are left out.
-
-        Raises:
-            UnavailableError: An instance gave the request up.
-            InternalError: An instance failed it.
-        """
-        deltas = []
-        for delta in chunk.deltas:
-            text = self._follow(delta)
-            if text is not None:
-                deltas.append(text)
-        return TextChunk(deltas, chunk.trace, chunk.decision, chunk.prompt_logprobs)
-
-    def _follow(self, delta: RoutedDelta) -> TextDelta | None:
-        if not 0 <= delta.index < len(self._sequences):
-            raise InternalError(f"an instance answered with sequence {delta.index} of {len(self._sequences)}")
-        sequence = self._sequences[delta.index]
-        self._running -= delta.finish_reason is not None
-        if sequence.ended:
-            return None
-        if delta.finish_reason is FinishReason.ABORT:
-            raise UnavailableError("the request was aborted by the instance that ran it", retry_after_s=1.0)
-        if delta.finish_reason is FinishReason.ERROR:
-            raise InternalError("the instance that ran the request failed it")
-        text = sequence.push(delta)
-        if text.finish_reason is not None:
-            self._open -= 1
-        return text
-
-    def check_ended(self) -> None:
-        """Check that every sequence has ended.
-
-        Raises:
-            InternalError: The stream ended before them.
-        """
-        if self._open:
-            raise InternalError(f"the stream ended before {self._open} of {len(self._sequences)} sequences had")
-
-
-async def _close(source: AsyncIterator[RoutedChunk]) -> None:
-    """Close a dispatcher's stream; one that has ended, or that is no generator, has nothing to close."""
-    close = getattr(source, "aclose", None)
-    if close is not None:
-        await close()
-
-
 def count_chars(prompt: Prompt) -> int:
     """Return the length of a prompt's text, roughly; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
-    if isinstance(prompt, list):
+    if isinstance(prompt, list | array):
         return 0
     return sum(len(str(message.get("content"))) for message in prompt.messages)
 
 
-def _encode(model: TextModel, request: TextRequest, limit: int | None) -> list[int]:
+def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
     prompt = request.prompt
-    if isinstance(prompt, list):
-        return prompt
+    if isinstance(prompt, list | array):
+        if limit is not None and len(prompt) >= limit:
+            raise _no_room(request, limit, len(prompt))
+        most = max_id(prompt) if isinstance(prompt, array) else max(prompt, default=0)
+        if most >= info.vocab_size or (isinstance(prompt, list) and min(prompt, default=0) < 0):
+            raise InvalidRequestError(
+                f"token ids must be between 0 and {info.vocab_size - 1}", field=request.prompt_field
+            )
+        return token_ids(prompt)
     text = prompt if isinstance(prompt, str) else _render(model, prompt, request.prompt_field)
     fewest = model.tokenizer.fewest_tokens(text)
     if limit is not None and fewest >= limit:
@@ -297,7 +252,7 @@ def _encode(model: TextModel, request: TextRequest, limit: int | None) -> list[i
             f"this model's context is {limit} tokens and {request.prompt_field} has {fewest} or more",
             field=request.prompt_field,
         )
-    return model.tokenizer.encode(text, request.add_special_tokens, salt=request.cache_salt)
+    return model.tokenizer.encode_array(text, request.add_special_tokens, salt=request.cache_salt)
 
 
 def _render(model: TextModel, prompt: ChatPrompt, field: str) -> str:
@@ -322,6 +277,13 @@ def _stops(request: TextRequest) -> StopStrings | None:
     if sum(map(len, stops)) > MAX_STOP_CHARS:
         raise InvalidRequestError(f"stop must have at most {MAX_STOP_CHARS} characters in all", field="stop")
     return StopStrings(stops)
+
+
+def _session(request: TextRequest) -> str:
+    """Return the name of a request's conversation: nobody's leads to where another tenant's of the same name goes."""
+    if not request.session or request.account is None:
+        return request.session
+    return f"{request.account.name}/{request.session}"
 
 
 def _check_bounds(request: TextRequest) -> None:
@@ -367,7 +329,7 @@ def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> Samp
         max_tokens = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
     complete = sampling.replace(
         max_tokens=max_tokens,
-        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        seed=_ids.getrandbits(63) if sampling.seed is None else sampling.seed,
         top_k=min(sampling.top_k, info.vocab_size),  # as good as off, and it fits the wire
     )
     try:

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 from baton.api.v1 import common_pb2
 from baton.text import StopStrings, TextModel
 from baton.text.sequence import SequenceText, TextDelta
+from baton.token_ids import TokenIds
 from baton.types import SamplingParams, TokenLogprob
+from baton_router.accounts import Account
 from baton_router.core import ModelInfo, RoutedRequest
 from baton_router.decision import Decision
 
@@ -33,10 +35,10 @@ class ChatPrompt:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-Prompt: TypeAlias = str | list[int] | ChatPrompt
+Prompt: TypeAlias = str | list[int] | TokenIds | ChatPrompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per request: frozen ones cost three times as much
 class TextRequest:
     """A request as an interface of the router takes it; nothing in it is checked yet.
 
@@ -55,7 +57,8 @@ class TextRequest:
         ttft_ms: The first token is wanted within so many milliseconds; ``None``: whenever.
         itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
         user: Whose request it is, as the caller says.
-        client: Whose API key it showed; empty: there are no keys.
+        account: Whose API key it showed; ``None``: there are no keys, or it came from a service. ``cache_salt`` is then
+            the one that the account gave it.
         output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -76,14 +79,14 @@ class TextRequest:
     ttft_ms: float | None = None
     itl_ms: float | None = None
     user: str = ""
-    client: str = ""
+    account: Account | None = None
     output_token_ids: Sequence[int] = ()
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
     field_prefix: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per request: frozen ones cost three times as much
 class PreparedRequest:
     """A request that is checked, tokenized and ready to be placed.
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
+from baton_router.accounts import Account
 from baton_router.dispatcher import PlacingDispatcher, Reserved
 from baton_router.grpc_generate import text_request
 from baton_router.metrics import RouterMetrics
@@ -82,8 +83,14 @@ class TicketDesk:
         for name in list(self._open):
             self._end(name, "router_ended")
 
-    async def place(self, request: router_pb2.RouterGenerateRequest) -> router_pb2.RouteResponse:
+    async def place(
+        self, request: router_pb2.RouterGenerateRequest, account: Account | None = None
+    ) -> router_pb2.RouteResponse:
         """Place a request and sign a ticket for it.
+
+        Args:
+            request: What the client wants.
+            account: Whose API key it showed, if any.
 
         Raises:
             InvalidRequestError: This router has no key for tickets, or the request is wrong; names the field.
@@ -94,7 +101,7 @@ class TicketDesk:
             raise InvalidRequestError("this router gives no tickets: it has no --ticket-key-file", field="direct")
         if len(self._open) >= MAX_RESERVATIONS:
             raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
-        prepared = await self._pipeline.prepare(text_request(request))
+        prepared = await self._pipeline.prepare(text_request(request, account))
         reserved = await self._dispatcher.reserve(prepared.routed)
         message, decode = reserved.message, reserved.placement.decode
         assert decode.info is not None  # it was chosen, so it said who it is

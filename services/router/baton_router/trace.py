@@ -34,10 +34,21 @@ class TraceMerge:
 
     def attempts(self) -> list[common_pb2.RequestTrace]:
         """Return the latest trace of each attempt that answered, in order."""
+        if len(self._latest) == 1:
+            return list(self._latest.values())
         return [trace for _, trace in sorted(self._latest.items())]
 
     def merged(self) -> common_pb2.RequestTrace:
         """Return the request's trace as far as it is known."""
+        if len(self._latest) == 1:
+            (out,) = self._latest.values()
+        else:
+            out = self._sum()
+        out.num_migrations = self.num_migrations
+        out.router_queue_us = self._router_queue_us
+        return out
+
+    def _sum(self) -> common_pb2.RequestTrace:
         out = common_pb2.RequestTrace()
         for at, trace in enumerate(self.attempts()):
             if at == 0:
@@ -50,6 +61,4 @@ class TraceMerge:
             if not out.pipe and trace.pipe:
                 # The KV bytes summed above came over it.
                 out.pipe = trace.pipe
-        out.num_migrations = self.num_migrations
-        out.router_queue_us = self._router_queue_us
         return out

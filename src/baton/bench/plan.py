@@ -12,7 +12,7 @@ from baton.errors import ConfigError, shown
 from baton.kv.layout import DTYPE_BYTES
 from baton.kv.shards import KVGeometry
 
-PIPES = tuple(kind for kind in PIPE_KINDS if kind != "memory")
+PIPES = tuple(kind for kind in PIPE_KINDS if kind not in ("memory", "tls"))  # certificates are not for trying
 PATTERNS = ("1-1", "N-1", "1-N", "NxM")
 MAX_STREAMS = 64
 REFERENCE_BLOCK_BYTES = 32 << 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import ssl
 import sys
 import urllib.error
 import urllib.parse
@@ -32,6 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("request_id", metavar="REQUEST_ID", nargs="?", default="", help=text)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: http://127.0.0.1:8000)")
     parser.add_argument("--api-key-file", default="", help="file whose first line is an API key of the router")
+    parser.add_argument("--tls-ca", default="", help="authority of the router's certificate; default: the system's")
     parser.add_argument("--limit", type=int, default=20, help="requests to list at most (default: 20)")
     parser.add_argument("--timeout-s", type=float, default=10.0, help="seconds to wait for an answer (default: 10)")
     parser.add_argument("--json", action="store_true", help="print what the router answers")
@@ -91,7 +93,8 @@ def _asker(args: argparse.Namespace) -> Callable[[str], Any]:
     if args.api_key_file:
         headers["authorization"] = f"Bearer {_read_key(args.api_key_file)}"
     # No proxies from the environment: the router is where --url says.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+    secure = urllib.request.HTTPSHandler(context=_context(args.tls_ca))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect, secure)
 
     def ask(path: str) -> Any:
         request = urllib.request.Request(args.url.rstrip("/") + path, headers=headers)
@@ -106,6 +109,13 @@ def _asker(args: argparse.Namespace) -> Callable[[str], Any]:
             raise UnavailableError(f"no answer of a router from {args.url}: {reason}") from error
 
     return ask
+
+
+def _context(authority: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authority or None)
+    except OSError as error:  # ssl's own errors too
+        raise ConfigError(f"cannot read the authority {authority}: {error}", field="tls_ca") from error
 
 
 def _read_key(path: str) -> str:

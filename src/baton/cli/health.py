@@ -6,7 +6,11 @@ import argparse
 import asyncio
 import sys
 
+from baton.config import add_flags, from_flags
+from baton.config.access import AccessConfig
+from baton.errors import ConfigError
 from baton.rpc.channel import check_health
+from baton.rpc.tls import read_tls
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,6 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("health", help="ask a service whether it serves; exit status 0 if it does")
     parser.add_argument("address", metavar="HOST:PORT", help="its gRPC address")
     parser.add_argument("--timeout-s", type=float, default=2.0, help="seconds to wait for an answer (default: 2)")
+    add_flags(parser, AccessConfig, skip=frozenset({"token_file"}))
     parser.set_defaults(run=run)
 
 
@@ -23,6 +28,11 @@ def run(args: argparse.Namespace) -> int:
     if not host or not port.isdigit() or not args.timeout_s > 0:
         print("baton health: error: give HOST:PORT and a --timeout-s above 0", file=sys.stderr)
         return 2
-    serving = asyncio.run(check_health(args.address, timeout_s=args.timeout_s))
+    try:
+        tls = read_tls(from_flags(AccessConfig, args))
+    except ConfigError as error:
+        print(f"baton health: error: {error.message}", file=sys.stderr)
+        return 2
+    serving = asyncio.run(check_health(args.address, timeout_s=args.timeout_s, tls=tls))
     print(f"{args.address} {'is serving' if serving else 'is not serving or does not answer'}")
     return 0 if serving else 1

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from baton.cli import bench, demo, explain, health, up
+from baton.cli import bench, demo, explain, health, kvstore, up
 from baton.version import __version__
 
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_parser(commands)
     health.add_parser(commands)
     explain.add_parser(commands)
+    kvstore.add_parser(commands)
     bench.add_parser(commands)
     args = parser.parse_args(argv)
     return int(args.run(args))

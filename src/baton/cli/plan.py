@@ -102,8 +102,10 @@ def make_plan(
     token = ("--token-file", token_file) if token_file else ()
     store = _kvstore_spec(next(free), next(free), ["--pipes", pipes, *token]) if kvstore else None
     shared = ["--routers", grpc, "--pipes", pipes, *token, *more.worker]
+    knows: list[str] = []
     if store is not None and load_from_store:
         shared += ["--kvstore", store.health_address]
+        knows = ["--kvstore", store.health_address]
     workers = []
     for role, count, own in (("prefill", ratio.prefill, more.prefill), ("decode", ratio.decode, more.decode)):
         for index in range(count):
@@ -112,7 +114,7 @@ def make_plan(
     router = ProcessSpec(
         name="router",
         module="baton_router.main",
-        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *token, *more.router),
+        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *token, *knows, *more.router),
         health_address=grpc,
         role="router",
         listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),

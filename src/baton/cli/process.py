@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import UnavailableError
 from baton.rpc.channel import check_health
+from baton.rpc.tls import Tls
 
 HEALTH_INTERVAL_S = 0.05
 TAIL_LINES = 20
@@ -46,10 +47,11 @@ class ManagedProcess:
     Args:
         spec: What to run.
         emit: Gets each line the child writes.
+        tls: Certificates, if the services use some.
     """
 
-    def __init__(self, spec: ProcessSpec, emit: Callable[[str, str], None]) -> None:
-        self.spec = spec
+    def __init__(self, spec: ProcessSpec, emit: Callable[[str, str], None], *, tls: Tls | None = None) -> None:
+        self.spec, self._tls = spec, tls
         self._emit = emit
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -92,7 +94,7 @@ class ManagedProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    ready = await check_health(self.spec.health_address, timeout_s=1.0)
+                    ready = await check_health(self.spec.health_address, timeout_s=1.0, tls=self._tls)
                     if ready or self.returncode is not None:
                         break
                     await asyncio.sleep(HEALTH_INTERVAL_S)

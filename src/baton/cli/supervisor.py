@@ -17,6 +17,7 @@ from baton.cli.plan import DeploymentPlan
 from baton.cli.process import ManagedProcess, ProcessSpec
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import open_channel
+from baton.rpc.tls import Tls
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 15.0
 STABLE_S = 60.0
@@ -31,6 +32,7 @@ class Supervisor:
         emit: Gets ``(name, line)`` for each log line.
         restart: Whether a process that dies after it was ready is started again; else the whole ends.
         token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
         ready_timeout_s: How long a process may take to become ready.
         grace_s: How long a process may take to drain.
         backoff_s: Pause before the first restart of a process, and the longest pause when it dies again and again.
@@ -43,13 +45,14 @@ class Supervisor:
         *,
         restart: bool = True,
         token: str | None = None,
+        tls: Tls | None = None,
         ready_timeout_s: float = 300.0,
         grace_s: float = 40.0,
         backoff_s: tuple[float, float] = (FIRST_BACKOFF_S, LAST_BACKOFF_S),
     ) -> None:
         self.plan = plan
         self._emit = emit
-        self._restart, self._token = restart, token
+        self._restart, self._token, self._tls = restart, token, tls
         self._ready_timeout_s, self._grace_s = ready_timeout_s, grace_s
         self._first_backoff_s, self._last_backoff_s = backoff_s
         self._env = dict(os.environ)
@@ -113,7 +116,7 @@ class Supervisor:
         self.processes[name].send(signal.SIGKILL)
 
     async def _launch(self, spec: ProcessSpec) -> None:
-        process = ManagedProcess(spec, self._emit)
+        process = ManagedProcess(spec, self._emit, tls=self._tls)
         await process.start(self._env)
         self.processes[spec.name] = process
 
@@ -126,7 +129,7 @@ class Supervisor:
         try:
             async with (
                 asyncio.timeout(self._ready_timeout_s),
-                open_channel(self.plan.grpc_address, token=self._token) as channel,
+                open_channel(self.plan.grpc_address, token=self._token, tls=self._tls) as channel,
             ):
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while not expected <= seen:
@@ -143,11 +146,13 @@ class Supervisor:
         Raises:
             UnavailableError: They cannot be loaded.
         """
-        async with open_channel(self.plan.grpc_address) as channel:
+        async with open_channel(self.plan.grpc_address, token=self._token, tls=self._tls) as channel:
             request = router_pb2.RouteRequest(text="a")
             try:
                 await router_pb2_grpc.RouterServiceStub(channel).Route(request, timeout=self._ready_timeout_s)
             except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    return  # the router has API keys, and it is not for us to know one
                 raise UnavailableError(f"the router cannot tokenize: {error.details()}") from None
 
     async def _watch(self, spec: ProcessSpec) -> None:

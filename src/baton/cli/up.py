@@ -20,6 +20,7 @@ from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.worker import WorkerConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import read_token
+from baton.rpc.tls import read_tls
 
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
 
@@ -68,6 +69,7 @@ async def _up(args: argparse.Namespace) -> int:
         lambda name, line: _emit(console, name, line),
         restart=not args.no_restart,
         token=read_token(worker_config(args).token_file),
+        tls=read_tls(worker_config(args)),
     )
 
     def on_signal() -> None:

@@ -13,7 +13,7 @@ import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.client.direct_aio import AsyncDirectCall, AsyncDirectLinks
-from baton.client.exchange import CHANNEL_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
+from baton.client.exchange import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
     Chunk,
@@ -28,6 +28,7 @@ from baton.client.types import (
 )
 from baton.errors import UnavailableError
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.tls import Tls
 
 
 class AsyncClient:
@@ -45,8 +46,9 @@ class AsyncClient:
         retries: int = DEFAULT_RETRIES,
         direct: bool = False,
         tokenizer: str = "",
+        tls: Tls | None = None,
     ) -> None:
-        self._settings = Settings(address, token, timeout, retries)
+        self._settings = Settings(address, token, timeout, retries, tls)
         self._is_direct, self._tokenizer = direct, tokenizer
         self._direct: AsyncDirectLinks | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -147,7 +149,7 @@ class AsyncClient:
         if self._closed:
             raise UnavailableError("this client is closed")
         if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
-            self._channel = grpc.aio.insecure_channel(self._settings.address, options=CHANNEL_OPTIONS)
+            self._channel = self._settings.aio_channel(self._settings.address)
             self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         return self._stub
 

@@ -12,7 +12,7 @@ import grpc.aio
 
 from baton.api.v1 import router_pb2, worker_pb2_grpc
 from baton.client.direct import MAX_CHANNELS, NOTE_TIMEOUT_S, DirectAnswer, load_text_model, may_go_on
-from baton.client.exchange import CHANNEL_OPTIONS, Settings
+from baton.client.exchange import Settings
 from baton.text import TextModel
 
 _CLOSE_S = 1.0
@@ -22,7 +22,7 @@ class AsyncDirectLinks:
     """What the direct calls of one client share; see :class:`baton.client.direct_sync.DirectLinks`."""
 
     def __init__(self, settings: Settings, router: Any, tokenizer: str) -> None:
-        self.router, self.metadata = router, settings.metadata
+        self.router, self.metadata, self._settings = router, settings.metadata, settings
         self._tokenizer = tokenizer
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._models: dict[str, TextModel] = {}
@@ -36,7 +36,7 @@ class AsyncDirectLinks:
             if len(self._channels) >= MAX_CHANNELS:
                 # Calls that run on it keep it open until they end.
                 self._channels.pop(next(iter(self._channels)))
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = self._settings.aio_channel(address)
         self._channels[address] = channel
         return worker_pb2_grpc.WorkerServiceStub(channel)
 

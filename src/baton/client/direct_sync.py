@@ -12,7 +12,7 @@ import grpc
 
 from baton.api.v1 import router_pb2, worker_pb2_grpc
 from baton.client.direct import MAX_CHANNELS, NOTE_TIMEOUT_S, DirectAnswer, load_text_model, may_go_on
-from baton.client.exchange import CHANNEL_OPTIONS, Settings
+from baton.client.exchange import Settings
 from baton.text import TextModel
 
 _CLOSE_S = 1.0
@@ -44,7 +44,7 @@ class DirectLinks:
     """
 
     def __init__(self, settings: Settings, router: Any, tokenizer: str) -> None:
-        self.router, self.metadata = router, settings.metadata
+        self.router, self.metadata, self._settings = router, settings.metadata, settings
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
@@ -59,7 +59,7 @@ class DirectLinks:
                 if len(self._channels) >= MAX_CHANNELS:
                     # Calls that run on it keep it open until they end.
                     self._channels.pop(next(iter(self._channels)))
-                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                channel = self._settings.channel(address)
             self._channels[address] = channel
         return worker_pb2_grpc.WorkerServiceStub(channel)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
+import grpc.aio
 
 from baton.api.v1 import router_pb2
 from baton.client.types import Choice, Chunk, Generation, RouteDecision, Trace, read_decision, read_trace
@@ -16,6 +17,7 @@ from baton.rpc.auth import HEADER
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import MAX_MESSAGE_BYTES
+from baton.rpc.tls import Tls
 from baton.types import FinishReason, TokenLogprob
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -47,6 +49,7 @@ class Settings:
     token: str | None
     timeout: float
     retries: int
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
@@ -60,6 +63,20 @@ class Settings:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Goes with every call."""
         return () if self.token is None else ((HEADER, f"Bearer {self.token}"),)
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Open a channel."""
+        if self.tls is None:
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *self.tls.channel_options()]
+        return grpc.secure_channel(address, self.tls.channel_credentials(), options=options)
+
+    def aio_channel(self, address: str) -> grpc.aio.Channel:
+        """Open a channel of the running loop."""
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *self.tls.channel_options()]
+        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
 
     def budget(self, timeout: float | None) -> Budget:
         """Start the clock of a call that may take ``timeout`` seconds (``None``: the client's)."""

@@ -13,7 +13,7 @@ import grpc
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.client.direct_sync import DirectCall, DirectLinks
-from baton.client.exchange import CHANNEL_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
+from baton.client.exchange import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
     Chunk,
@@ -28,6 +28,7 @@ from baton.client.types import (
 )
 from baton.errors import UnavailableError
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.tls import Tls
 
 
 class Client:
@@ -37,12 +38,13 @@ class Client:
 
     Args:
         address: ``host:port`` of the router's gRPC server.
-        token: Shared token, if the router wants one.
+        token: API key or shared token, if the router wants one.
         timeout: Seconds that a call may take if it names no time-out of its own.
         retries: Tries after the first where no instance was available and no token has come yet.
         direct: Have tokens from decode instances themselves; the router only places, and signs a ticket. If the
             instance's stream breaks, the router goes on with it.
         tokenizer: With ``direct``: directory with the model's tokenizer; empty: the path that the instance names.
+        tls: Certificates, where the services use some: ``baton.rpc.tls.Tls(cert, key, ca)``.
 
     Raises:
         InvalidRequestError: An argument cannot work; names it.
@@ -57,9 +59,10 @@ class Client:
         retries: int = DEFAULT_RETRIES,
         direct: bool = False,
         tokenizer: str = "",
+        tls: Tls | None = None,
     ) -> None:
-        self._settings = Settings(address, token, timeout, retries)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._settings = Settings(address, token, timeout, retries, tls)
+        self._channel = self._settings.channel(address)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._direct = DirectLinks(self._settings, self._stub, tokenizer) if direct else None
         self._closed = False

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from baton.errors import ConfigError
 
 AUTO = "auto"
-PIPE_KINDS = ("memory", "shm", "vm", "nixl", "tcp", "gloo")
-PIPES_HELP = "pipes for KV, in order of preference: auto, or some of shm, vm, nixl, tcp, gloo"
+PIPE_KINDS = ("memory", "shm", "vm", "nixl", "tls", "tcp", "gloo")
+CLEAR_KINDS = frozenset({"nixl", "tcp", "gloo"})
+"""Those that carry KV over a network for everybody on it to read."""
+PIPES_HELP = "pipes for KV, in order of preference: auto, or some of shm, vm, nixl, tls, tcp, gloo"
 
 
 def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from baton.config.flags import option
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
+from baton.config.stores import StoreAddress
+from baton.config.tls import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.errors import ConfigError
 
 
@@ -13,7 +15,7 @@ from baton.errors import ConfigError
 class WorkerConfig:
     """Configuration of one prefill or decode service."""
 
-    host: str = option("127.0.0.1", "address to listen on; off loopback it needs --token-file")
+    host: str = option("127.0.0.1", "address to listen on; off loopback it needs --token-file or --tls-cert")
     port: int = option(0, "gRPC port; 0 takes a free one")
     kv_port: int = option(0, "port of the tcp pipe; 0 takes a free one")
     metrics_port: int = option(0, "port of /metrics; 0: none")
@@ -28,11 +30,32 @@ class WorkerConfig:
     kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
     fetch_threads: int = option(16, "fetches of KV at once")
     token_file: str = option("", "file with the token that services show each other")
+    tls_cert: str = option("", TLS_CERT_HELP)
+    tls_key: str = option("", TLS_KEY_HELP)
+    tls_ca: str = option("", TLS_CA_HELP)
+    tls_name: str = option("", TLS_NAME_HELP)
+    clear_kv: bool = option(False, CLEAR_KV_HELP)
     ticket_key_file: str = option(
         "", "decode: file with the key of placement tickets; a client that comes without a router must show one"
     )
-    kvstore: str = option("", "gRPC address of a KV store to load from and save to; default: none")
-    kv_connectors: tuple[str, ...] = option((), "KV connectors of installed packages, asked before the built-in ones")
+    kvstore: str = option(
+        "",
+        "KV store to load from and save to: host:port of its node or, with commas, of all its nodes; discover, for "
+        "nodes that register in --redis; redis://..., redis+cluster://... or mooncake://... for what keeps blocks "
+        "without a KV store process; default: none",
+    )
+    kvstore_replication: int = option(1, "nodes of the KV store that get each block; 1 or 2")
+    kvstore_hot_loads: float = option(
+        20.0, "loads per second from which on part of a prompt gets another replica in the KV store; 0: never"
+    )
+    kvstore_ttl_s: float = option(3600.0, "seconds that a Redis keeps a block after its last use; 0: for ever")
+    kvstore_decode_saves: bool = option(
+        True, "decode: save to the KV store too, what it generated included, for the next turn of a conversation"
+    )
+    kv_connectors: tuple[str, ...] = option(
+        (),
+        "connectors asked before the KV store and prefill instances: offload, shared_storage, or installed packages'",
+    )
     kv_connector_options: tuple[str, ...] = option((), "their options, as connector.key=value")
     remote_prefill_threshold: int = option(64, "missing prompt tokens from which decode asks a prefill instance")
     prefill_stall_s: float = option(30.0, "seconds without progress after which a prefill instance is given up")
@@ -53,12 +76,20 @@ class WorkerConfig:
         check_pipes(self.pipes)
         for name, addresses in (
             ("routers", self.routers),
-            ("kvstore", (self.kvstore,)),
             ("advertise", (self.advertise,)),
         ):
             for address in filter(None, addresses):
                 host, _, port = address.rpartition(":")
                 if not host or not port.isdigit():
                     raise ConfigError(f"{name}: {address!r} is not host:port", field=name)
+        if self.kvstore and StoreAddress.parse(self.kvstore).discover and not self.redis:
+            raise ConfigError("--kvstore discover needs --redis, where the nodes register", field="redis")
+        if self.kvstore_replication not in (1, 2):
+            raise ConfigError(
+                f"kvstore_replication must be 1 or 2, got {self.kvstore_replication}", field="kvstore_replication"
+            )
+        for name in ("kvstore_hot_loads", "kvstore_ttl_s"):
+            if not 0.0 <= getattr(self, name) <= 1e9:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}", field=name)
         if self.host in {"0.0.0.0", "::", "[::]"} and not self.advertise:
             raise ConfigError(f"listening on {self.host} needs --advertise: others cannot dial it", field="advertise")

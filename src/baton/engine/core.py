@@ -130,6 +130,7 @@ class EngineCore:
             raise InvalidRequestError(f"request_id {request_id!r} is in use", field="request_id")
         if len(self._scheduler.waiting) >= self._config.max_queue:
             raise QueueFullError(f"{self._config.max_queue} requests wait already", retry_after_s=1.0)
+        self._exchange.stop_saving(request_id)
         stop_ids = frozenset(sampling.stop_token_ids)
         group = RequestGroup(
             request=request,
@@ -219,7 +220,7 @@ class EngineCore:
         Raises:
             AssertionError: A block leaked or is owned twice.
         """
-        idle = not (self._groups or self._exchange.loading or self._exchange.held)
+        idle = not (self._groups or self._exchange.loading or self._exchange.held or self._exchange.saving)
         self._pool.check_integrity(idle=idle)
 
     # Steps
@@ -259,11 +260,13 @@ class EngineCore:
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
         for sequence, count in plan.items():
-            if sequence.num_computed < sequence.num_prompt:
+            prompt = sequence.num_computed < sequence.num_prompt
+            if prompt:
                 self._prefill_tokens += min(count, sequence.num_prompt - sequence.num_computed)
             sequence.advance(count)
             self._scheduler.commit(sequence)
-            self._exchange.progress(sequence)
+            if prompt or sequence.pinned:
+                self._exchange.progress(sequence)
         self._sample(batch, logits, outputs)
 
     def _sample(self, batch: StepBatch, logits: torch.Tensor, outputs: list[SequenceOutput]) -> None:
@@ -310,7 +313,8 @@ class EngineCore:
         sequence.num_transferred = max(0, min(update.num_valid_tokens, sequence.num_tokens) - local)
         sequence.skip_to(valid)
         self._scheduler.commit(sequence)
-        self._exchange.progress(sequence)
+        if sequence.pinned:
+            self._exchange.progress(sequence)
         self._scheduler.run(sequence)
         if first is not None:
             logprob = first if group.sampling.logprobs is not None else None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from baton.engine.sequence import Sequence
 from baton.kv.block_pool import BlockPool
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
-from baton.types import BlockId, RequestId
+from baton.types import BlockId, FinishReason, RequestId
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +21,7 @@ class KVExchange:
         loading: Sequences whose blocks are being written from outside, by request id; also aborted ones, until the
             connector says that nobody writes any more.
         held: Blocks of ended requests that the connector still offers to others.
+        saving: Blocks of other ended sequences that the connector has not saved yet, by the name it knows them by.
     """
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
@@ -29,6 +30,7 @@ class KVExchange:
         self._block_size = block_size
         self.loading: dict[RequestId, Sequence] = {}
         self.held: dict[RequestId, list[BlockId]] = {}
+        self.saving: dict[RequestId, list[BlockId]] = {}
 
     @property
     def connected(self) -> bool:
@@ -38,7 +40,9 @@ class KVExchange:
     @property
     def pending(self) -> bool:
         """Whether something will come from outside: polling makes sense."""
-        return bool(self.loading or self.held) or (self._connector is not None and self._connector.has_pending())
+        if self.loading or self.held or self.saving:
+            return True
+        return self._connector is not None and self._connector.has_pending()
 
     def plan(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
         """Ask how much of a sequence could come from outside.
@@ -82,6 +86,7 @@ class KVExchange:
                 ended.append((sequence, update))
         for request_id in self._connector.poll_releases():
             self.release(request_id)
+            self.stop_saving(request_id)
         return ended
 
     def begin_step(self, counts: Mapping[Sequence, int]) -> None:
@@ -101,34 +106,56 @@ class KVExchange:
             self._connector.step_begins(saves)
 
     def progress(self, sequence: Sequence) -> None:
-        """Tell the connector how far a prompt's KV is, if others may fetch it."""
-        if self._connector is None or not sequence.pinned:
+        """Tell the connector how far a sequence's KV is, if it follows this one."""
+        connector = self._follower(sequence)
+        if connector is None:
             return
         done = sequence.num_computed
-        self._connector.blocks_computed(
-            sequence.group.request.request_id,
-            tuple(sequence.block_ids),
-            tuple(sequence.hash_blocks(done, self._block_size)),
-            done,
-        )
+        hashes = tuple(sequence.hash_blocks(done, self._block_size))
+        tenant = sequence.group.request.tenant
+        try:
+            if tenant is not None:
+                connector.blocks_belong(_name(sequence), tenant)
+            connector.blocks_computed(_name(sequence), tuple(sequence.block_ids), hashes, done)
+        except Exception:  # what is not saved is computed again; no request fails for that
+            _log.exception("connector failed to save blocks of request %s", sequence.group.request.request_id)
 
     def finish(self, sequence: Sequence) -> None:
         """Take back an ended sequence's blocks, or hold them if the connector wants that."""
-        request_id = sequence.group.request.request_id
-        held = self._connector is not None and sequence.pinned and self._connector.request_finished(request_id)
+        connector, held = self._follower(sequence), False
+        if connector is not None:
+            if not sequence.pinned and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.progress(sequence)  # with what it generated
+            try:
+                held = connector.request_finished(_name(sequence))
+            except Exception:
+                _log.exception("connector failed at the end of request %s", sequence.group.request.request_id)
         blocks = sequence.take_blocks()
-        if held:
-            self.held[request_id] = blocks
-        else:
+        if not held:
             self._pool.release(blocks)
+        elif sequence.pinned:
+            self.held[_name(sequence)] = blocks
+        else:
+            self.saving[_name(sequence)] = blocks
 
     def release(self, request_id: RequestId) -> bool:
         """Give back held blocks; ``False`` if there are none under that id."""
-        blocks = self.held.pop(request_id, None)
+        return self._give_back(self.held, request_id)
+
+    def stop_saving(self, request_id: RequestId) -> bool:
+        """Give back blocks that were to be saved; whoever copies them notices. ``False``: there are none."""
+        return self._give_back(self.saving, request_id)
+
+    def _give_back(self, blocks_of: dict[RequestId, list[BlockId]], request_id: RequestId) -> bool:
+        blocks = blocks_of.pop(request_id, None)
         if blocks is None:
             return False
         self._pool.release(blocks)
         return True
+
+    def _follower(self, sequence: Sequence) -> KVConnector | None:
+        connector = self._connector
+        return connector if connector is not None and (sequence.pinned or connector.follows_all) else None
 
     def _load_request(self, sequence: Sequence) -> LoadRequest:
         group = sequence.group
@@ -143,9 +170,16 @@ class KVExchange:
             threshold=request.threshold,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            tenant=request.tenant,
         )
 
     def _note_failure(self, sequence: Sequence, error: Exception) -> None:
         group = sequence.group
         _log.exception("connector failed for request %s: prefilling locally", group.request.request_id)
         group.transfer = replace(group.transfer, local_reason=f"connector: {error}")
+
+
+def _name(sequence: Sequence) -> RequestId:
+    """What a connector knows a sequence by: its request's id, of which the ``n`` sequences need one each."""
+    request_id = sequence.group.request.request_id
+    return RequestId(f"{request_id}#{sequence.index}") if sequence.index else request_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.kv.connector import TransferStats
-from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+from baton.types import FinishReason, RequestId, SamplingParams, Tenant, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class EngineRequest:
         candidates: Addresses of prefill instances, best first.
         threshold: Missing prompt tokens from which a remote prefill is used; ``None``: the connector's own.
         priority: Lower runs first.
+        tenant: Whose blocks these are; ``None``: nobody's.
     """
 
     request_id: RequestId
@@ -31,6 +32,7 @@ class EngineRequest:
     priority: int = 0
     candidates: tuple[str, ...] = ()
     threshold: int | None = None
+    tenant: Tenant | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ class Scheduler:
             sequence.num_cached = num_local
             self.prefix_hit_tokens += num_local
             self.prefix_query_tokens += sequence.num_tokens if self._caching else 0
-        self._exchange.progress(sequence)
+        if sequence.pinned:
+            self._exchange.progress(sequence)
         if load is not None and load.num_tokens > num_local and self._exchange.start(sequence, num_local):
             sequence.state = SequenceState.LOADING
         else:

@@ -8,7 +8,9 @@ A load that failed reports how many leading tokens are valid; the engine compute
 
 Life of a save (prefill): ``step_begins`` tells what a step is going to compute -> ``layer_computed`` as each layer's KV
 is in the pool -> after the step ``blocks_computed`` tells which blocks are complete -> at the end ``request_finished``
-returns ``True`` if the connector wants the blocks kept -> ``poll_releases`` gives them back.
+returns ``True`` if the connector wants the blocks kept -> ``poll_releases`` gives them back. That is told of requests
+that are prefilled for others, and of all if ``follows_all`` says so: of those that generate, the KV of their output is
+told of at their end.
 
 A connector has two sides: :class:`SchedulerSide` decides what is loaded and what is kept, :class:`WorkerSide` follows
 the computation. Everything has a default that does nothing, so a connector says only what it does: one that saves
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import InternalError
-from baton.types import BlockHash, BlockId, PrefillPath, RequestId, SamplingParams, TokenLogprob
+from baton.types import BlockHash, BlockId, PrefillPath, RequestId, SamplingParams, Tenant, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class LoadRequest:
         hashes: Chained hashes of its full blocks.
         candidates: Addresses of instances to ask, best first.
         threshold: Missing tokens from which a remote prefill pays; ``None``: the connector's own.
+        tenant: Whose blocks these are; ``None``: nobody's.
     """
 
     request_id: RequestId
@@ -71,6 +74,7 @@ class LoadRequest:
     threshold: int | None = None
     cache_salt: str = ""
     priority: int = 0
+    tenant: Tenant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,14 @@ class SchedulerSide:
 
 
 class WorkerSide:
-    """What the computation tells."""
+    """What the computation tells.
+
+    Attributes:
+        follows_all: Whether to tell of every request, and not only of those that are prefilled for others. Beside a
+            connector that wants that, others are told too.
+    """
+
+    follows_all: bool = False
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
         """Tell what a step is about to compute of prompts. A step that fails is not followed by ``blocks_computed``.
@@ -177,15 +188,19 @@ class WorkerSide:
         ``blocks_computed``, says that they are done too.
         """
 
+    def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
+        """Tell whose blocks the next call of :meth:`blocks_computed` is about; without it they are nobody's."""
+
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
         """Tell that KV is complete up to a token.
 
-        Called after each step in which a prompt made progress.
+        Called after each step in which a prompt made progress, and at the end of a request that generated. An exception
+        costs the save, not the request.
 
         Args:
-            request_id: The request.
+            request_id: The request; of its ``n`` sequences beyond the first, with ``#`` and the sequence's number.
             block_ids: All blocks of the request, from its first token on.
             hashes: Hashes of its full blocks, as far as they are complete.
             num_tokens: Leading tokens whose KV is complete.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -59,15 +60,11 @@ class Fingerprint:
 
         The parallel shape is left out: a block hash names the tokens' KV, however it is divided.
         """
-        names = ("model_digest", "adapter", "kv_dtype", "kv_scales", "rope", "block_size", "hash_scheme")
-        text = json.dumps({name: getattr(self, name) for name in names}, sort_keys=True)
-        return hashlib.sha256(text.encode()).digest()
+        return _content_key(self)
 
     def digest(self) -> bytes:
         """Digest (32 bytes) of every field but the label: equal digests mean that blocks are cut up alike."""
-        values = dataclasses.asdict(self)
-        del values["model"]
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+        return _digest(self)
 
     def undivided(self) -> Fingerprint:
         """Return the fingerprint of the same KV on a single rank."""
@@ -124,3 +121,17 @@ class Fingerprint:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+@functools.lru_cache(maxsize=256)  # asked for with every call of a store, of a few fingerprints over and over
+def _digest(fingerprint: Fingerprint) -> bytes:
+    values = dataclasses.asdict(fingerprint)
+    del values["model"]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+
+
+@functools.lru_cache(maxsize=256)
+def _content_key(fingerprint: Fingerprint) -> bytes:
+    names = ("model_digest", "adapter", "kv_dtype", "kv_scales", "rope", "block_size", "hash_scheme")
+    text = json.dumps({name: getattr(fingerprint, name) for name in names}, sort_keys=True)
+    return hashlib.sha256(text.encode()).digest()

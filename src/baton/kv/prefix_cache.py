@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from baton.kv.events import DEVICE, BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.types import BlockHash, BlockId
 
 
@@ -111,18 +111,23 @@ def merge_events(events: Iterable[KVEvent]) -> list[KVEvent]:
     stored: list[BlockHash] = []
     removed: list[BlockHash] = []
     parent: BlockHash | None = None
+    tier = DEVICE
 
     def flush() -> None:
         if stored:
-            merged.append(BlocksStored(parent, tuple(stored)))
+            merged.append(BlocksStored(parent, tuple(stored), tier))
             stored.clear()
         if removed:
-            merged.append(BlocksRemoved(tuple(removed)))
+            merged.append(BlocksRemoved(tuple(removed), tier))
             removed.clear()
 
     for event in events:
+        if event.tier != tier:
+            flush()
+            tier = event.tier
         if isinstance(event, BlocksStored):
-            if not stored or stored[-1] != event.parent:
+            # Of lower tiers nobody knows parents, so any two runs go together.
+            if not stored or (tier == DEVICE and stored[-1] != event.parent):
                 flush()
                 parent = event.parent
             stored.extend(event.hashes)

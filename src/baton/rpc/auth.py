@@ -1,12 +1,15 @@
-"""The shared token that services show each other, and the rule that nobody listens off loopback without one."""
+"""The shared token that services show each other, and the rule that nobody listens off loopback without one or TLS."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 from pathlib import Path
+from typing import Protocol
 
+from baton.config.pipes import CLEAR_KINDS
 from baton.errors import ConfigError
+from baton.rpc.tls import Tls
 
 HEADER = "authorization"
 
@@ -38,14 +41,69 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def require_safe_bind(host: str, token: str | None) -> None:
-    """Refuse to listen on an address others can reach without a token.
+def require_safe_bind(host: str, token: str | None, tls: Tls | None = None) -> None:
+    """Refuse to listen on an address others can reach where anybody could call.
 
     Raises:
-        ConfigError: Off loopback and no token.
+        ConfigError: Off loopback with neither a token nor certificates.
     """
-    if token is None and not is_loopback(host):
-        raise ConfigError(f"listening on {host}, which others can reach, needs --token-file", field="host")
+    if token is None and tls is None and not is_loopback(host):
+        message = f"listening on {host}, which others can reach, needs --token-file or --tls-cert"
+        raise ConfigError(message, field="host")
+
+
+def require_clear_pipes(config: PipeFields, tls: Tls | None) -> None:
+    """Refuse to let KV travel in the clear off loopback beside calls that are encrypted, unless that is wanted.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if tls is None or is_loopback(config.host) or config.clear_kv or not CLEAR_KINDS & set(config.pipes):
+        return
+    message = f"KV would leave {config.host} in the clear: say --clear-kv, or --pipes auto, or shm,tls"
+    raise ConfigError(message, field="clear_kv")
+
+
+class PipeFields(Protocol):
+    """The part of a configuration that says how KV travels."""
+
+    @property
+    def host(self) -> str:
+        """Address to listen on."""
+
+    @property
+    def pipes(self) -> tuple[str, ...]:
+        """Kinds of pipe."""
+
+    @property
+    def clear_kv(self) -> bool:
+        """Whether KV may travel in the clear."""
+
+
+class Admits(Protocol):
+    """Says who may make a call."""
+
+    def __call__(self, method: str, header: str | bytes | None) -> bool:
+        """Whether a call goes on.
+
+        Args:
+            method: ``/package.Service/Method``.
+            header: Its ``authorization``.
+        """
+
+
+def admits_services(token: str | None, *, open_to_all: frozenset[str] = frozenset()) -> Admits:
+    """Return a rule: whoever shows the token, if there is one.
+
+    Args:
+        token: Shared by the services.
+        open_to_all: Methods that look after themselves: what they are given proves that it may be asked for.
+    """
+
+    def admits(method: str, header: str | bytes | None) -> bool:
+        return token is None or matches(token, header) or method in open_to_all
+
+    return admits
 
 
 def matches(token: str, header: str | bytes | None) -> bool:

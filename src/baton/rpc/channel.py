@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.rpc.auth import HEADER
 from baton.rpc.server import MAX_MESSAGE_BYTES
+from baton.rpc.tls import Tls
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -26,17 +27,26 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
-    """Open an asyncio channel to ``host:port``; every call shows the token, if there is one."""
+def open_channel(address: str, *, token: str | None = None, tls: Tls | None = None) -> grpc.aio.Channel:
+    """Open an asyncio channel to ``host:port``; every call shows the token, if there is one.
+
+    Args:
+        address: ``host:port``.
+        token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
+    """
     interceptors: list[Any] = []
     if token is not None:
         interceptors = [_TokenUnary(token), _TokenStream(token), _TokenBothWays(token)]
-    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+    options = [*_OPTIONS, *tls.channel_options()]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options, interceptors=interceptors)
 
 
-async def check_health(address: str, *, timeout_s: float = 1.0) -> bool:
+async def check_health(address: str, *, timeout_s: float = 1.0, tls: Tls | None = None) -> bool:
     """Whether the server at ``address`` answers its health check with SERVING."""
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+    async with open_channel(address, tls=tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

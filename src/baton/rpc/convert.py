@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from baton.api.v1 import common_pb2
-from baton.errors import InvalidRequestError
+from baton.errors import InternalError, InvalidRequestError
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
-from baton.types import FinishReason, PrefillPath, Role, SamplingParams, TokenLogprob
+from baton.types import FinishReason, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
 
 _ROLES: dict[Role, common_pb2.Role.ValueType] = {
     Role.PREFILL: common_pb2.ROLE_PREFILL,
@@ -23,6 +23,8 @@ _PATHS: dict[PrefillPath, common_pb2.PrefillPath.ValueType] = {
     PrefillPath.REMOTE: common_pb2.PREFILL_PATH_REMOTE,
     PrefillPath.STORE: common_pb2.PREFILL_PATH_STORE,
 }
+_FINISH_OF: dict[int, FinishReason] = {wire: reason for reason, wire in _FINISH.items()}
+_PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
 _PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
@@ -45,6 +47,24 @@ def role_from_pb(value: int) -> Role:
     raise InvalidRequestError(f"role must be prefill or decode, got {value}", field="role")
 
 
+def tenant_to_pb(tenant: Tenant | None) -> common_pb2.Tenant | None:
+    """Tenant to the wire; ``None`` (nobody's) leaves the field out."""
+    if tenant is None:
+        return None
+    return common_pb2.Tenant(id=tenant.id, kv_bytes=tenant.kv_bytes, kv_disk_bytes=tenant.kv_disk_bytes)
+
+
+def tenant_from_pb(message: common_pb2.Tenant) -> Tenant | None:
+    """Wire message to tenant; an empty one is nobody.
+
+    Raises:
+        InvalidRequestError: The id is none, or a quota does not fit.
+    """
+    if not (message.id or message.kv_bytes or message.kv_disk_bytes):
+        return None
+    return Tenant(message.id, message.kv_bytes, message.kv_disk_bytes)
+
+
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
     """Finish reason to its wire value; ``None`` (not ended) is unspecified."""
     return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
@@ -52,7 +72,7 @@ def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueTy
 
 def finish_from_pb(value: int) -> FinishReason | None:
     """Wire value to finish reason; unspecified means not ended."""
-    return next((reason for reason, wire in _FINISH.items() if wire == value), None)
+    return _FINISH_OF.get(value)
 
 
 def path_to_pb(path: PrefillPath) -> common_pb2.PrefillPath.ValueType:
@@ -62,20 +82,31 @@ def path_to_pb(path: PrefillPath) -> common_pb2.PrefillPath.ValueType:
 
 def path_from_pb(value: int) -> PrefillPath | None:
     """Wire value to prefill path; unspecified is ``None``."""
-    return next((path for path, wire in _PATHS.items() if wire == value), None)
+    return _PATH_OF.get(value)
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """Sampling parameters to the wire; stop strings stay behind, workers have no text."""
     message = common_pb2.SamplingParams(
-        stop_token_ids=params.stop_token_ids, logit_bias=dict(params.logit_bias), n=params.n
+        n=params.n,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=params.max_tokens,
+        seed=params.seed,
     )
-    for name in (*_WITH_DEFAULT, *_PLAIN):
-        setattr(message, name, getattr(params, name))
-    for name in _OPTIONAL:
+    if params.stop_token_ids:
+        message.stop_token_ids.extend(params.stop_token_ids)
+    for token_id, bias in params.logit_bias.items():
+        message.logit_bias[token_id] = bias
+    for name in _PLAIN:
         value = getattr(params, name)
-        if value is not None:
+        if value:  # none of them is sent where it is 0
             setattr(message, name, value)
+    if params.logprobs is not None:
+        message.logprobs = params.logprobs
+    if params.prompt_logprobs is not None:
+        message.prompt_logprobs = params.prompt_logprobs
     return message
 
 
@@ -113,7 +144,13 @@ def logprob_to_pb(item: TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Log probability from the wire."""
+    """Log probability from the wire.
+
+    Raises:
+        InternalError: The peer's lists of candidates are not parallel.
+    """
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise InternalError(f"{len(message.top_logprobs)} log probabilities for {len(message.top_token_ids)} tokens")
     top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
     return TokenLogprob(message.token_id, message.logprob, message.rank, top)
 

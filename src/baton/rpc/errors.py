@@ -10,12 +10,15 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from baton.api.v1 import common_pb2
 from baton.errors import BatonError, CancelledError, DeadlineError, InternalError, UnavailableError, all_errors
 
 DETAILS_KEY = "grpc-status-details-bin"
+_NO_CONNECTION, _HUNG_UP = "failed to connect", "Socket closed"
+"""How gRPC says that a peer ended a handshake, which it does without giving a reason."""
 _BY_STATUS: dict[str, type[BatonError]] = {
     "CANCELLED": CancelledError,
     "DEADLINE_EXCEEDED": DeadlineError,
@@ -61,6 +64,8 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes = b"") -> Ba
     if rebuilt is not None:
         return rebuilt
     message = message or code.name
+    if code is grpc.StatusCode.UNAVAILABLE and message.startswith(_NO_CONNECTION) and message.endswith(_HUNG_UP):
+        message += " at once: does it want a certificate (--tls-cert), or one of another authority?"
     for cls in all_errors().values():
         if cls.grpc_status == code.name and code.name not in _BY_STATUS and code is not grpc.StatusCode.INTERNAL:
             return cls(message)
@@ -68,12 +73,15 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes = b"") -> Ba
 
 
 def _from_details(value: bytes) -> BatonError | None:
-    status = status_pb2.Status.FromString(value)
     item: any_pb2.Any
-    for item in status.details:
-        detail = common_pb2.ErrorDetail()
-        if item.Unpack(detail):
-            cls = all_errors().get(detail.code, InternalError)
-            retry = detail.retry_after_ms / 1000 if detail.retry_after_ms else None
-            return cls(status.message, field=detail.field or None, retry_after_s=retry)
+    try:
+        status = status_pb2.Status.FromString(value)
+        for item in status.details:
+            detail = common_pb2.ErrorDetail()
+            if item.Unpack(detail):
+                cls = all_errors().get(detail.code, InternalError)
+                retry = detail.retry_after_ms / 1000 if detail.retry_after_ms else None
+                return cls(status.message, field=detail.field or None, retry_after_s=retry)
+    except DecodeError:
+        return None
     return None

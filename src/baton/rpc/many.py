@@ -36,7 +36,7 @@ async def generate_many(
         requests: What the caller sends; when that ends, running calls still go to their end.
         context: The stream's context, handed on.
     """
-    calls = _Calls(generate, context)
+    calls = Calls(generate, context)
     reader = asyncio.create_task(calls.read(requests))
     try:
         while (message := await calls.outbox.next()) is not None:
@@ -56,6 +56,8 @@ class Outbox:
         self._with_message: set[int] = set()
         self._filled = asyncio.Event()
         self._closed = False
+        self.on_filled: Callable[[], None] | None = None
+        """Called, instead of waking :meth:`next`, when there is something to :meth:`take`."""
 
     def token(self, call: int, token_id: int) -> None:
         """Send one token of sequence 0 and nothing else."""
@@ -65,7 +67,7 @@ class Outbox:
             return
         self._message.token_calls.append(call)
         self._message.token_ids.append(token_id)
-        self._filled.set()
+        self._fill()
 
     def send(self, call: int, response: worker_pb2.GenerateResponse) -> None:
         """Send a message of a call."""
@@ -75,34 +77,50 @@ class Outbox:
             return
         self._with_message.add(call)
         self._message.messages.add(call=call, response=response)
-        self._filled.set()
+        self._fill()
 
     def end(self, call: int, code: int = 0, message: str = "", details: bytes = b"") -> None:
         """Send the end of a call."""
         self._message.ends.add(call=call, code=code, message=message, details=details)
-        self._filled.set()
+        self._fill()
 
     def close(self) -> None:
         """No more comes."""
         self._closed = True
-        self._filled.set()
+        self._fill()
 
-    async def next(self) -> worker_pb2.GenerateManyResponse | None:
-        """Wait for something to send and return all of it; ``None`` once closed and empty."""
-        # Who fills it wakes this task at the end of the queue, behind all others that the same step has woken.
-        await self._filled.wait()
+    def take(self) -> worker_pb2.GenerateManyResponse | None:
+        """Return all that there is to send; ``None``: nothing."""
         message = self._message
         if not (message.token_calls or message.messages or message.ends):
             return None
         self._message = worker_pb2.GenerateManyResponse()
         self._with_message.clear()
-        if not self._closed:
+        return message
+
+    def _fill(self) -> None:
+        if self.on_filled is not None:
+            self.on_filled()
+        else:
+            self._filled.set()
+
+    async def next(self) -> worker_pb2.GenerateManyResponse | None:
+        """Wait for something to send and return all of it; ``None`` once closed and empty."""
+        # Who fills it wakes this task at the end of the queue, behind all others that the same step has woken.
+        await self._filled.wait()
+        message = self.take()
+        if message is not None and not self._closed:
             self._filled.clear()
         return message
 
 
-class _Calls:
-    """The calls of one stream."""
+class Calls:
+    """The calls of one stream.
+
+    Args:
+        generate: Serves one call.
+        context: Handed on to it.
+    """
 
     def __init__(self, generate: Generate, context: Any) -> None:
         self._generate, self._context = generate, context
@@ -114,15 +132,24 @@ class _Calls:
         """Start and cancel calls as they are told."""
         try:
             async for message in requests:
-                for start in message.starts:
-                    self._start(start.call, start.request)
-                for call in message.cancels:
-                    task = self._tasks.get(call)
-                    if task is not None:
-                        task.cancel()
+                self.take(message)
         finally:
             self._reading = False
             self._close_if_done()
+
+    def take(self, message: worker_pb2.GenerateManyRequest) -> None:
+        """Start and cancel calls."""
+        for start in message.starts:
+            self._start(start.call, start.request)
+        for call in message.cancels:
+            task = self._tasks.get(call)
+            if task is not None:
+                task.cancel()
+
+    def close(self) -> None:
+        """Cancel what still runs, and wait for nothing."""
+        for task in self._tasks.values():
+            task.cancel()
 
     async def abort(self) -> None:
         """Cancel what still runs, and wait for it."""

@@ -14,8 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import BatonError, ConfigError, UnauthenticatedError
-from baton.rpc.auth import HEADER, matches, require_safe_bind
+from baton.rpc.auth import HEADER, Admits, admits_services, require_safe_bind
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
+from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +40,28 @@ class GrpcServer:
         port: Port; 0 takes a free one.
         services: Full names of the services, for health and reflection.
         token: Shared token that callers must show; health checks need none.
+        tls: Certificates: what listens wants one of every caller. ``None``: in the clear.
+        admits: Who may call; default: whoever shows the token.
 
     Raises:
-        ConfigError: Off loopback without a token.
+        ConfigError: Off loopback with neither token nor certificates.
     """
 
-    def __init__(self, *, host: str, port: int, services: Sequence[str], token: str | None = None) -> None:
-        require_safe_bind(host, token)
-        self._host, self._port, self._services = host, port, list(services)
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        services: Sequence[str],
+        token: str | None = None,
+        tls: Tls | None = None,
+        admits: Admits | None = None,
+    ) -> None:
+        require_safe_bind(host, token, tls)
+        self._host, self._port, self._services, self._tls = host, port, list(services), tls
         interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [_ErrorInterceptor()]
-        if token is not None:
-            interceptors.insert(0, _AuthInterceptor(token))
+        if admits is not None or token is not None:
+            interceptors.insert(0, _AuthInterceptor(admits or admits_services(token)))
         self.server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -65,7 +77,10 @@ class GrpcServer:
         address = f"{self._host}:{self._port}"
         require_free_port(self._host, self._port)
         try:
-            port = self.server.add_insecure_port(address)
+            if self._tls is None:
+                port = self.server.add_insecure_port(address)
+            else:
+                port = self.server.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: the port is in use or not ours", field="port") from error
         await self.server.start()
@@ -101,12 +116,12 @@ def require_free_port(host: str, port: int, *, field: str = "port") -> None:
 
 
 class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, admits: Admits) -> None:
+        self._admits = admits
         self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
     async def _refuse(self, request: Any, context: Any) -> None:
-        await abort_with(context, UnauthenticatedError("this call needs the shared token"))
+        await abort_with(context, UnauthenticatedError("this call needs the shared token, or an API key"))
 
     async def intercept_service(
         self,
@@ -116,7 +131,7 @@ class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             return await continuation(handler_call_details)
         given = next((v for k, v in handler_call_details.invocation_metadata or () if k == HEADER), None)
-        if matches(self._token, given):
+        if self._admits(handler_call_details.method, given):
             return await continuation(handler_call_details)
         return self._refusal
 

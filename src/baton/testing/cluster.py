@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
+from baton.engine.core import EngineCore
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import finish_from_pb, sampling_to_pb
 from baton.transport.blocks import MemoryNetwork
@@ -18,6 +21,8 @@ from baton.types import FinishReason, Role, SamplingParams
 from baton.worker.instance import WorkerInstance
 from baton_decode.main import DecodeParts
 from baton_prefill.main import PrefillParts
+
+_SETTLE_S = 30.0
 
 
 @dataclass
@@ -134,15 +139,31 @@ class LocalCluster:
                     result.trace.CopyFrom(response.trace)
         return result
 
+    async def settle(self) -> None:
+        """Wait until nothing is loaded, saved or kept for anybody any more.
+
+        Raises:
+            TimeoutError: It takes too long.
+        """
+        async with asyncio.timeout(_SETTLE_S):
+            for instance in (*self.prefill, *self.decode):
+                while await instance.context.engine.call(partial(_wants_poll, instance.context.engine.core)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
     async def check_integrity(self) -> None:
-        """Check that every pool adds up and that nothing is held for anybody.
+        """Wait for what is still saved, then check that every pool adds up and that nothing is held for anybody.
 
         Raises:
             AssertionError: A block leaked or is owned twice.
         """
+        await self.settle()
         for instance in (*self.prefill, *self.decode):
             engine = instance.context.engine
             await engine.call(engine.core.check_integrity)
             stats = await engine.call(engine.core.stats)
             if stats.blocks_active or stats.num_running or stats.num_waiting or stats.num_loading:
                 raise AssertionError(f"{instance.context.instance_id} is not idle: {stats}")
+
+
+def _wants_poll(core: EngineCore) -> bool:
+    return core.wants_poll

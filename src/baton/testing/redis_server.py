@@ -7,6 +7,10 @@ import contextlib
 import shutil
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from baton.rpc.redis_client import open_redis
 
 
 def missing_redis() -> str | None:
@@ -17,9 +21,14 @@ def missing_redis() -> str | None:
 
 
 class RedisServer:
-    """One redis-server; :meth:`start` again after :meth:`kill` brings back an empty one on the same port."""
+    """One redis-server; :meth:`start` again after :meth:`kill` brings back an empty one on the same port.
 
-    def __init__(self) -> None:
+    Args:
+        options: More of its command line.
+    """
+
+    def __init__(self, *options: str) -> None:
+        self.options = options
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
@@ -38,6 +47,7 @@ class RedisServer:
         """
         self._process = await asyncio.create_subprocess_exec(
             *("redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+            *self.options,
             stdout=asyncio.subprocess.DEVNULL,
             cwd="/tmp",
         )
@@ -70,3 +80,58 @@ async def redis_server() -> AsyncIterator[RedisServer]:
         yield server
     finally:
         await server.kill()
+
+
+_SLOTS = 16384
+
+
+@contextlib.asynccontextmanager
+async def redis_cluster(folder: Path, count: int = 3) -> AsyncIterator[list[RedisServer]]:
+    """Run a cluster of masters for the time of a block.
+
+    Args:
+        folder: For the nodes' files.
+        count: How many.
+    """
+    servers = []
+    for i in range(count):
+        # The port of their own bus is bound to loopback with the rest; by default it is the other plus 10000.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            bus = str(free.getsockname()[1])
+        options = (
+            "--cluster-enabled",
+            "yes",
+            "--cluster-port",
+            bus,
+            "--cluster-config-file",
+            str(folder / f"{i}.conf"),
+        )
+        servers.append(RedisServer(*options))
+    try:
+        for server in servers:
+            await server.start()
+        await _join(servers)
+        yield servers
+    finally:
+        for server in servers:
+            await server.kill()
+
+
+async def _join(servers: list[RedisServer]) -> None:
+    """Give each node its share of the slots, have them meet, and wait until all agree."""
+    clients: list[Any] = [open_redis(server.url) for server in servers]
+    try:
+        share = -(-_SLOTS // len(servers))
+        for i, client in enumerate(clients):
+            await client.execute_command("CLUSTER", "ADDSLOTSRANGE", i * share, min(_SLOTS, (i + 1) * share) - 1)
+            await client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
+        for server in servers[1:]:
+            bus = server.options[server.options.index("--cluster-port") + 1]
+            await clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, bus)
+        for client in clients:
+            while b"cluster_state:ok" not in await client.execute_command("CLUSTER", "INFO"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    finally:
+        for client in clients:
+            await client.aclose()

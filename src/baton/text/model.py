@@ -57,14 +57,21 @@ class TextModelCache:
         Raises:
             ConfigError: It cannot be loaded; the next call tries again.
         """
-        key = self._override or path
-        found = self._models.get(key)
+        found = self.loaded(path)
         if found is not None:
-            self._models.move_to_end(key)
             return found
+        key = self._override or path
         async with self._lock:
             if key not in self._models:
                 self._models[key] = await asyncio.to_thread(TextModel.load, key)
                 while len(self._models) > self._capacity:
                     self._models.popitem(last=False)
             return self._models[key]
+
+    def loaded(self, path: str) -> TextModel | None:
+        """Return the text model of a path if it is loaded already."""
+        key = self._override or path
+        found = self._models.get(key)
+        if found is not None and len(self._models) > 1:
+            self._models.move_to_end(key)
+        return found

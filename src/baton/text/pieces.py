@@ -17,6 +17,9 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from baton.text.words import WordCache
+from baton.token_ids import TokenIds
+
 _BORDER = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _PIECE_CHARS = 256
 _MAX_PIECE_CHARS = 4096
@@ -54,28 +57,39 @@ class PieceCache:
 
     Args:
         encode: Tokenizes texts, without adding special tokens.
+        words: Tokenizes what it can, faster.
     """
 
-    def __init__(self, encode: Callable[[list[str]], list[list[int]]]) -> None:
+    def __init__(self, encode: Callable[[list[str]], list[list[int]]], words: WordCache | None = None) -> None:
         self._encode = encode
+        self._words = words
         self._known: dict[tuple[str, str], array[int]] = {}
         self._lock = threading.Lock()
 
-    def encode(self, text: str, salt: str = "") -> list[int]:
+    def encode(self, text: str, salt: str = "") -> TokenIds:
         """Return the ids of a text."""
         pieces = cut(text)
         known = self._known
         found = [known.get((salt, piece)) for piece in pieces]
-        missing = [piece for piece, ids in zip(pieces, found, strict=True) if ids is None]
-        if missing:
-            new = iter([array("I", ids) for ids in self._encode(missing)])
-            found = [next(new) if ids is None else ids for ids in found]
+        if None in found:
+            self._fill(pieces, found, salt)
             self._keep(salt, pieces, found)
-        out: list[int] = []
+        out = array("I")
         for ids in found:
             assert ids is not None
             out += ids
         return out
+
+    def _fill(self, pieces: list[str], found: list[array[int] | None], salt: str) -> None:
+        """Put in the ids that are missing."""
+        if self._words is not None:
+            for at, piece in enumerate(pieces):
+                if found[at] is None:
+                    found[at] = self._words.encode(piece, salt)
+        missing = [at for at, ids in enumerate(found) if ids is None]
+        if missing:
+            for at, ids in zip(missing, self._encode([pieces[at] for at in missing]), strict=True):
+                found[at] = array("I", ids)
 
     def _keep(self, salt: str, pieces: list[str], found: list[array[int] | None]) -> None:
         with self._lock:

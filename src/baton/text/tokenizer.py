@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from baton.text.bounds import most_chars_per_token
 from baton.text.files import model_directory, read_json, token_content
 from baton.text.pieces import PieceCache, is_cuttable
 from baton.text.token_bytes import ByteScheme, byte_scheme
+from baton.text.words import WordCache, word_pattern
+from baton.token_ids import TokenIds
 
 _SHORT_CHARS = 1024
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -52,8 +55,11 @@ class Tokenizer:
         self._most_chars = most_chars_per_token(parts, list(backend.get_vocab(with_added_tokens=True)))
         self._bytes: dict[int, bytes] = {}
         self._pieces: PieceCache | None = None
+        self._whole_chars = 0
         if backend.pre_tokenizer is not None and is_cuttable(parts, backend.pre_tokenizer.pre_tokenize_str):
-            self._pieces = PieceCache(self._encode_all)
+            words = self._word_cache(parts)
+            self._pieces = PieceCache(self._encode_all, words)
+            self._whole_chars = _SHORT_CHARS if words is None else 0
         probe, bare = self._encode_all(["a"], add_special_tokens=True)[0], self._encode_all(["a"])[0]
         before = next((at for at in range(len(probe)) if probe[at : at + len(bare)] == bare), 0)
         self._added = probe[:before], probe[before + len(bare) :]
@@ -83,7 +89,17 @@ class Tokenizer:
         named = _named_tokens(directory)
         return cls(backend, special_tokens=named, eos_token_ids=_configured_eos(directory))
 
+    def _word_cache(self, parts: dict[str, Any]) -> WordCache | None:
+        pattern = word_pattern(parts, self._backend.pre_tokenizer.pre_tokenize_str)
+        if pattern is None:
+            return None
+        return WordCache(pattern, [token["content"] for token in parts.get("added_tokens") or ()], self._encode_all)
+
     def encode(self, text: str, add_special_tokens: bool = True, *, salt: str = "") -> list[int]:
+        """Return the ids of a text; see :meth:`encode_array`."""
+        return self.encode_array(text, add_special_tokens, salt=salt).tolist()
+
+    def encode_array(self, text: str, add_special_tokens: bool = True, *, salt: str = "") -> TokenIds:
         """Return the ids of a text. Releases the GIL while it works on a long one.
 
         Args:
@@ -91,17 +107,14 @@ class Tokenizer:
             add_special_tokens: Let the post-processor add what it adds, mostly the begin token.
             salt: Whose text it is: what is remembered of one tenant's texts speeds up no other's.
         """
-        if self._pieces is not None and len(text) > _SHORT_CHARS:
+        if self._pieces is not None and len(text) > self._whole_chars:
             ids = self._pieces.encode(text, salt)
-            if add_special_tokens:
-                ids = [*self._added[0], *ids, *self._added[1]]
-            return ids
+            return array("I", self._added[0]) + ids + array("I", self._added[1]) if add_special_tokens else ids
         if len(text) <= _SHORT_CHARS:
-            short: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            return short
+            return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         # The batch call without offsets takes half the time of encode() and gives up the GIL, which encode() does not;
         # but it goes through a thread pool, which costs more than a short text does.
-        return self._encode_all([text], add_special_tokens=add_special_tokens)[0]
+        return array("I", self._encode_all([text], add_special_tokens=add_special_tokens)[0])
 
     def _encode_all(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)

@@ -23,6 +23,10 @@ MAX_BLOCKS_PER_READ = 65_536
 """Blocks in one read request on the wire; longer reads are split."""
 MAX_SEGMENTS = 65_536
 """Segments per block in one read request: 128 layers with 256 heads."""
+MAX_STEPS = 1024
+"""Steps in one read request; there are at most as many as layers."""
+Steps = npt.NDArray[np.int64]
+"""int64 [n, 2]: progress of the source from which on the next so many segments are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class BlockReads:
     Attributes:
         segments: Which bytes of a block go where, the same for every pair; ``None``: whole blocks.
         source_shard: Index of the source's rank whose blocks are meant.
+        steps: Which of the segments the source is still computing: all blocks' segments of the first step come first.
+            ``None``: everything is there.
     """
 
     remote_ids: Ids
@@ -84,6 +90,7 @@ class BlockReads:
     local_ids: Ids
     segments: Segments | None = None
     source_shard: int = 0
+    steps: Steps | None = None
 
     @classmethod
     def of(cls, remote_ids: npt.ArrayLike, generations: npt.ArrayLike, local_ids: npt.ArrayLike) -> BlockReads:
@@ -107,12 +114,25 @@ class BlockReads:
     def take(self, index: npt.NDArray[np.intp] | slice | Valid) -> BlockReads:
         """Return some of the reads."""
         return BlockReads(
-            self.remote_ids[index], self.generations[index], self.local_ids[index], self.segments, self.source_shard
+            self.remote_ids[index],
+            self.generations[index],
+            self.local_ids[index],
+            self.segments,
+            self.source_shard,
+            self.steps,
         )
 
     def segments_of(self, block_bytes: int) -> Segments:
         """Return the segments, int64 [m, 3]; ``block_bytes``: of whole blocks."""
         return _whole(block_bytes) if self.segments is None else self.segments
+
+    def segments_by_step(self, block_bytes: int) -> list[tuple[int, Segments]]:
+        """Return each step's progress and segments; without steps everything, at 0."""
+        segments = self.segments_of(block_bytes)
+        if self.steps is None:
+            return [(0, segments)]
+        edges = np.cumsum(self.steps[:, 1])[:-1]
+        return list(zip(self.steps[:, 0].tolist(), np.split(segments, edges), strict=True))
 
     def bytes_per_block(self, block_bytes: int) -> int:
         """Return how many bytes of a block are copied; ``block_bytes``: of whole blocks."""

@@ -136,20 +136,28 @@ def fingerprint_from_fields(fields: object) -> Fingerprint:
         raise BadFrameError("the peer's fingerprint has other fields", field="fingerprint")
     values: dict[str, Any] = dict(fields)
     for name, kind in declared.items():
-        if kind is not None and type(values[name]) is not kind:
+        if kind is not None and (type(values[name]) is not kind or not _is_plain(values[name])):
             raise BadFrameError(f"the peer's fingerprint is malformed in {name}", field=name)
     shapes = values["layer_shapes"]
     names = {item.name for item in dataclasses.fields(LayerShape)}
     if not isinstance(shapes, list) or not all(
-        isinstance(s, dict) and set(s) == names and all(type(v) is int for v in s.values()) for s in shapes
+        isinstance(s, dict) and set(s) == names and all(type(v) is int and _is_plain(v) for v in s.values())
+        for s in shapes
     ):
         raise BadFrameError("the peer's fingerprint is malformed in layer_shapes", field="layer_shapes")
     values["layer_shapes"] = tuple(LayerShape(**shape) for shape in shapes)
     unsplit = values["unsplit_layers"]
-    if not isinstance(unsplit, list) or not all(type(layer) is int for layer in unsplit):
+    if not isinstance(unsplit, list) or not all(type(layer) is int and _is_plain(layer) for layer in unsplit):
         raise BadFrameError("the peer's fingerprint is malformed in unsplit_layers", field="unsplit_layers")
     values["unsplit_layers"] = tuple(unsplit)
     return Fingerprint(**values)
+
+
+def _is_plain(value: str | int) -> bool:
+    """Whether a value is one that a digest can be made of: JSON has halves of characters, and numbers of any size."""
+    if isinstance(value, int):
+        return 0 <= value < 1 << 63
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _nonce(fields: Mapping[str, Any]) -> bytes:
@@ -169,5 +177,5 @@ def _proof(token: str | None, role: bytes, server_nonce: bytes, client_nonce: by
 
 def _check_proof(fields: Mapping[str, Any], expected: str) -> None:
     proof = fields.get("proof")
-    if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), expected.encode()):
+    if not isinstance(proof, str) or not hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode()):
         raise UnauthenticatedError("the peer does not know this side's shared token", field="token")

@@ -26,10 +26,11 @@ struct state {
     uint64_t hashed;         /* bytes from here on that were hashed already */
 };
 
-/* Checksums of a stream of equally big blocks. */
+/* Checksums of a stream of pieces. */
 struct hasher {
-    uint64_t block_bytes, block;
-    uint64_t *sums; /* one per block */
+    const uint64_t *sizes; /* bytes of each piece */
+    uint64_t *sums;        /* one per piece */
+    uint64_t piece;
     stripes_function take;
     struct digest digest;
 };
@@ -65,11 +66,11 @@ static void advance(struct state *s, const struct span *spans, uint64_t bytes)
 static void hash_bytes(struct hasher *h, const uint8_t *data, uint64_t bytes)
 {
     while (bytes) {
-        uint64_t room = h->block_bytes - h->digest.total, part = bytes < room ? bytes : room;
+        uint64_t room = h->sizes[h->piece] - h->digest.total, part = bytes < room ? bytes : room;
         digest_add(&h->digest, data, part, h->take);
         data += part, bytes -= part;
         if (part == room) {
-            h->sums[h->block++] = digest_end(&h->digest);
+            h->sums[h->piece++] = digest_end(&h->digest);
             digest_begin(&h->digest);
         }
     }
@@ -106,9 +107,9 @@ static int await_bytes(int fd, uint64_t left, int *mark, int tick_ms)
     return ready ? 0 : EAGAIN;
 }
 
-void baton_begin_blocks(struct hasher *h, uint64_t block_bytes, uint64_t *sums, int vector_bits)
+void baton_begin_pieces(struct hasher *h, const uint64_t *sizes, uint64_t *sums, int vector_bits)
 {
-    h->block_bytes = block_bytes, h->block = 0, h->sums = sums, h->take = choose_take(vector_bits);
+    h->sizes = sizes, h->sums = sums, h->piece = 0, h->take = choose_take(vector_bits);
     digest_begin(&h->digest);
 }
 
@@ -120,7 +121,9 @@ int64_t baton_send_spans(int fd, const struct span *spans, struct state *s, stru
     *error = 0;
     while (s->left && moved < limit) {
         struct iovec pieces[MAX_PIECES];
-        uint64_t most = !h ? limit - moved : s->hashed ? s->hashed : HASHED_BYTES;
+        uint64_t room = limit - moved, most = !h ? room : s->hashed ? s->hashed : HASHED_BYTES;
+        if (most > room)
+            most = room; /* what lies beyond may not be there yet */
         struct msghdr message = {.msg_iov = pieces, .msg_iovlen = gather(s, spans, most, pieces)};
         uint64_t asked = total_of(pieces, message.msg_iovlen);
         if (h && !s->hashed) {

@@ -33,7 +33,13 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Stream:
-    """A connected stream socket. One thread may send while another receives; ``close`` may come from any thread."""
+    """A connected stream socket. One thread may send while another receives; ``close`` may come from any thread.
+
+    Attributes:
+        encrypted: Whether bytes must go through this class: the socket itself carries others.
+    """
+
+    encrypted = False
 
     def __init__(self, sock: socket.socket, *, peer: str) -> None:
         self.peer = peer
@@ -55,6 +61,14 @@ class Stream:
     def sock(self) -> socket.socket:
         """The socket, for passing file descriptors and reading credentials."""
         return self._sock
+
+    def detach(self) -> socket.socket:
+        """Give the socket away; nobody else may be using the stream, which is closed afterwards."""
+        with self._state:
+            if self._closed:
+                raise PipeClosedError("the pipe was closed")
+            self._closed = True
+            return self._sock
 
     @property
     def closed(self) -> bool:
@@ -108,6 +122,16 @@ class Stream:
         except BlockingIOError:
             return False
         except (OSError, PipeClosedError):
+            return True
+
+    def hung_up(self) -> bool:
+        """Whether the peer will send nothing more, even if some of what it sent is still unread; never blocks."""
+        try:
+            with self.in_use():
+                poller = select.poll()
+                poller.register(self._sock, select.POLLRDHUP)
+                return bool(poller.poll(0))
+        except PipeClosedError:
             return True
 
     def recv_exact(self, size: int, wait: Wait, what: str) -> bytearray:
@@ -216,11 +240,17 @@ class _Use:
                 stream._sock.close()
 
 
+def as_bytes(data: Buffer) -> memoryview:
+    """View a buffer as plain bytes."""
+    view = memoryview(data)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
 class _Cursor:
     """Walks over buffers in batches that one system call can take."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = [v if v.format == "B" and v.ndim == 1 else v.cast("B") for v in views if v.nbytes]
+        self._views = [as_bytes(v) for v in views if v.nbytes]
         self._at = 0
 
     @property
@@ -330,13 +360,13 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind_tcp(host: str, port: int, token: str | None) -> socket.socket:
-    """Bind a TCP socket.
+def bind_tcp(host: str, port: int, token: str | None, *, safe: bool = False) -> socket.socket:
+    """Bind a TCP socket; ``safe``: whoever connects shows a certificate.
 
     Raises:
         ConfigError: No token off loopback, or the address cannot be bound.
     """
-    if token is None and not _is_loopback(host):
+    if token is None and not safe and not _is_loopback(host):
         raise ConfigError(f"listening on {host} needs a shared token: only loopback goes without", field="token")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -13,8 +13,9 @@ from baton.errors import TransferError
 from baton.kv.connector import LoadRequest
 from baton.kv.fingerprint import Fingerprint
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import fingerprint_to_pb, logprob_from_pb, sampling_to_pb
+from baton.rpc.convert import fingerprint_to_pb, logprob_from_pb, sampling_to_pb, tenant_to_pb
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.tls import Tls
 from baton.transport.connector.p2p_reuse import HeldBlocks
 from baton.transport.connector.prefill_stream import Accepted, Finished, Offer, PrefillEvent
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
@@ -29,11 +30,12 @@ class GrpcPrefillDialer:
     Args:
         fingerprint: Of this instance's pool; the prefill instance compares it with its own.
         token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
     """
 
-    def __init__(self, fingerprint: Fingerprint, token: str | None) -> None:
+    def __init__(self, fingerprint: Fingerprint, token: str | None, tls: Tls | None = None) -> None:
         self._fingerprint = fingerprint_to_pb(fingerprint)
-        self._token = token
+        self._token, self._tls = token, tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     @asynccontextmanager
@@ -55,6 +57,7 @@ class GrpcPrefillDialer:
                 ),
                 fingerprint=self._fingerprint,
                 cache_salt=request.cache_salt,
+                tenant=tenant_to_pb(request.tenant),
                 priority=request.priority,
             )
         )
@@ -70,7 +73,7 @@ class GrpcPrefillDialer:
             await channel.close(None)
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.pop(address, None) or open_channel(address, token=self._token)
+        channel = self._channels.pop(address, None) or open_channel(address, token=self._token, tls=self._tls)
         self._channels[address] = channel  # most recently used last
         if len(self._channels) > MAX_CHANNELS:
             oldest = next(iter(self._channels))

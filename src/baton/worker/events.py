@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 from baton.api.v1 import events_pb2
 from baton.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.types import Epoch
 
-TIER = "device"
 _AT_ONCE_S = 0.001
+_PART_BLOCKS = 1 << 16
+"""Blocks in one message: 2 MiB of hashes."""
 Snapshot = Callable[[], Awaitable[tuple[int, list[KVEvent]]]]
 
 
@@ -27,19 +28,26 @@ class KvEventLog:
         self._epoch = epoch
         self._ring: deque[events_pb2.KvEventBatch] = deque(maxlen=capacity)
         self._changed = asyncio.Event()
+        self._closed = False
         self.sequence = 0
 
     def append(self, events: list[KVEvent]) -> None:
-        """Add what one engine step did as the next batch."""
-        self.sequence += 1
-        self._ring.append(self._batch(self.sequence, events))
+        """Add what one engine step did as the next batch, or more than one where that would be too large."""
+        for part in _parts(events):
+            self.sequence += 1
+            self._ring.append(self._batch(self.sequence, part))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def close(self) -> None:
+        """End every follower's stream."""
+        self._closed = True
+        self._changed.set()
 
     async def follow(
         self, from_sequence: int, epoch: bytes, snapshot: Snapshot, *, heartbeat_s: float = 0.0
     ) -> AsyncIterator[events_pb2.KvEventBatch]:
-        """Yield batches from ``from_sequence`` on, for ever.
+        """Yield batches from ``from_sequence`` on, until :meth:`close`.
 
         A snapshot comes first when the follower knows another process, asks from the start, or wants batches that the
         ring has already dropped; the same happens when it falls behind later.
@@ -54,12 +62,14 @@ class KvEventLog:
         position, silence_s = from_sequence, min(heartbeat_s, _AT_ONCE_S)
         if from_sequence == 0 or epoch != self._epoch or not self._reaches(from_sequence):
             position = 0
-        while True:
+        while not self._closed:
             if position == 0 or not self._reaches(position):
                 sequence, events = await snapshot()
-                batch = self._batch(sequence, events)
-                batch.snapshot = True
-                yield batch
+                parts = list(_parts(events))
+                for i, part in enumerate(parts):
+                    batch = self._batch(sequence, part)
+                    batch.snapshot, batch.more = i == 0, i + 1 < len(parts)
+                    yield batch
                 position = sequence + 1
             changed = self._changed
             while position <= self.sequence and self._reaches(position):
@@ -88,12 +98,34 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
+def _parts(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
+    """Divide events into messages of bounded size; there is at least one."""
+    part: list[KVEvent] = []
+    room = _PART_BLOCKS
+    for event in events:
+        if isinstance(event, CacheCleared):
+            part.append(event)
+            continue
+        at = 0
+        while at < len(event.hashes):
+            if not room:
+                yield part
+                part, room = [], _PART_BLOCKS
+            hashes = event.hashes[at : at + room]
+            if isinstance(event, BlocksStored):
+                part.append(BlocksStored(event.hashes[at - 1] if at else event.parent, hashes, event.tier))
+            else:
+                part.append(BlocksRemoved(hashes, event.tier))
+            at, room = at + len(hashes), room - len(hashes)
+    yield part
+
+
 def _to_pb(event: KVEvent) -> events_pb2.KvEvent:
     match event:
-        case BlocksStored(parent, hashes):
-            stored = events_pb2.KvBlocksStored(parent_hash=parent or b"", block_hashes=hashes, tier=TIER)
+        case BlocksStored(parent, hashes, tier):
+            stored = events_pb2.KvBlocksStored(parent_hash=parent or b"", block_hashes=hashes, tier=tier)
             return events_pb2.KvEvent(stored=stored)
-        case BlocksRemoved(hashes):
-            return events_pb2.KvEvent(removed=events_pb2.KvBlocksRemoved(block_hashes=hashes, tier=TIER))
-        case CacheCleared():
-            return events_pb2.KvEvent(cleared=events_pb2.KvCleared())
+        case BlocksRemoved(hashes, tier):
+            return events_pb2.KvEvent(removed=events_pb2.KvBlocksRemoved(block_hashes=hashes, tier=tier))
+        case CacheCleared(tier):
+            return events_pb2.KvEvent(cleared=events_pb2.KvCleared(tier=tier))

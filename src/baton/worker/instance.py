@@ -24,8 +24,10 @@ from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector
 from baton.kv.events import KVEvent
 from baton.kv.shards import KVShards
-from baton.rpc.auth import read_token, require_safe_bind
+from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
+from baton.rpc.call_stream import CallServer
 from baton.rpc.server import GrpcServer, require_free_port
+from baton.rpc.tls import Tls, read_tls
 from baton.text.digest import tokenizer_digest
 from baton.transport.blocks import BlockServer, BlockSource, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.types import InstanceId, Role
@@ -36,6 +38,7 @@ from baton.worker.metrics import WorkerMetrics
 from baton.worker.redis_registration import RedisRegistration
 from baton.worker.registration import Identity, Registration
 from baton.worker.servicer import WorkerContext, WorkerServicerBase
+from baton.worker.tiers import TierBoard
 
 log = logging.getLogger(__name__)
 SERVICE = "baton.api.v1.WorkerService"
@@ -52,6 +55,8 @@ class Parts:
         wake: Makes the engine poll its connector; any thread may call it.
         source: Returns where this instance's blocks can be read, once it listens.
         links: How other instances' blocks are reached.
+        tiers: Where connectors say what they keep outside the pool.
+        tls: Certificates, if the services use some.
     """
 
     role: Role
@@ -65,10 +70,16 @@ class Parts:
     wake: Callable[[], None]
     source: Callable[[], BlockSource]
     links: LinkOptions = field(default_factory=LinkOptions)
+    tls: Tls | None = None
+    tiers: TierBoard = field(default_factory=TierBoard)
 
 
 class RoleParts(Protocol):
     """What a role adds."""
+
+    @property
+    def open_calls(self) -> frozenset[str]:
+        """Calls that want no token, because what they are given proves that it may be asked for."""
 
     @property
     def connector(self) -> KVConnector:
@@ -118,6 +129,7 @@ class WorkerInstance:
         self._registrations: list[Registration | RedisRegistration] = []
         self._stack = contextlib.AsyncExitStack()
         self._server: GrpcServer | None = None
+        self._calls: CallServer | None = None
 
     @property
     def address(self) -> str:
@@ -139,7 +151,9 @@ class WorkerInstance:
     async def _start(self) -> None:
         config = self._config
         token = read_token(config.token_file)
-        require_safe_bind(config.host, token)
+        tls = read_tls(config)
+        require_safe_bind(config.host, token, tls)
+        require_clear_pipes(config, tls)
         # Before the model is loaded, which may take minutes.
         require_free_port(config.host, config.port)
         require_free_port(config.host, config.kv_port, field="kv_port")
@@ -149,7 +163,7 @@ class WorkerInstance:
         shards = make_arena(self._engine_config, runner)
         self._stack.callback(shards.close)
         arena = shards.primary
-        wake = _Wake()
+        wake, tiers = _Wake(), TierBoard()
         loop = asyncio.get_running_loop()
         parts = self._build(
             Parts(
@@ -167,11 +181,15 @@ class WorkerInstance:
                     token=token,
                     tcp=TcpOptions(streams=config.kv_streams, checksums=config.kv_checksums),
                     memory=self._memory,
+                    tls=None if config.clear_kv else tls,
                 ),
+                tls=tls,
+                tiers=tiers,
             )
         )
         self._stack.push_async_callback(parts.close)
         events = KvEventLog(arena.epoch)
+        tiers.bind(events.append)
 
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
@@ -183,7 +201,10 @@ class WorkerInstance:
             config.instance_id or f"{self._role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
         )
         options = ServerOptions(
-            port=config.kv_port, advertise_host=config.advertise.rpartition(":")[0] or None, memory=self._memory
+            port=config.kv_port,
+            advertise_host=config.advertise.rpartition(":")[0] or None,
+            memory=self._memory,
+            tls=None if config.clear_kv else tls,
         )
         block_server = BlockServer(
             shards, runner.fingerprint, instance_id, kinds=config.pipes, host=config.host, token=token, options=options
@@ -200,6 +221,7 @@ class WorkerInstance:
             arena=arena,
             block_server=block_server,
             events=events,
+            tiers=tiers,
             admission=Admission(),
             metrics=WorkerMetrics(),
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
@@ -210,19 +232,31 @@ class WorkerInstance:
         self._stack.push_async_callback(engine.stop)
         # An engine that has lost a rank ends also while it has nothing to do.
         runner.watch(engine.fail)
-        await self._listen(parts, token)
+        await self._listen(parts, token, tls)
 
-    async def _listen(self, parts: RoleParts, token: str | None) -> None:
+    async def _listen(self, parts: RoleParts, token: str | None, tls: Tls | None) -> None:
         config, context = self._config, self.context
-        server = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(parts.servicer(context), server.server)
+        server = GrpcServer(
+            host=config.host,
+            port=config.port,
+            services=[SERVICE],
+            token=token,
+            tls=tls,
+            admits=admits_services(token, open_to_all=parts.open_calls),
+        )
+        servicer = parts.servicer(context)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
+        if context.role is Role.DECODE and tls is None:
+            self._calls = CallServer(servicer.calls, lambda: context.arena.epoch, token)
+            self._stack.push_async_callback(self._calls.stop)
+            servicer.calls_port = await self._calls.start(config.host)
         self.port = await server.start()
         self._server = server
         if config.metrics_port:
             self._serve_metrics()
         await server.set_serving(True)
         identity = Identity(config.advertise or self.address, context.instance_id, context.role, context.arena.epoch)
-        self._registrations.extend(Registration(router, identity, token) for router in config.routers)
+        self._registrations.extend(Registration(router, identity, token, tls) for router in config.routers)
         if config.redis:
             self._registrations.append(RedisRegistration(config.redis, config.redis_prefix, identity))
         for registration in self._registrations:
@@ -248,6 +282,8 @@ class WorkerInstance:
             left = await admission.drain(drain_s)
             if left:
                 log.warning("%d calls did not end within %g s and are cut off", left, drain_s)
+            if self._calls is not None:
+                await self._calls.stop()
             await self._server.stop(0.5)
         await self._stack.aclose()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -63,6 +63,10 @@ class WorkerMetrics:
     def watch_store(self, use: StoreUse) -> None:
         """Export how the KV store is used, read at scrape time."""
         self.registry.register(_StoreCollector(use))
+
+    def watch_connectors(self, uses: Mapping[str, StoreUse]) -> None:
+        """Export how Baton's other connectors are used, by their names."""
+        self.registry.register(_ConnectorCollector(uses))
 
     def trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count a request's trace, once, at its first token."""
@@ -129,6 +133,14 @@ class _StoreCollector(Collector):
         "skipped_loads": "Requests not looked for: too many were, or the store was left alone",
         "skipped_saves": "Saves left out for the same reasons",
         "times_left_alone": "How often failures in a row made this instance leave the store alone",
+        "node_failures": "Calls to one of several store nodes, and fetches from it, that failed",
+        "failovers": "Segments that came from another store node than the one asked first",
+        "copied_blocks": "Blocks that this instance had one store node copy from another",
+        "skipped_copies": "Copies between store nodes that were left out or failed",
+    }
+    _GAUGES: ClassVar = {
+        "nodes": "Store nodes known, where there are several",
+        "nodes_resting": "Those that are left alone because they did not answer",
     }
 
     def __init__(self, use: StoreUse) -> None:
@@ -137,3 +149,32 @@ class _StoreCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         for name, text in self._COUNTERS.items():
             yield CounterMetricFamily(f"baton_store_{name}", text, value=getattr(self._use, name))
+        for name, text in self._GAUGES.items():
+            yield GaugeMetricFamily(f"baton_store_{name}", text, value=getattr(self._use, name))
+
+
+class _ConnectorCollector(Collector):
+    _COUNTERS: ClassVar = {
+        "loads": "Loads through a connector that ended, whatever with",
+        "load_hits": "Loads that brought at least one block",
+        "load_failures": "Loads that failed",
+        "loaded_tokens": "Tokens whose KV was loaded",
+        "loaded_bytes": "KV bytes that were loaded",
+        "saves": "Saves that ended well",
+        "save_failures": "Saves that failed",
+        "saved_blocks": "Blocks that were there after a save, new or not",
+        "saved_bytes": "KV bytes that were saved",
+        "skipped_loads": "Requests not looked for: too many were, or the connector rested after failures",
+        "skipped_saves": "Saves left out for the same reasons",
+        "times_left_alone": "How often failures in a row made the connector rest",
+    }
+
+    def __init__(self, uses: Mapping[str, StoreUse]) -> None:
+        self._uses = uses
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text in self._COUNTERS.items():
+            family = CounterMetricFamily(f"baton_connector_{name}", text, labels=["connector"])
+            for connector, use in self._uses.items():
+                family.add_metric([connector], getattr(use, name))
+            yield family

@@ -12,6 +12,7 @@ import grpc.aio
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
+from baton.rpc.tls import Tls
 from baton.types import Epoch, InstanceId, Role
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,11 @@ class Registration:
         router: Its gRPC address.
         identity: Who registers.
         token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
     """
 
-    def __init__(self, router: str, identity: Identity, token: str | None) -> None:
-        self._router, self._identity, self._token = router, identity, token
+    def __init__(self, router: str, identity: Identity, token: str | None, tls: Tls | None = None) -> None:
+        self._router, self._identity, self._token, self._tls = router, identity, token, tls
         self._task: asyncio.Task[None] | None = None
         self._lease_id = ""
         self._interval = FIRST_BACKOFF_S
@@ -57,7 +59,7 @@ class Registration:
         await asyncio.wait([self._task])
         if not self._lease_id:
             return
-        async with open_channel(self._router, token=self._token) as channel:
+        async with open_channel(self._router, token=self._token, tls=self._tls) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             try:
                 await stub.Deregister(router_pb2.DeregisterRequest(lease_id=self._lease_id), timeout=1.0)
@@ -66,7 +68,7 @@ class Registration:
 
     async def _run(self) -> None:
         backoff, away = FIRST_BACKOFF_S, False
-        async with open_channel(self._router, token=self._token) as channel:
+        async with open_channel(self._router, token=self._token, tls=self._tls) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             while True:
                 try:

@@ -13,6 +13,7 @@ import grpc
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
+from baton.config.stores import DISCOVER, StoreAddress
 from baton.config.worker import WorkerConfig
 from baton.engine.batch import Runner
 from baton.engine.request import EngineStats
@@ -21,7 +22,7 @@ from baton.kv.arena import KVArena
 from baton.kv.events import KVEvent
 from baton.kv.shards import KVShards
 from baton.rpc.convert import fingerprint_to_pb, role_to_pb
-from baton.rpc.many import generate_many
+from baton.rpc.many import Calls, generate_many
 from baton.transport.blocks import BlockServer
 from baton.types import InstanceId, RequestId, Role
 from baton.version import __version__
@@ -29,6 +30,7 @@ from baton.worker.admission import Admission
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
+from baton.worker.tiers import TierBoard
 
 MAX_PROMPT_TOKENS_PER_CALL = 4_000_000
 
@@ -47,6 +49,7 @@ class WorkerContext:
     arena: KVArena
     block_server: BlockServer
     events: KvEventLog
+    tiers: TierBoard
     admission: Admission
     metrics: WorkerMetrics
     tokenizer_digest: str
@@ -58,6 +61,12 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, context: WorkerContext) -> None:
         self._worker = context
         self._rates = _Rates()
+        self.calls_port = 0
+        """Where calls are served without gRPC; 0: nowhere."""
+
+    def calls(self) -> Calls:
+        """Return what serves a router's calls that come without gRPC."""
+        return Calls(self._generate, None)
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
@@ -114,6 +123,8 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
             vocab_size=worker.runner.vocab_size,
             model_path=worker.engine_config.model,
             tokenizer_digest=worker.tokenizer_digest,
+            kvstore=_store_nodes(worker.config.kvstore),
+            calls_port=self.calls_port,
         )
 
     async def StreamKvEvents(
@@ -156,7 +167,7 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
 
         def give(events: list[KVEvent]) -> None:
             if not done.done():
-                done.set_result((log.sequence, events))
+                done.set_result((log.sequence, [*events, *self._worker.tiers.snapshot()]))
 
         def take() -> None:
             # Events of earlier steps reach the log through the same queue of callbacks, so they are counted
@@ -196,6 +207,12 @@ def require_request(request_id: str, num_tokens: int) -> RequestId:
     if not 1 <= num_tokens <= MAX_PROMPT_TOKENS_PER_CALL:
         raise InvalidRequestError("prompt_token_ids must not be empty", field="prompt_token_ids")
     return RequestId(request_id)
+
+
+def _store_nodes(kvstore: str) -> str:
+    """Return what routers are told of ``--kvstore``: its nodes, or that they are discovered; of a Redis nothing."""
+    address = StoreAddress.parse(kvstore) if kvstore else StoreAddress()
+    return DISCOVER if address.discover else ",".join(address.nodes)
 
 
 class _Rates:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.kv.connector import KVConnector
 from baton.transport.blocks import BlockFetcher
 from baton.transport.connector.multi import MultiConnector
@@ -21,13 +23,14 @@ class StoreSide:
         self.connector: StoreConnector | None = None
         if parts.config.kvstore:
             self.connector = StoreConnector(
-                StoreOptions(parts.config.kvstore, token=parts.token),
+                _options(parts),
                 arena=parts.arena,
                 fingerprint=parts.runner.fingerprint,
                 fetcher=fetcher,
                 loop=parts.loop,
                 wake=parts.wake,
                 source=parts.source,
+                follows_all=parts.config.kvstore_decode_saves,
             )
 
     @property
@@ -35,12 +38,25 @@ class StoreSide:
         """What the store was used for; all zero without one."""
         return StoreUse() if self.connector is None else self.connector.use
 
-    def first(self, *others: KVConnector) -> KVConnector:
-        """Ask the store before ``others``; all save."""
-        connectors = [*([] if self.connector is None else [self.connector]), *others]
+    def between(self, before: Sequence[KVConnector], *after: KVConnector) -> KVConnector:
+        """Ask the store after some connectors and before others; all save."""
+        connectors = [*before, *([] if self.connector is None else [self.connector]), *after]
         return connectors[0] if len(connectors) == 1 else MultiConnector(connectors)
 
     async def close(self) -> None:
         """End loads and saves, and wait for them."""
         if self.connector is not None:
             await self.connector.aclose()
+
+
+def _options(parts: Parts) -> StoreOptions:
+    config = parts.config
+    return StoreOptions(
+        config.kvstore,
+        token=parts.token,
+        tls=parts.tls,
+        replication=config.kvstore_replication,
+        hot_loads_per_s=config.kvstore_hot_loads,
+        redis_ttl_s=config.kvstore_ttl_s,
+        discovery=(config.redis, config.redis_prefix),
+    )

@@ -78,6 +78,11 @@ def pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
+def disk_bytes(kind: Kind) -> int:
+    """Return what the record of a block takes in a segment."""
+    return PAGE + pages(kind.block_bytes)
+
+
 def digest_of(payload: memoryview) -> bytes:
     """XXH3-128 of a payload."""
     return bytes(xxhash.xxh3_128_digest(payload))

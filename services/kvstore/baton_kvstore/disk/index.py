@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from baton.types import BlockHash
 from baton_kvstore.disk.segment import Segment
+from baton_kvstore.listener import Listeners, TierListener
 
 
 @dataclass(eq=False, slots=True)
@@ -52,10 +53,19 @@ class DiskIndex:
     def __post_init__(self) -> None:
         self._kinds: dict[bytes, dict[BlockHash, Location]] = {}
         self._mutex = threading.Lock()
+        self._listeners = Listeners("disk")
 
     def __len__(self) -> int:
         with self._mutex:
             return sum(len(blocks) for blocks in self._kinds.values())
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener what is there, and then every change."""
+        with self._mutex:
+            for blocks in self._kinds.values():
+                if blocks:
+                    listener(next(iter(blocks.values())).segment.kind, list(blocks), self._listeners.tier, True)
+            self._listeners.add(listener)
 
     def find(self, key: bytes, block_hash: BlockHash) -> Location | None:
         """Return where a block is."""
@@ -80,13 +90,18 @@ class DiskIndex:
         """
         with self._mutex:
             known = self._kinds.setdefault(key, {})
+            new: list[BlockHash] = []
             for block_hash, location in blocks:
                 old = known.get(block_hash)
                 if block_hash not in unwanted and (old is None or old.sequence < location.sequence):
                     if old is not None:
                         old.segment.live_bytes -= size
+                    else:
+                        new.append(block_hash)
                     known[block_hash] = location
                     location.segment.live_bytes += size
+            if new and self._listeners:
+                self._listeners.tell(known[new[0]].segment.kind, new, True)
 
     def move(self, key: bytes, block_hash: BlockHash, old: Location, new: Location, size: int) -> None:
         """Let a block be found elsewhere, unless it was deleted meanwhile."""
@@ -115,7 +130,10 @@ class DiskIndex:
                 names.update(gone)
             found = [name for name in gone if name in known]
             for name in found:
-                known.pop(name).segment.live_bytes -= size
+                place = known.pop(name)
+                place.segment.live_bytes -= size
+            if found and self._listeners:
+                self._listeners.tell(place.segment.kind, found, False)
             return found
 
     def drop(self, key: bytes, block_hash: BlockHash, location: Location, size: int) -> bool:
@@ -126,6 +144,7 @@ class DiskIndex:
                 return False
             del known[block_hash]
             location.segment.live_bytes -= size
+            self._listeners.tell(location.segment.kind, [block_hash], False)
             return True
 
     def snapshot(self) -> list[tuple[BlockHash, Location]]:

@@ -17,10 +17,22 @@ from collections.abc import Callable, Sequence
 from baton.types import BlockHash
 from baton_kvstore.disk.checkpoint import Covered, Known, encode_checkpoint
 from baton_kvstore.disk.directory import Directory
-from baton_kvstore.disk.format import PAGE, Kind, Record, RecordType, digest_of, encode_segment, pages
+from baton_kvstore.disk.format import (
+    PAGE,
+    Kind,
+    Record,
+    RecordType,
+    digest_of,
+    disk_bytes,
+    encode_segment,
+    pages,
+)
 from baton_kvstore.disk.index import DiskIndex, Location
+from baton_kvstore.disk.leaving import hand_over
+from baton_kvstore.disk.reading import read_blocks
 from baton_kvstore.disk.recovery import recover
 from baton_kvstore.disk.segment import Segment, Write, scan
+from baton_kvstore.tier import Leaving, Offer
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +55,7 @@ class DiskLog:
 
     Attributes:
         index: What can be found.
+        leaving: Where blocks go that are dropped to make room.
 
     Raises:
         ConfigError: The directory cannot be used.
@@ -55,6 +68,7 @@ class DiskLog:
         self._segment_bytes = min(segment_bytes, max(2 * PAGE, max_bytes // 8 // PAGE * PAGE))
         self._direct = direct
         self.index = DiskIndex()
+        self.leaving: Leaving | None = None
         self._damaged: list[tuple[Kind, BlockHash, Location]] = []
         try:
             found = recover(self._directory, direct=direct)
@@ -68,7 +82,7 @@ class DiskLog:
         self.index.counters.cut_bytes = found.cut_bytes
         kinds = {segment.kind.key: segment.kind for segment in found.segments}
         for key, blocks in found.blocks.items():
-            self.index.add(key, blocks.items(), _disk_bytes(kinds[key]), set())
+            self.index.add(key, blocks.items(), disk_bytes(kinds[key]), set())
 
     @property
     def used_bytes(self) -> int:
@@ -89,65 +103,14 @@ class DiskLog:
 
     def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Read blocks and check them; what is not there or damaged is ``False``, see :meth:`forget_damaged`."""
-        results = [False] * len(hashes)
-        places = [self.index.find(kind.key, name) for name in hashes]
-        first = 0
-        while first < len(places):
-            stop = first + 1
-            while stop < len(places) and _follows(places[stop - 1], places[stop], kind):
-                stop += 1
-            results[first:stop] = self._read_run(kind, hashes[first:stop], places[first:stop], into[first:stop])
-            first = stop
-        return results
-
-    def _read_run(
-        self,
-        kind: Kind,
-        hashes: Sequence[BlockHash],
-        places: Sequence[Location | None],
-        into: Sequence[memoryview],
-    ) -> list[bool]:
-        """Blocks whose records follow one another, in one system call."""
-        start = places[0]
-        if start is None or not start.segment.hold():
-            return [False] * len(hashes)
-        counters, size = self.index.counters, kind.block_bytes
-        gap = pages(size) - size
-        with contextlib.closing(mmap.mmap(-1, 2 * PAGE)) as scratch, memoryview(scratch) as skipped:
-            buffers: list[memoryview] = []
-            for view in into:
-                buffers += [view, skipped[: gap + PAGE]] if gap else [view, skipped[:PAGE]]
-            try:
-                start.segment.read(start.offset + PAGE, buffers[:-1])
-            except OSError as error:
-                counters.read_errors += 1
-                log.error("reading %d blocks from disk failed: %s", len(hashes), error)
-                self._damaged += [(kind, name, place) for name, place in zip(hashes, places, strict=True) if place]
-                return [False] * len(hashes)
-            finally:
-                start.segment.let_go()
-                for buffer in buffers[1::2]:
-                    buffer.release()
-        results = []
-        for name, place, view in zip(hashes, places, into, strict=True):
-            right = place is not None and digest_of(view) == place.digest
-            if place is not None and right:
-                place.hot = True
-                counters.reads += 1
-                counters.read_bytes += size
-            else:
-                counters.checksum_failures += 1
-                log.error("a block on disk is damaged: %s", name.hex())
-                self._damaged += [(kind, name, place)] if place else []
-            results.append(right)
-        return results
+        return read_blocks(self.index, kind, hashes, into, self._damaged)
 
     def forget_damaged(self) -> list[tuple[Kind, BlockHash]]:
         """Make the blocks unfindable that were found damaged since the last call, and return them to be buried."""
         found = []
         while self._damaged:
             kind, name, place = self._damaged.pop()
-            if self.index.drop(kind.key, name, place, _disk_bytes(kind)):
+            if self.index.drop(kind.key, name, place, disk_bytes(kind)):
                 found.append((kind, name))
         return found
 
@@ -155,7 +118,7 @@ class DiskLog:
         self, kind: Kind, hashes: Sequence[BlockHash] | None, unwanted: Sequence[set[BlockHash]]
     ) -> list[BlockHash]:
         """Make blocks unfindable in this process; see :meth:`DiskIndex.hide`."""
-        return self.index.hide(kind.key, hashes, _disk_bytes(kind), unwanted)
+        return self.index.hide(kind.key, hashes, disk_bytes(kind), unwanted)
 
     # The writer's thread
 
@@ -167,7 +130,7 @@ class DiskLog:
         Raises:
             OSError: Those that cannot be found were not written.
         """
-        size = _disk_bytes(kind)
+        size = disk_bytes(kind)
         if 4 * (size + PAGE) > self._max_bytes:
             return [False] * len(hashes)
         # A second record of a block would be the one that counts, and be lost if it is torn: the first is good.
@@ -185,7 +148,7 @@ class DiskLog:
     def _append(
         self, segment: Segment, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
     ) -> None:
-        kind, size, count = segment.kind, _disk_bytes(segment.kind), len(hashes)
+        kind, size, count = segment.kind, disk_bytes(segment.kind), len(hashes)
         records = [
             Record(RecordType.BLOCK, self._sequence + i, name, kind.block_bytes, digest_of(view))
             for i, (name, view) in enumerate(zip(hashes, views, strict=True))
@@ -295,9 +258,24 @@ class DiskLog:
         return segment
 
     def _sync_segment(self, segment: Segment) -> None:
-        if segment.sync(self._sequence, self._directory.secret):
+        try:
+            synced = segment.sync(self._sequence, self._directory.secret)
+        except OSError:
+            self._doubt(segment)
+            raise
+        if synced:
             self._sequence += 1
             self.index.counters.syncs += 1
+
+    def _doubt(self, segment: Segment) -> None:
+        """Forget what a failed sync may have lost: the kernel says of the same pages only once that they are gone."""
+        key, size = segment.kind.key, disk_bytes(segment.kind)
+        for name, place in self.index.snapshot():
+            if place.segment is segment and place.offset >= segment.synced:
+                self.index.drop(key, name, place, size)
+        if self._active.get(key) is segment:
+            del self._active[key]
+        segment.written = segment.synced
 
     def _make_room(self, size: int) -> None:
         """Drop oldest segments; leaves room for what :meth:`_retire` may copy, so that the bound always holds."""
@@ -305,12 +283,15 @@ class DiskLog:
         while self._segments and self.used_bytes + size + slack > self._max_bytes:
             oldest = self._segments[min(self._segments)]
             before = len(self.index)
-            self._retire(oldest, lambda place: place.hot, min(oldest.end, self._segment_bytes) // 2)
+            with contextlib.nullcontext() if self.leaving is None else self.leaving(oldest.kind) as offer:
+                self._retire(oldest, lambda place: place.hot, min(oldest.end, self._segment_bytes) // 2, offer)
             self.index.counters.evictions += before - len(self.index)
 
-    def _retire(self, segment: Segment, keep: Callable[[Location], bool], max_bytes: int) -> None:
-        """Copy what is to be kept to the log's end, then delete a segment."""
-        kind, size = segment.kind, _disk_bytes(segment.kind)
+    def _retire(
+        self, segment: Segment, keep: Callable[[Location], bool], max_bytes: int, offer: Offer | None = None
+    ) -> None:
+        """Copy what is to be kept to the log's end, offer the rest to the tier behind, then delete a segment."""
+        kind, size = segment.kind, disk_bytes(segment.kind)
         if self._active.get(kind.key) is segment:
             del self._active[kind.key]
         with self._directory.reading(segment.segment_id) as fd:
@@ -318,6 +299,7 @@ class DiskLog:
         records = [] if result is None else result[1]
         first = min(number for number, other in self._segments.items() if other.kind.key == kind.key)
         kept: list[tuple[Record, Location]] = []
+        gone: list[tuple[Record, Location]] = []
         for offset, record in records:
             if record.type is RecordType.TOMBSTONE:
                 if segment.segment_id != first:
@@ -329,9 +311,11 @@ class DiskLog:
             place = self.index.find(kind.key, record.block_hash)
             if place is None or place.segment is not segment or place.offset != offset:
                 continue
-            if keep(place) and (len(kept) + 1) * size <= max_bytes:
-                kept.append((record, place))
+            stays = keep(place) and (len(kept) + 1) * size <= max_bytes
+            (kept if stays else gone).append((record, place))
         self._copy(kind, kept, size)
+        if offer is not None:
+            hand_over(kind, gone, offer, self.index.counters)
         for _, record in records:
             place = self.index.find(kind.key, record.block_hash)
             if place is not None and place.segment is segment:
@@ -372,13 +356,3 @@ class DiskLog:
         if self._active.get(segment.kind.key) is segment:
             del self._active[segment.kind.key]
         segment.let_go()
-
-
-def _disk_bytes(kind: Kind) -> int:
-    return PAGE + pages(kind.block_bytes)
-
-
-def _follows(before: Location | None, after: Location | None, kind: Kind) -> bool:
-    if before is None or after is None or before.segment is not after.segment:
-        return False
-    return after.offset == before.offset + _disk_bytes(kind)

@@ -6,16 +6,16 @@ import logging
 import time
 
 from baton.errors import ConfigError
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.disk.log import DiskLog
 from baton_kvstore.disk.tier import DiskTier
+from baton_kvstore.tier_config import TierConfig
 
 log = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20
 
 
-def open_disk(config: KVStoreConfig) -> DiskTier | None:
+def open_disk(config: TierConfig) -> DiskTier | None:
     """Open the disk tier; ``None`` if none is asked for.
 
     Raises:

@@ -10,42 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.types import BlockHash
 from baton_kvstore.disk.format import MAX_BLOCK_BYTES, Kind
 from baton_kvstore.disk.log import DiskLog
+from baton_kvstore.jobs import Bury, Job, JobQueue, Sync, Write
+from baton_kvstore.listener import TierListener
+from baton_kvstore.tier import BackStats, Leaving
 
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
-
-
-@dataclass(eq=False)
-class _Write:
-    kind: Kind
-    hashes: Sequence[BlockHash]
-    views: Sequence[memoryview]
-    done: Callable[[list[bool]], None]
-    unwanted: set[BlockHash] = field(default_factory=set)
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.hashes) * self.kind.block_bytes
-
-
-@dataclass(eq=False)
-class _Bury:
-    kind: Kind
-    hashes: Sequence[BlockHash] | None
-    done: Callable[[bool], None]
-
-
-@dataclass(eq=False)
-class _Sync:
-    done: Callable[[bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +57,66 @@ class DiskTier:
         checkpoint_interval_s: float,
     ) -> None:
         self._log = disk
-        self._capacity, self._queue_bytes = capacity_bytes, queue_bytes
+        self._capacity = capacity_bytes
         self._sync_interval_s, self._checkpoint_interval_s = sync_interval_s, checkpoint_interval_s
-        self._changed = threading.Condition()
-        self._queue: deque[_Write | _Bury | _Sync] = deque()
-        self._running: list[_Write] = []
-        self._queued_bytes = 0
-        self._closing = False
+        self._jobs = JobQueue(queue_bytes)
         self._dirty_since: float | None = None
         self._checkpoint_due: float | None = time.monotonic() + checkpoint_interval_s
         self.counters = disk.index.counters
         self._thread = threading.Thread(target=self._run, name="kvstore disk", daemon=True)
         self._thread.start()
 
+    name = "disk"
+    exact = True
+    durable = True
+    shared = False
+
+    @property
+    def leaving(self) -> Leaving | None:
+        """Where blocks go that are dropped to make room."""
+        return self._log.leaving
+
+    @leaving.setter
+    def leaving(self, leaving: Leaving | None) -> None:
+        self._log.leaving = leaving
+
+    @property
+    def resting(self) -> bool:
+        """Whether the tier is left alone; a disk never is."""
+        return False
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener what is there, and then every change."""
+        self._log.index.listen(listener)
+
     def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
         """Whether a block can be read; never waits."""
         return self._log.index.find(kind.key, block_hash) is not None
+
+    def find(self, kind: Kind, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
+        """Nobody else writes here: there is nothing to find."""
+        return set()
 
     def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill page-aligned buffers, in the calling thread. ``False``: a block is not there or was damaged."""
         results = self._log.read(kind, hashes, into)
         if not all(results):
-            with self._changed:  # before anybody can queue them to be written again
+            with self._jobs.changed:  # before anybody can queue them to be written again
                 for damaged, name in self._log.forget_damaged():
-                    self._queue.append(_Bury(damaged, [name], lambda right: None))
-                self._changed.notify_all()
+                    self._jobs.add(Bury(damaged, [name], lambda right: None))
         return results
 
     def takes(self, kind: Kind) -> bool:
         """Whether blocks of this size can be kept at all."""
         return kind.block_bytes <= min(MAX_BLOCK_BYTES, self._capacity // 8)
+
+    def room(self, num_bytes: int, share: float = 1.0) -> bool:
+        """Whether a write would be taken if only a share of the queue might be used."""
+        return self._jobs.room(num_bytes, share)
+
+    def wait_room(self, num_bytes: int, timeout_s: float, share: float = 1.0) -> bool:
+        """Wait for that in the calling thread."""
+        return self._jobs.wait_room(num_bytes, timeout_s, share)
 
     def write(
         self,
@@ -126,14 +133,7 @@ class DiskTier:
             views: Their bytes, which stay as they are until ``done``.
             done: Told, in the writer's thread, which can be read now.
         """
-        job = _Write(kind, hashes, views, done)
-        with self._changed:
-            if self._closing or (self._queued_bytes and self._queued_bytes + job.num_bytes > self._queue_bytes):
-                return False
-            self._queued_bytes += job.num_bytes
-            self._queue.append(job)
-            self._changed.notify_all()
-        return True
+        return self._jobs.offer(Write(kind, hashes, views, done))
 
     def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> list[BlockHash]:
         """Forget blocks (``None``: all of the kind) at once, also those on their way to the disk.
@@ -146,8 +146,8 @@ class DiskTier:
         Returns:
             Those that could be found.
         """
-        with self._changed:
-            writes = [job for job in (*self._running, *self._queue) if isinstance(job, _Write) and job.kind == kind]
+        with self._jobs.changed:
+            writes = self._jobs.writes(kind)
             under_way = {name for job in writes for name in job.hashes}
             found = self._log.hide(kind, hashes, [job.unwanted for job in writes])
             if hashes is None:
@@ -157,21 +157,15 @@ class DiskTier:
             else:
                 there = under_way | set(found)
                 buried = [name for name in hashes if name in there]
-            if (buried is None or buried) and not self._closing:
-                self._queue.append(_Bury(kind, buried, done))
-                self._changed.notify_all()
+            if (buried is None or buried) and self._jobs.add(Bury(kind, buried, done)):
                 return found
         done(True)
         return found
 
     def sync(self, done: Callable[[bool], None]) -> None:
         """Have everything queued so far synced, and ``done`` told (in the writer's thread) whether it was."""
-        with self._changed:
-            if not self._closing:
-                self._queue.append(_Sync(done))
-                self._changed.notify_all()
-                return
-        done(False)
+        if not self._jobs.add(Sync(done)):
+            done(False)
 
     def stats(self) -> DiskStats:
         """Return what metrics show."""
@@ -180,52 +174,52 @@ class DiskTier:
             used_bytes=self._log.used_bytes,
             capacity_bytes=self._capacity,
             num_segments=self._log.num_segments,
-            queued_bytes=self._queued_bytes,
+            queued_bytes=self._jobs.queued_bytes,
+        )
+
+    def back_stats(self) -> BackStats:
+        """Return what metrics show of every tier."""
+        counters = self.counters
+        return BackStats(
+            num_blocks=len(self._log.index),
+            used_bytes=self._log.used_bytes,
+            queued_bytes=self._jobs.queued_bytes,
+            read_bytes=counters.read_bytes,
+            written_bytes=counters.written_bytes,
+            errors=counters.read_errors + counters.write_errors,
+            damaged=counters.checksum_failures,
+            evictions=counters.evictions,
         )
 
     def close(self) -> None:
         """Write and sync what is queued, checkpoint, and close; nobody reads any more."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._jobs.close()
         self._thread.join()
         self._log.close()
 
     # The writer's thread
 
     def _run(self) -> None:
+        jobs = self._jobs
         while True:
-            with self._changed:
-                while not self._queue and not self._closing and not self._due():
-                    self._changed.wait(self._wait_s())
-                jobs = self._take()
-                ending = self._closing and not self._queue
-            self._work(jobs)
+            with jobs.changed:
+                while not jobs and not jobs.closing and not self._due():
+                    jobs.changed.wait(self._wait_s())
+                taken = jobs.take(_BATCH_BYTES)
+                ending = jobs.closing and not jobs
+            self._work(taken)
             if ending:
                 self._end()
                 return
 
-    def _take(self) -> list[_Write | _Bury | _Sync]:
-        jobs: list[_Write | _Bury | _Sync] = []
-        size = 0
-        while self._queue and size < _BATCH_BYTES:
-            job = self._queue.popleft()
-            jobs.append(job)
-            if isinstance(job, _Write):
-                self._running.append(job)
-                size += job.num_bytes
-        return jobs
-
-    def _work(self, jobs: Sequence[_Write | _Bury | _Sync]) -> None:
+    def _work(self, jobs: Sequence[Job]) -> None:
         waiting: list[tuple[Callable[[bool], None], bool]] = []
         for job in jobs:
-            if isinstance(job, _Write):
+            if isinstance(job, Write):
                 results = self._write(job)
-                with self._changed:  # room first: whoever is told may have more
-                    self._queued_bytes -= job.num_bytes
-                    self._running.remove(job)
+                self._jobs.finished(job)
                 job.done(results)
-            elif isinstance(job, _Bury):
+            elif isinstance(job, Bury):
                 waiting.append((job.done, self._bury(job)))
             else:
                 waiting.append((job.done, True))
@@ -239,7 +233,7 @@ class DiskTier:
             done(right and synced)
         self._keep_up(now)
 
-    def _write(self, job: _Write) -> list[bool]:
+    def _write(self, job: Write) -> list[bool]:
         try:
             return self._log.write(job.kind, job.hashes, job.views, job.unwanted)
         except OSError as error:
@@ -247,7 +241,7 @@ class DiskTier:
             log.error("writing %d blocks to disk failed: %s", len(job.hashes), error)
             return [self.holds(job.kind, name) for name in job.hashes]
 
-    def _bury(self, job: _Bury) -> bool:
+    def _bury(self, job: Bury) -> bool:
         try:
             if job.hashes is None:
                 self._log.clear(job.kind.key)
@@ -277,7 +271,7 @@ class DiskTier:
             return
         self._checkpoint_due = None
         try:
-            while not self._queue and self._log.compact():
+            while not self._jobs and self._log.compact():
                 pass
             self._log.checkpoint()
         except OSError as error:

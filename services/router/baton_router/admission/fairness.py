@@ -1,8 +1,8 @@
-"""Deficit round robin over tenants: whoever has work gets the same share of tokens, whatever the others send.
+"""Deficit round robin over tenants: whoever has work gets its share of tokens, whatever the others send.
 
-Tenants take turns. A turn adds ``QUANTUM`` to the tenant's deficit, and requests leave as long as it covers their cost.
-So between any two tenants that both have work all the time, what left differs by at most a quantum and two of the
-largest requests (Shreedhar and Varghese, 1995), however many requests each of them queues.
+Tenants take turns. A turn adds ``QUANTUM`` times its weight to the tenant's deficit, and requests leave as long as it
+covers their cost. So between any two tenants of one weight that both have work all the time, what left differs by at
+most a quantum and two of the largest requests (Shreedhar and Varghese, 1995), however many requests each queues.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from collections.abc import Iterator
 from baton_router.admission.waiting import Waiting
 
 QUANTUM = 512.0
-"""Tokens per turn."""
+"""Tokens per turn of a tenant of weight 1."""
 
 
 class TenantLine:
     """One tenant's requests of one priority, by deadline and then by arrival."""
 
-    __slots__ = ("cost", "deficit", "items")
+    __slots__ = ("cost", "deficit", "items", "quantum")
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float) -> None:
         self.items: list[Waiting] = []
         self.deficit = 0.0
         self.cost = 0.0
+        self.quantum = QUANTUM * weight
 
     def add(self, item: Waiting) -> None:
         """Take a request in."""
@@ -70,7 +71,8 @@ class RoundRobin:
         """Take a request in; a tenant that had none goes last."""
         line = self._lines.get(item.request.tenant)
         if line is None:
-            line = self._lines[item.request.tenant] = TenantLine()
+            account = item.request.account
+            line = self._lines[item.request.tenant] = TenantLine(1.0 if account is None else account.weight)
         line.add(item)
 
     def remove(self, item: Waiting) -> None:
@@ -87,7 +89,7 @@ class RoundRobin:
         while True:
             tenant, line = next(iter(self._lines.items()))
             if self._fresh:
-                line.deficit += QUANTUM
+                line.deficit += line.quantum
                 self._fresh = False
             item = line.items[0]
             if item.cost <= line.deficit:
@@ -105,15 +107,16 @@ class RoundRobin:
         """Return about how much leaves before a request that is not in here: its tenant's own, and others' turns."""
         line = self._lines.get(tenant)
         own = line.cost_before(order) if line is not None else 0.0
-        turns = own + cost
-        return own + sum(min(other.cost, turns) for name, other in self._lines.items() if name != tenant)
+        quantum = line.quantum if line is not None else QUANTUM
+        turns = (own + cost) / quantum
+        return own + sum(min(x.cost, turns * x.quantum) for name, x in self._lines.items() if name != tenant)
 
     def _skip_rounds(self) -> None:
         """Nobody's deficit was enough in a whole round: go at once through all rounds but the last that are so."""
-        missing = min(line.items[0].cost - line.deficit for line in self._lines.values())
-        rounds = max(0, math.ceil(missing / QUANTUM) - 1)
+        missing = min((line.items[0].cost - line.deficit) / line.quantum for line in self._lines.values())
+        rounds = max(0, math.ceil(missing) - 1)
         for line in self._lines.values():
-            line.deficit += rounds * QUANTUM
+            line.deficit += rounds * line.quantum
 
     def _drop(self, tenant: str) -> None:
         """Forget a tenant without work, deficit and all: it could save up turns otherwise."""

@@ -20,8 +20,10 @@ from itertools import count
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
+from baton_router.accounts import Account
 from baton_router.admission.drain import DrainRate
 from baton_router.admission.estimates import Estimates, Outlook
+from baton_router.admission.limits import TenantLimits
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue
 from baton_router.admission.room import Room
@@ -64,6 +66,7 @@ class Ticket:
         tokens: Prompt tokens still to be computed, or none any more.
         started: When it was let in.
         waited_s: How long it waited for that.
+        account: Whose limits it counts against.
     """
 
     cost: float
@@ -71,6 +74,7 @@ class Ticket:
     tokens: int
     started: float
     waited_s: float = 0.0
+    account: Account | None = None
 
 
 class Admission:
@@ -96,6 +100,7 @@ class Admission:
         self.queue = FairQueue(limits.requests, limits.tokens, limits.tenant_share)
         self._drain = DrainRate()
         self.metrics = AdmissionMetrics(registry, self.queue, self.rate)
+        self._tenants = TenantLimits(now)
         self._numbers = count()
         self._in_flight = 0.0
         self._ticker: asyncio.TimerHandle | None = None
@@ -110,17 +115,40 @@ class Admission:
         """Return when a request may be placed; cancel the wait to take it out of the queue.
 
         Raises:
-            QueueFullError: The queue, or the tenant's part of it, is full.
+            QueueFullError: The queue, or the tenant's part of it, is full, or the tenant has used what it may.
             OverloadedError: It would wait too long, or did.
             SloError: It cannot have what it wants; names ``ttft_ms`` or ``itl_ms``.
             UnavailableError: No decode instance is ready, or the router ends.
         """
+        account = request.account
+        if account is None or not account.limited:
+            return await self._enter(request)
+        try:
+            self._tenants.begin(account, len(request.prompt_token_ids) + self._estimates.output_tokens(request))
+        except QueueFullError as error:
+            raise self._count(error, "tenant_limit") from None
+        try:
+            ticket = await self._enter(request)
+        except BaseException:
+            self._tenants.end(account)
+            raise
+        ticket.account = account
+        return ticket
+
+    def enter_now(self, request: RoutedRequest) -> Ticket | None:
+        """Let a request in that has no wishes or limits and need not wait; ``None``: :meth:`enter` decides."""
+        return None if request.account is not None and request.account.limited else self._enter_at_once(request)
+
+    async def _enter(self, request: RoutedRequest) -> Ticket:
+        return self._enter_at_once(request) or await self._enter_slowly(request)
+
+    def _enter_at_once(self, request: RoutedRequest) -> Ticket | None:
         if not len(self.queue) and request.ttft_ms is None and request.itl_ms is None:
             tokens = len(request.prompt_token_ids)
             if self._room.take(request.sampling.n, tokens) or not self._room.num_decodes:
                 self.metrics.at_once += 1
                 return self._let_in(request, tokens + self._estimates.output_tokens(request))
-        return await self._enter_slowly(request)
+        return None
 
     def first_token(self, ticket: Ticket) -> None:
         """A request has its first token: there is room for another prompt."""
@@ -131,6 +159,8 @@ class Admission:
 
     def leave(self, ticket: Ticket) -> None:
         """Give a ticket back."""
+        if ticket.account is not None:
+            self._tenants.end(ticket.account)
         self._in_flight -= ticket.cost
         self._room.give_back(ticket.sequences, ticket.tokens)
         self._drain.served(ticket.cost, self._now() - ticket.started)

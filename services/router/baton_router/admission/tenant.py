@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 
+from baton_router.accounts import Account
+
 
 class Tenants:
     """Names tenants. A salt is a secret and a user may be a person: their names say nothing to those who see them."""
@@ -12,16 +14,16 @@ class Tenants:
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
 
-    def name(self, client: str, cache_salt: str, user: str) -> str:
+    def name(self, account: Account | None, cache_salt: str, user: str) -> str:
         """Return a request's tenant: whose API key it showed, else its cache salt, else its user; else all share one.
 
         Args:
-            client: Name of the API key's holder; empty: there are no API keys.
+            account: The API key's holder; ``None``: there are no API keys.
             cache_salt: As in the request.
             user: As in the request.
         """
-        if client:
-            return client
+        if account is not None:
+            return account.name
         if cache_salt:
             return f"salt-{self._digest(cache_salt)}"
         return f"user-{self._digest(user)}" if user else ""

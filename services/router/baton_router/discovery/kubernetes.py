@@ -18,6 +18,7 @@ import httpx
 import orjson
 
 from baton.errors import ConfigError
+from baton.rpc.tls import Tls
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig, in_cluster_api
 from baton_router.discovery.roles import RoleFinder
@@ -45,24 +46,25 @@ class KubernetesDiscovery:
         config: Selector, port, namespace and where the API server is.
         registry: Is told.
         token: Shared token to show to instances.
+        tls: Certificates, if the services use some.
 
     Raises:
         ConfigError: The service account's files are not there, or this is no pod and no API server was named.
     """
 
-    def __init__(self, config: RouterConfig, registry: Registry, token: str | None) -> None:
+    def __init__(self, config: RouterConfig, registry: Registry, token: str | None, tls: Tls | None = None) -> None:
         account = Path(config.kubernetes_account)
         self._token_file, ca = account / "token", account / "ca.crt"
         api = config.kubernetes_api or in_cluster_api()
         if not api:
             raise ConfigError("this is no pod: name the API server", field="kubernetes_api")
         namespace = config.kubernetes_namespace or _read(account / "namespace")
-        tls = ssl.create_default_context(cafile=str(ca)) if api.startswith("https:") else False
+        verify = ssl.create_default_context(cafile=str(ca)) if api.startswith("https:") else False
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._selector = config.kubernetes_selector
-        self._http = httpx.AsyncClient(base_url=api, verify=tls, timeout=httpx.Timeout(10.0), trust_env=False)
+        self._http = httpx.AsyncClient(base_url=api, verify=verify, timeout=httpx.Timeout(10.0), trust_env=False)
         self._slices = Slices(config.kubernetes_port)
-        self._roles = RoleFinder(SOURCE, registry, token, config.probe_timeout_s)
+        self._roles = RoleFinder(SOURCE, registry, token, config.probe_timeout_s, tls)
         self._version = ""
         self._task: asyncio.Task[None] | None = None
         _read(self._token_file)

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from baton.errors import ConfigError
-from baton.rpc.redis_client import LEASE_TTL_S, instance_key, news_key, open_redis, redis_errors
+from baton.rpc.redis_client import LEASE_TTL_S, end_task, instance_key, news_key, open_redis, redis_errors
 from baton.types import Role
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig, check_address
@@ -57,8 +57,7 @@ class RedisDiscovery:
     async def close(self) -> None:
         """Stop."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_task(self._task)
         await self._redis.aclose()
 
     async def _run(self) -> None:

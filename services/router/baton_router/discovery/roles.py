@@ -13,6 +13,7 @@ from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import InvalidRequestError
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
+from baton.rpc.tls import Tls
 from baton.types import Role
 from baton_router.backoff import Backoff
 from baton_router.registry import Registry
@@ -29,11 +30,15 @@ class RoleFinder:
         source: Name of the source of discovery.
         registry: Is told.
         token: Shared token to show to instances.
+        tls: Certificates, if the services use some.
         timeout_s: For one question.
     """
 
-    def __init__(self, source: str, registry: Registry, token: str | None, timeout_s: float) -> None:
-        self._source, self._registry, self._token, self._timeout_s = source, registry, token, timeout_s
+    def __init__(
+        self, source: str, registry: Registry, token: str | None, timeout_s: float, tls: Tls | None = None
+    ) -> None:
+        self._source, self._registry, self._timeout_s = source, registry, timeout_s
+        self._token, self._tls = token, tls
         self._roles: dict[str, Role] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
@@ -59,7 +64,7 @@ class RoleFinder:
 
     async def _ask(self, address: str) -> None:
         backoff = Backoff(_LONGEST_PAUSE_S, random.Random())
-        async with open_channel(address, token=self._token) as channel:
+        async with open_channel(address, token=self._token, tls=self._tls) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             while True:
                 try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from baton.rpc.tls import Tls
 from baton_router.config import RouterConfig
 from baton_router.registry import Registry
 
@@ -19,7 +20,7 @@ class Discovery(Protocol):
         """Stop."""
 
 
-def discoveries(config: RouterConfig, registry: Registry, token: str | None) -> list[Discovery]:
+def discoveries(config: RouterConfig, registry: Registry, token: str | None, tls: Tls | None) -> list[Discovery]:
     """Make the sources that ``config.discover`` names.
 
     Raises:
@@ -35,5 +36,5 @@ def discoveries(config: RouterConfig, registry: Registry, token: str | None) -> 
         from baton_router.discovery.kubernetes import KubernetesDiscovery
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of every request
-        found.append(KubernetesDiscovery(config, registry, token))
+        found.append(KubernetesDiscovery(config, registry, token, tls))
     return found

@@ -20,7 +20,7 @@ class Echo:
     def __init__(self, prepared: PreparedRequest, prompt_logprobs: list[TokenLogprob | None] | None) -> None:
         tokenizer = prepared.text_model.tokenizer
         skip = prepared.request.skip_special_tokens
-        self.ids = prepared.routed.prompt_token_ids
+        self.ids = list(prepared.routed.prompt_token_ids)
         prompt = prepared.request.prompt
         self.text = prompt if isinstance(prompt, str) else tokenizer.decode(self.ids, skip)
         self.logprobs: list[TokenLogprob | None] = prompt_logprobs or []
@@ -93,7 +93,7 @@ class AnswerBuilder:
             "usage": self._usage.as_object(),
         }
         if job.chat and job.return_token_ids:
-            body["prompt_token_ids"] = self._prepared[0].routed.prompt_token_ids
+            body["prompt_token_ids"] = list(self._prepared[0].routed.prompt_token_ids)
         if job.chat and job.prompt_logprobs:
             body["prompt_logprobs"] = self._writer.prompt(self._prompt_logprobs[0] or [])
         return body
@@ -126,7 +126,7 @@ class AnswerBuilder:
             "stop_reason": choice.stop_reason,
         }
         if job.return_token_ids:
-            out["prompt_token_ids"] = self._prepared[at].routed.prompt_token_ids
+            out["prompt_token_ids"] = list(self._prepared[at].routed.prompt_token_ids)
             out["token_ids"] = choice.ids
         if job.prompt_logprobs:
             out["prompt_logprobs"] = self._writer.prompt(self._prompt_logprobs[at] or [])

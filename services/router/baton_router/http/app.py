@@ -13,6 +13,7 @@ from baton.version import __version__
 from baton_router.core import Dispatcher
 from baton_router.http import errors
 from baton_router.http.direct import DirectApp, Endpoint, RouterHttp
+from baton_router.http.express import Express
 from baton_router.http.front import Front
 from baton_router.http.generation import Generations
 from baton_router.http.meta import Health, Models, TokenizerEndpoints
@@ -45,7 +46,7 @@ def create_app(
     metrics = HttpMetrics(registry)
     app = RouterHttp(title="Baton", version=__version__, lifespan=lifespan, redoc_url=None)
     errors.install(app)
-    app.add_middleware(Front, api_keys=options.api_keys, metrics=metrics)
+    app.add_middleware(Front, accounts=options.accounts, metrics=metrics)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -71,7 +72,8 @@ def create_app(
     _add(app, "GET", "/version", health.version)
     if not options.cors_origins:  # which a middleware of the framework looks after
         direct = DirectApp({"/v1/chat/completions": generations.chat, "/v1/completions": generations.completions})
-        app.serve_directly(direct, Front(direct, api_keys=options.api_keys, metrics=metrics))
+        front = Front(direct, accounts=options.accounts, metrics=metrics)
+        app.serve_directly(direct, front, Express(generations, front, options))
     return app
 
 

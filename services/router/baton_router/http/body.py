@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import orjson
@@ -10,9 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from baton.errors import InvalidRequestError
+from baton.token_ids import find_ids
 from baton_router.http.guard import ClientGone
 from baton_router.http.options import HttpOptions
 
+_PROMPT = b'"prompt"'
+_IDS = re.compile(rb"\s*:\s*\[\s*[0-9]")
 _DRAIN_FACTOR = 4
 _DRAIN_S = 5.0
 
@@ -53,10 +57,24 @@ async def read_json(request: Request, options: HttpOptions) -> Any:
         if more:
             await _drain(request, limit)
         raise HTTPException(413, f"the body must be at most {limit} bytes", headers={"connection": "close"})
+    return decode(bytes(data))
+
+
+def decode(data: bytes) -> Any:
+    """Return a body's JSON value. A prompt of token ids comes as an array (see ``baton.token_ids``).
+
+    Raises:
+        InvalidRequestError: It is not JSON.
+    """
+    at = data.find(_PROMPT)
+    found = find_ids(data, b"prompt") if at >= 0 and _IDS.match(data, at + len(_PROMPT)) is not None else None
     try:
-        return orjson.loads(data)
+        value = orjson.loads(data if found is None else found[1])
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if found is not None:
+        value["prompt"] = found[0]
+    return value
 
 
 async def _drain(request: Request, limit: int) -> None:

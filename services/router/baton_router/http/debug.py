@@ -1,6 +1,7 @@
 """``/debug/*``: decisions and their reasons, the index per instance, the console's data. Wants an API key, if any do.
 
-Nothing here has prompts, token ids, cache salts or the secrets that a process was started with.
+An administrator's key shows everything, others' keys their own requests alone. Nothing here has prompts, token ids,
+cache salts or the secrets that a process was started with.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidRequestError, NotFoundError, shown
+from baton.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, shown
 from baton_router.decisions import DecisionLog
 from baton_router.explanation import explanation, summary
 from baton_router.http.console import ConsoleFiles
 from baton_router.http.console_data import ConsoleData
+from baton_router.http.wishes import account_of
 from baton_router.instance import Instance
 from baton_router.pulse import Pulse
+from baton_router.stores import Store, Stores
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 500
@@ -29,6 +32,8 @@ _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 class Instances(Protocol):
     """Where instances come from; ``baton_router.registry.Registry`` is it."""
+
+    stores: Stores
 
     def instances(self) -> list[Instance]:
         """Return all instances."""
@@ -51,23 +56,27 @@ class DebugEndpoints:
     async def decisions(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions``: the latest, newest first; ``limit`` and ``id`` (a part of it) narrow it."""
         limit = _limit(request.query_params.get("limit", ""))
-        found = self._decisions.recent(limit, containing=request.query_params.get("id", ""))
-        return _json({"decisions": [summary(record) for record in found], "seen": self._decisions.num_begun})
+        tenant = _only(request)
+        found = self._decisions.recent(limit, containing=request.query_params.get("id", ""), tenant=tenant)
+        seen = self._decisions.num_begun if tenant is None else len(found)  # how many others sent is theirs to know
+        return _json({"decisions": [summary(record) for record in found], "seen": seen})
 
     async def decision(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions/{id}``: by whole id, the answer's ``id``, or ``x-request-id``."""
         name = request.path_params["request_id"]
-        found = self._decisions.find(name)
+        found = self._decisions.find(name, tenant=_only(request))
         if not found:
             raise NotFoundError(f"no decision of {shown(name)} is remembered; only the latest are", field="request_id")
         return _json({**explanation(found[0]), "others": [record.request_id for record in found[1:]]})
 
     async def index(self, request: Request) -> Response:
         """Serve ``GET /debug/index``: how far each instance's part of the index can be trusted."""
-        return _json(index_state(self._instances.instances()))
+        require_admin(request)
+        return _json(index_state(self._instances.instances(), self._instances.stores))
 
     async def console(self, request: Request) -> Response:
         """Serve ``GET /debug/console``: what the console shows, made at most twice a second for all who watch."""
+        require_admin(request)
         return Response(self._console.snapshot(), media_type="application/json", headers=_HEADERS)
 
 
@@ -106,13 +115,14 @@ def add_replicas(app: FastAPI, describe: Callable[[], dict[str, Any]] | None) ->
     """Add ``GET /debug/replicas``: how this router stands with others; ``{}`` where it is alone by configuration."""
 
     async def replicas(request: Request) -> Response:
+        require_admin(request)
         return _json(describe() if describe is not None else {})
 
     app.add_api_route("/debug/replicas", replicas, methods=["GET"], response_class=Response)
 
 
-def index_state(instances: Iterable[Instance]) -> dict[str, Any]:
-    """Return the state of the index, per instance and per group of instances that share their hashes."""
+def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> dict[str, Any]:
+    """Return the state of the index, per instance, per group of instances that share their hashes, and per KV store."""
     rows, groups = [], dict[str, dict[str, Any]]()
     for x in instances:
         info, feed = x.info, x.feed
@@ -139,7 +149,35 @@ def index_state(instances: Iterable[Instance]) -> dict[str, Any]:
         if info is not None and group is not None:
             known = groups.setdefault(group, {"block_size": info.fingerprint.block_size, "instances": []})
             known["instances"].append(x.instance_id)
-    return {"instances": rows, "groups": groups}
+    held = [
+        {
+            "store": x.name,
+            "address": x.address,
+            "state": x.feed.state.value,
+            "age_s": round(x.feed.age_s, 3),
+            "blocks": x.tiers,
+            "events": x.feed.num_events,
+            "gaps": x.feed.num_gaps,
+        }
+        for x in stores
+    ]
+    return {"instances": rows, "groups": groups, "stores": held}
+
+
+def require_admin(request: Request) -> None:
+    """Check that a request may see what everybody does.
+
+    Raises:
+        PermissionDeniedError: It showed the API key of somebody who is no administrator.
+    """
+    if _only(request) is not None:
+        raise PermissionDeniedError("this shows what all tenants do: it wants an administrator's API key")
+
+
+def _only(request: Request) -> str | None:
+    """Return whose requests alone may be shown; ``None``: everybody's."""
+    account = account_of(request.scope)
+    return None if account is None or account.admin else account.name
 
 
 def _limit(text: str) -> int:

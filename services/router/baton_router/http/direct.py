@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton_router.http.errors import baton_error_response, http_error_response
+from baton_router.http.exchange import Direct
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -50,15 +51,18 @@ class RouterHttp(FastAPI):
         super().__init__(**options)
         self._direct: DirectApp | None = None
         self._front: ASGIApp | None = None
+        self.direct: Direct | None = None
+        """Serves what comes whole without ASGI, for servers that know of it (see ``baton_router.http.protocol``)."""
 
-    def serve_directly(self, direct: DirectApp, front: ASGIApp) -> None:
+    def serve_directly(self, app: DirectApp, front: ASGIApp, direct: Direct) -> None:
         """Take endpoints past the framework.
 
         Args:
-            direct: The endpoints.
+            app: The endpoints.
             front: What surrounds them; calls them in the end.
+            direct: The same without ASGI.
         """
-        self._direct, self._front = direct, front
+        self._direct, self._front, self.direct = app, front, direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""

@@ -87,7 +87,7 @@ class EventWriter:
         job = self._job
         first: dict[str, Any] = {}
         if job.return_token_ids:
-            first["prompt_token_ids"] = self._prepared[at].routed.prompt_token_ids
+            first["prompt_token_ids"] = list(self._prepared[at].routed.prompt_token_ids)
         if job.chat:
             first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None, **first}
         elif job.echo:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
-import secrets
+import random
 import time
 from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import InternalError, UnauthenticatedError
+from baton.errors import BatonError, InternalError, UnauthenticatedError
+from baton_router.accounts import Accounts
 from baton_router.http.errors import baton_error_response
 from baton_router.http.metrics import HttpMetrics
-from baton_router.http.wishes import set_client
+from baton_router.http.wishes import set_account
 
 log = logging.getLogger(__name__)
 
+_ids = random.Random()
+"""Of ids, which are to differ and are no secrets."""
 _ID = "baton_request_id"
 _MAX_ID_CHARS = 128
 _OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/metrics", "/version", "/console", "/console/{file}"})
@@ -40,21 +41,27 @@ def request_id(scope: MutableMapping[str, Any]) -> str:
     return value
 
 
+def name_request(scope: MutableMapping[str, Any]) -> str:
+    """Give a request its id, the client's if it can be used, and return it."""
+    ident = _request_id(_header(scope, b"x-request-id"))
+    scope.setdefault("state", {})[_ID] = ident
+    return ident
+
+
 class Front:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, accounts: Accounts | None, metrics: HttpMetrics) -> None:
         """Wrap an app.
 
         Args:
             app: The app.
-            api_keys: Keys of which requests must show one; none: no check.
+            accounts: Whose keys requests must show; ``None``: no check.
             metrics: Where to count.
         """
         self._app = app
-        self._metrics = metrics
-        # Digests have one length, so that comparing tells nothing about the keys.
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self.metrics = metrics
+        self._accounts = accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -63,8 +70,7 @@ class Front:
             return
         begun = time.perf_counter()
         endpoint = _endpoint(scope["path"])
-        ident = _request_id(_header(scope, b"x-request-id"))
-        scope.setdefault("state", {})[_ID] = ident
+        ident = name_request(scope)
         status = 499  # a client that left before there was an answer
         started = False
 
@@ -75,13 +81,10 @@ class Front:
                 message["headers"].append((b"x-request-id", ident.encode()))
             await send(message)
 
-        self._metrics.begin(endpoint)
+        self.metrics.begin(endpoint)
         try:
-            client = self._client(scope) if self._keys and endpoint not in _OPEN_ENDPOINTS else ""
-            if client:
-                set_client(scope, client)
-            if client is None:
-                error = UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
+            error = self.refuses(scope, endpoint)
+            if error is not None:
                 await baton_error_response(error)(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
@@ -94,25 +97,27 @@ class Front:
                 await baton_error_response(failure)(scope, receive, send_with_id)
             status = 500
         finally:
-            self._metrics.end(endpoint, status, time.perf_counter() - begun)
+            self.metrics.end(endpoint, status, time.perf_counter() - begun)
 
-    def _client(self, scope: Scope) -> str | None:
-        """Return the name of whose API key a request shows: its place in the file of keys; ``None``: nobody's."""
-        scheme, _, key = _header(scope, b"authorization").partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
-        # All of them every time: how long it takes must not depend on which one it is.
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return f"key-{1 + matches.index(True)}" if scheme.lower() == "bearer" and any(matches) else None
+    def refuses(self, scope: MutableMapping[str, Any], endpoint: str) -> BatonError | None:
+        """Check whose request it is, and note that in its scope; return why it is not served, if so."""
+        if self._accounts is None or endpoint in _OPEN_ENDPOINTS:
+            return None
+        account = self._accounts.identify(_header(scope, b"authorization"))
+        if account is None:
+            return UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
+        set_account(scope, account)
+        return None
 
 
-def _header(scope: Scope, name: bytes) -> str:
+def _header(scope: MutableMapping[str, Any], name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 def _request_id(given: str) -> str:
     """Return the client's id if it is one that logs and headers can bear, else a new one."""
     usable = 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given
-    return given if usable else secrets.token_hex(16)
+    return given if usable else f"{_ids.getrandbits(128):032x}"
 
 
 def _endpoint(path: str) -> str:

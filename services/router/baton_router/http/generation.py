@@ -37,17 +37,25 @@ class Generations:
     """Serves ``/v1/chat/completions`` and ``/v1/completions``."""
 
     def __init__(self, pipeline: TextPipeline, options: HttpOptions, metrics: HttpMetrics) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._options = options
         self._metrics = metrics
 
     async def chat(self, request: Request) -> Response:
         """Serve ``POST /v1/chat/completions``."""
-        return await self._serve(request, chat_job, "chatcmpl")
+        return await self._serve(request, self.chat_job, "chatcmpl")
 
     async def completions(self, request: Request) -> Response:
         """Serve ``POST /v1/completions``."""
-        return await self._serve(request, lambda body: completion_job(body, self._options.max_prompts), "cmpl")
+        return await self._serve(request, self.completion_job, "cmpl")
+
+    def chat_job(self, value: Any) -> Job:
+        """Return the job of a chat request; see :func:`chat_job`."""
+        return chat_job(value)
+
+    def completion_job(self, value: Any) -> Job:
+        """Return the job of a completion request; see :func:`completion_job`."""
+        return completion_job(value, self._options.max_prompts)
 
     async def _serve(self, request: Request, parse: Callable[[Any], Job], prefix: str) -> Response:
         try:
@@ -57,15 +65,10 @@ class Generations:
             return Response(status_code=CLIENT_GONE_STATUS)  # nobody reads it; the metrics count it
 
     async def _answer(self, request: Request, job: Job, ident: str) -> Response:
-        requests = with_headers(request, job.requests)
-        prepared = [await self._pipeline.prepare(item, fallback_id=ident) for item in requests]
-        ignored = job.ignored + _unread_variables(job, prepared[0])
-        check_strict(ignored, self._options.strict_fields)
-        headers = {}
-        if ignored:
-            self._metrics.count_ignored(ignored)
-            headers["x-baton-ignored-fields"] = header_value(ignored)
-        run = GenerationRun(self._pipeline, prepared, self._options, headers)
+        requests = with_headers(request.scope, job.requests)
+        prepared = [await self.pipeline.prepare(item, fallback_id=ident) for item in requests]
+        headers = self.headers_of(job, prepared[0])
+        run = GenerationRun(self.pipeline, prepared, self._options, headers)
         created = int(time.time())
         if job.stream:
             return EventResponse(run, EventWriter(job, prepared, ident, created))
@@ -76,6 +79,21 @@ class Generations:
                 builder.add(at, chunk)
         content = orjson.dumps(builder.build())
         return Response(content, media_type="application/json", headers=run.headers())
+
+    def headers_of(self, job: Job, prepared: PreparedRequest) -> dict[str, str]:
+        """Return the headers that name a request's fields without effect.
+
+        Raises:
+            InvalidRequestError: There are some, and they are refused.
+        """
+        ignored = job.ignored
+        if job.template_fields:
+            ignored = ignored + _unread_variables(job, prepared)
+        if not ignored:
+            return {}
+        check_strict(ignored, self._options.strict_fields)
+        self._metrics.count_ignored(ignored)
+        return {"x-baton-ignored-fields": header_value(ignored)}
 
 
 class GenerationRun:

@@ -45,8 +45,7 @@ class Route:
         """Return the KV match rate of the instance that computed the prompt."""
         if self.decision is None:
             return 0.0
-        rates = {item.instance_id: item.match_rate for item in self.decision.candidates}
-        return rates.get(self.prefill() or self.decode(), 0.0)
+        return self.decision.match_rate_of(self.prefill() or self.decode())
 
 
 def route_headers(routes: Sequence[Route]) -> dict[str, str]:
@@ -75,6 +74,34 @@ def route_headers(routes: Sequence[Route]) -> dict[str, str]:
         "x-baton-queue-ms": f"{sum(trace.router_queue_us for trace in traces) / 1000:.3f}",
         "x-baton-migrations": _total(traces, lambda trace: trace.num_migrations),
     }
+
+
+def route_lines(route: Route) -> bytes:
+    """Return the headers for an answer to one prompt as lines, each with its line break."""
+    trace, decision = route.trace, route.decision
+    if trace is None or decision is None:
+        headers = route_headers([route])
+        return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
+    prefill, decode = trace.prefill_instance, trace.decode_instance or decision.decode_instance
+    return (
+        f"x-baton-prefill-instance: {_name(prefill)}\r\n"
+        f"x-baton-decode-instance: {_name(decode)}\r\n"
+        f"x-baton-match-rate: {decision.match_rate_of(prefill or decode):.4f}\r\n"
+        f"x-baton-path: {path_from_pb(trace.path) or NONE}\r\n"
+        f"x-baton-pipe: {_name(trace.pipe)}\r\n"
+        f"x-baton-kv-bytes: {trace.kv_bytes}\r\n"
+        f"x-baton-transfer-ms: {trace.transfer_us / 1000:.3f}\r\n"
+        f"x-baton-exposed-ms: {trace.exposed_us / 1000:.3f}\r\n"
+        f"x-baton-cached-tokens: {cached_tokens(trace)}\r\n"
+        f"x-baton-index-state: {decision.index_state}\r\n"
+        f"x-baton-local-reason: {_name(trace.local_reason)}\r\n"
+        f"x-baton-queue-ms: {trace.router_queue_us / 1000:.3f}\r\n"
+        f"x-baton-migrations: {trace.num_migrations}\r\n"
+    ).encode("latin-1")
+
+
+def _name(value: str) -> str:
+    return (value if value.isascii() and value.isprintable() else ascii(value)) if value else NONE
 
 
 def _names(values: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,9 @@ def completion_job(value: Any, max_prompts: int) -> Job:
     Raises:
         InvalidRequestError: A field is wrong or asks for what can't be done; names it.
     """
+    usual = _usual_completion(value)
+    if usual is not None:
+        return usual
     body = parse_body(CompletionBody, value)
     prompts = parse_prompts(body.prompt, max_prompts)
     echo = bool(body.echo)
@@ -81,6 +85,45 @@ def completion_job(value: Any, max_prompts: int) -> Job:
     job = _job(body, requests, sampling, chat=False)
     job.echo, job.score_only, job.logprobs = echo, score_only, body.logprobs is not None
     return job
+
+
+_USUAL: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "prompt": (str, array),
+    "max_tokens": (int,),
+    "temperature": (float, int),
+    "top_p": (float, int),
+    "seed": (int,),
+    "stream": (bool,),
+    "user": (str,),
+    "request_id": (str,),
+}
+"""The fields that most requests have, and no others, with the types that the schema takes for them."""
+
+
+def _usual_completion(value: Any) -> Job | None:
+    """Return the job of a completion request with nothing but usual fields; ``None``: the schema looks at it."""
+    if type(value) is not dict or "prompt" not in value:
+        return None
+    for name, item in value.items():
+        if type(item) not in _USUAL.get(name, ()):
+            return None
+    get = value.get
+    sampling = SamplingParams(
+        max_tokens=get("max_tokens"),
+        temperature=float(get("temperature", 1.0)),
+        top_p=float(get("top_p", 1.0)),
+        seed=get("seed"),
+    )
+    request = TextRequest(
+        prompt=value["prompt"],
+        sampling=sampling,
+        request_id=get("request_id", ""),
+        model=get("model", ""),
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        user=get("user", ""),
+    )
+    return Job([request], chat=False, n=1, stream=get("stream", False))
 
 
 def chat_job(value: Any) -> Job:

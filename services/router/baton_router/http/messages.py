@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,13 +19,13 @@ def parse_prompts(value: Any, max_prompts: int) -> list[Prompt]:
     """Return the prompts of a completion request.
 
     Args:
-        value: A string, a list of strings, a list of token ids, or a list of such lists.
+        value: A string, a list of strings, a list of token ids, or a list of such lists; or ids as an array.
         max_prompts: How many there may be.
 
     Raises:
         InvalidRequestError: It is none of these; names the place.
     """
-    if isinstance(value, str):
+    if isinstance(value, str | array):
         return [value]
     if value is None:
         raise InvalidRequestError("prompt is required", field="prompt")

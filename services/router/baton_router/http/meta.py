@@ -23,6 +23,7 @@ from baton_router.http.messages import parse_messages
 from baton_router.http.metrics import HttpMetrics
 from baton_router.http.options import HttpOptions
 from baton_router.http.schemas import Body, DetokenizeBody, TokenizeBody, parse_body
+from baton_router.http.wishes import account_of
 from baton_router.text_pipeline import TextPipeline, count_chars
 from baton_router.text_request import ChatPrompt, Prompt, TextRequest
 
@@ -74,14 +75,16 @@ class TokenizerEndpoints:
         most = max(_LEAST_BOUND, 8 * info.max_model_len)
         if count_chars(prompt) > most:
             raise InvalidRequestError(f"{field} must have at most {most} characters", field=field)
+        account = account_of(request.scope)
         text_request = TextRequest(
             prompt=prompt,
             sampling=SamplingParams(),
+            cache_salt=account.salt("") if account is not None else "",
             prompt_field=field,
             # As the completion endpoints do it: a rendered conversation has its special tokens already.
             add_special_tokens=(body.messages is None if body.add_special_tokens is None else body.add_special_tokens),
         )
-        ids = await self._pipeline.tokenize(text_request, info)
+        ids = list(await self._pipeline.tokenize(text_request, info))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
         if body.return_token_strs:
             tokenizer = (await self._pipeline.text_model(info)).tokenizer

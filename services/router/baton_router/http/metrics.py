@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+
+from baton_router.tally import Amount, Counter, Distribution, Gauge, Histogram
 
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MAX_FIELD_LABELS = 100
@@ -15,21 +17,15 @@ class HttpMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_http_"
-        self._children: dict[tuple[str, int], tuple[Counter, Gauge, Histogram]] = {}
+        self._children: dict[tuple[str, int], tuple[Amount, Amount, Distribution]] = {}
         self._requests = Counter(
-            name + "requests", "Requests, by endpoint and status", ["endpoint", "status"], registry=registry
+            name + "requests", "Requests, by endpoint and status", ["endpoint", "status"], registry
         )
-        self._in_flight = Gauge(name + "in_flight", "Requests that are being served", ["endpoint"], registry=registry)
+        self._in_flight = Gauge(name + "in_flight", "Requests that are being served", ["endpoint"], registry)
         self._seconds = Histogram(
-            name + "request_seconds",
-            "First byte in to last byte out",
-            ["endpoint"],
-            buckets=_SECONDS,
-            registry=registry,
+            name + "request_seconds", "First byte in to last byte out", ["endpoint"], registry, buckets=_SECONDS
         )
-        self._ignored = Counter(
-            name + "ignored_fields", "Request fields that had no effect", ["field"], registry=registry
-        )
+        self._ignored = Counter(name + "ignored_fields", "Request fields that had no effect", ["field"], registry)
         self._field_labels: set[str] = set()
 
     def begin(self, endpoint: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton_router.accounts import Accounts
+
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
     """Options of the HTTP front.
 
     Attributes:
-        api_keys: Keys of which a client must show one as ``Authorization: Bearer``; none: anybody may call.
+        accounts: Whose keys a client must show as ``Authorization: Bearer``; ``None``: anybody may call.
         strict_fields: Refuse requests with fields that have no effect, instead of naming these in a header.
         max_body_bytes: Longest request body.
         max_prompts: Prompts in one completion request.
@@ -20,7 +22,7 @@ class HttpOptions:
         cors_origins: Origins that browsers may call from.
     """
 
-    api_keys: tuple[str, ...] = ()
+    accounts: Accounts | None = None
     strict_fields: bool = False
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 128

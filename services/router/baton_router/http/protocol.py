@@ -9,8 +9,13 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from baton_router.http.exchange import Direct, Exchange
+
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
+_EARLY_BYTES = 2**20
+_BODY_WAIT_S = 0.1
+"""Bodies up to this length are gathered for so long, for requests that are served without ASGI once they are whole."""
 DISCONNECT = "baton.disconnect"
 """Extension of the ASGI scope: ``call`` takes a function to be called when the client has gone. Cheaper than a task."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
@@ -108,6 +113,9 @@ class JoiningCycle(RequestResponseCycle):
             self.on_response()
 
 
+_JSON = frozenset({b"application/json", b"application/json; charset=utf-8"})
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Ends connections whose request line and headers are too long, or don't come.
 
@@ -123,25 +131,39 @@ class BoundedProtocol(HttpToolsProtocol):
 
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
+    _default_lines: tuple[Any, bytes] = (None, b"")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what uvicorn gives its protocols."""
         super().__init__(*args, **kwargs)
         self._in_head = True
+        self._direct: Direct | None = getattr(self.app, "direct", None)
+        self._early: list[bytes] | None = None
+        self._early_bytes = 0
+        self._early_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
         super().connection_made(transport)
-        self._begin_head()
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._end_head()
+        if self._early is not None:  # a request that was cut short is one, too
+            self._begin_cycle()
         super().connection_lost(exc)
-        if isinstance(self.cycle, JoiningCycle) and self.cycle.disconnected:
-            self.cycle.lost()
+        cycle: Any = self.cycle
+        if cycle is not None and cycle.disconnected:
+            cycle.lost()
+
+    def shutdown(self) -> None:
+        """Let what has begun be served, and close then."""
+        if self._early is not None:
+            self._begin_cycle()
+        super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
@@ -153,6 +175,10 @@ class BoundedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
             return
+        if self._early is not None and self._early_timer is None:  # the rest of the body is still to come
+            self._early_timer = self.loop.call_later(_BODY_WAIT_S, self._begin_cycle)
+        if self._in_head and self._head_timer is None:  # and so is the rest of a head
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
         if self._in_head and self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
             self.transport.close()
@@ -186,22 +212,100 @@ class BoundedProtocol(HttpToolsProtocol):
         """End a request's head."""
         if not self._offers_upgrade():
             self._end_head()
-            super().on_headers_complete()
-            cycle: Any = self.cycle  # made just now by uvicorn, which lets nobody choose the class
-            cycle.__class__ = JoiningCycle
-            self.scope["extensions"] = {DISCONNECT: {"call": cycle.on_disconnect}}
+            if self._may_be_direct():
+                self._early = []
+            else:
+                self._begin_cycle()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        if self._early is None:
+            super().on_body(body)
+            return
+        self._early.append(body)
+        self._early_bytes += len(body)
+        if self._early_bytes > _EARLY_BYTES:
+            self._begin_cycle()
 
     def on_message_complete(self) -> None:
         """End a request, but for one that comes again without its offer."""
+        if self._early is not None:
+            assert self._direct is not None
+            body = b"".join(self._early)
+            self._end_early()
+            if len(body) <= self._direct.max_body_bytes:
+                before: Any = self.cycle
+                exchange = Exchange(self, self._direct.paths[self.url], body)
+                cycle: Any = exchange
+                self.cycle = cycle
+                if self._direct.serve(exchange):
+                    return
+                self.cycle = before
+            self._early = [body]
+            self._begin_cycle()
         if not self._offers_upgrade():
             super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not keep up."""
+        super().pause_writing()
+        self._tell_flow(paused=True)
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        super().resume_writing()
+        self._tell_flow(paused=False)
+
+    def default_lines(self) -> bytes:
+        """Return the headers that every answer has, which uvicorn makes anew once a second."""
+        headers = self.server_state.default_headers
+        known, lines = BoundedProtocol._default_lines
+        if known is not headers:
+            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            BoundedProtocol._default_lines = headers, lines
+        return lines
+
+    def _tell_flow(self, *, paused: bool) -> None:
+        callback = getattr(self.cycle, "on_flow", None)
+        if callback is not None:
+            callback(paused)
+
+    def _may_be_direct(self) -> bool:
+        """Whether a request that has begun can be served without ASGI, if its body comes with its head."""
+        direct = self._direct
+        if direct is None or self.url not in direct.paths or self.expect_100_continue:
+            return False
+        if self.cycle is not None and not self.cycle.response_complete:  # requests wait in line
+            return False
+        for name, value in self.headers:
+            if name == b"content-type" and value.lower() not in _JSON:
+                return False
+            if name == b"content-encoding":
+                return False
+        return self.parser.get_method() == b"POST" and self.parser.get_http_version() == "1.1"
+
+    def _begin_cycle(self) -> None:
+        """Let uvicorn serve the request, as far as it has come."""
+        super().on_headers_complete()
+        cycle: Any = self.cycle  # made just now by uvicorn, which lets nobody choose the class
+        cycle.__class__ = JoiningCycle
+        self.scope["extensions"] = {DISCONNECT: {"call": cycle.on_disconnect}}
+        early = self._early or ()
+        self._end_early()
+        for piece in early:
+            super().on_body(piece)
+
+    def _end_early(self) -> None:
+        self._early, self._early_bytes = None, 0
+        if self._early_timer is not None:
+            self._early_timer.cancel()
+            self._early_timer = None
 
     def _offers_upgrade(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _begin_head(self) -> None:
         self._in_head, self._head_bytes = True, 0
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
 
     def _end_head(self) -> None:
         self._in_head = False

@@ -1,4 +1,4 @@
-"""What headers say of a request's urgency and belonging; they go before the fields of the body."""
+"""What headers say of a request: whose it is, and how urgent; they go before the fields of the body."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-
 from baton.errors import InvalidRequestError, shown
+from baton_router.accounts import Account
 from baton_router.text_request import TextRequest
 
 SESSION_HEADER = b"x-baton-session"
@@ -17,27 +16,33 @@ SESSION_HEADER = b"x-baton-session"
 TTFT_HEADER = b"x-baton-ttft-ms"
 ITL_HEADER = b"x-baton-itl-ms"
 PRIORITY_HEADER = b"x-baton-priority"
-_CLIENT = "baton_client"
+_ACCOUNT = "baton_account"
 
 
-def set_client(scope: MutableMapping[str, Any], name: str) -> None:
+def set_account(scope: MutableMapping[str, Any], account: Account) -> None:
     """Note whose API key a request showed."""
-    scope["state"][_CLIENT] = name
+    scope["state"][_ACCOUNT] = account
 
 
-def with_headers(request: Request, items: list[TextRequest]) -> list[TextRequest]:
+def account_of(scope: MutableMapping[str, Any]) -> Account | None:
+    """Return whose API key a request showed; ``None``: there are no API keys."""
+    account: Account | None = scope["state"].get(_ACCOUNT)
+    return account
+
+
+def with_headers(scope: MutableMapping[str, Any], items: list[TextRequest]) -> list[TextRequest]:
     """Return the generations of an HTTP request with what its headers say.
 
     Raises:
         InvalidRequestError: A header is wrong; names it.
     """
     changes: dict[str, Any] = {}
-    for name, value in request.scope["headers"]:
+    for name, value in scope["headers"]:
         if name.startswith(b"x-baton-"):
             _read(name, value.decode("latin-1").strip(), changes)
-    client = request.scope["state"].get(_CLIENT)
-    if client:
-        changes["client"] = client
+    account = account_of(scope)
+    if account is not None:
+        return [replace(item, account=account, cache_salt=account.salt(item.cache_salt), **changes) for item in items]
     return [replace(item, **changes) for item in items] if changes else items
 
 

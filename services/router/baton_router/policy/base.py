@@ -19,7 +19,7 @@ _SMOOTHING = 0.25
 1.0 balances too late, 0 gives up a tenth of the hits while the cluster is nearly idle."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per request: frozen ones cost three times as much
 class Request:
     """The request that is to be placed.
 
@@ -55,6 +55,7 @@ class Side:
         books: The whole of what is known of their load.
         loadable: Leading prompt tokens that the instance holds or can load from a slower tier or the KV store;
             ``None``: nobody holds more than ``matched``.
+        tiers: Which tiers these come from, and how many tokens from each; ``None`` like ``loadable``.
     """
 
     role: Role
@@ -66,6 +67,7 @@ class Side:
     cost: float
     books: Sequence[LoadBook] = ()
     loadable: list[int] | None = None
+    tiers: list[dict[str, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

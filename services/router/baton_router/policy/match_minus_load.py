@@ -63,6 +63,8 @@ class MatchMinusLoad:
         """Nothing to remember."""
 
     def _score(self, side: Side) -> Scores:
+        if not side.ids:
+            return Scores({"match": [], "load": []}, [])
         price = -self.beta
         loads = [price * (x if x >= 1.0 else 1.0 + math.log(max(x, _IDLE))) for x in relative_loads(side)]
         return Scores.of(match=side.match_rates, load=loads)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
 from baton.errors import BatonError, ConfigError
-from baton_router.feed import LOWER_TIERS
+from baton_router.feed import LOWER_TIERS, STORE_TIERS
 from baton_router.policy.base import Policy
 from baton_router.policy.cost_ms import CostMs
 from baton_router.policy.least_loaded import LeastLoaded
@@ -29,6 +29,7 @@ from baton_router.policy.uniform import Uniform
 from baton_router.speeds import Speeds
 
 GROUP = "baton.router_policies"
+_TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
             weight = float(text)
         except ValueError:
             weight = math.nan
-        if tier not in LOWER_TIERS or not 0.0 <= weight <= 1.0:
-            message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(LOWER_TIERS)}"
+        if tier not in _TIERS or not 0.0 <= weight <= 1.0:
+            message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(_TIERS)}"
             raise ConfigError(message, field="tier_weights")
         found[tier] = weight
     return found

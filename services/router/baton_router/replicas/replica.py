@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from baton.rpc.redis_client import redis_errors
+from baton.rpc.redis_client import end_task, redis_errors
 from baton.types import Role
 from baton_router.backoff import Backoff
 from baton_router.config import RouterConfig
@@ -91,9 +91,7 @@ class Replica:
 
     async def close(self) -> None:
         """Give everything back and say so, if Redis is there."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(end_task(task) for task in self._tasks))
         if self.state is SharedState.SHARED:
             try:
                 await self._store.leave(self._units.all())

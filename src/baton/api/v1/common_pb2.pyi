@@ -648,3 +648,33 @@ class ErrorDetail(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ErrorDetail: _TypeAlias = ErrorDetail  # noqa: Y015
+
+@_typing.final
+class Tenant(_message.Message):
+    """Whose request it is, as the router authenticated it. Services tell each other; a client that says so is not believed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    KV_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """opaque; 1 to 64 characters"""
+    kv_bytes: _builtins.int
+    """that its blocks may take in a KV store's memory; 0: what the store gives everybody"""
+    kv_disk_bytes: _builtins.int
+    """on a KV store's disk"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        kv_bytes: _builtins.int = ...,
+        kv_disk_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "kv_bytes", b"kv_bytes", "kv_disk_bytes", b"kv_disk_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tenant: _TypeAlias = Tenant  # noqa: Y015

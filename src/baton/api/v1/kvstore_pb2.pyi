@@ -4,6 +4,7 @@ isort:skip_file
 A content-addressed store of KV blocks. Control over gRPC; bytes over pipes: the store pulls what is put, clients pull what they get."""
 
 from baton.api.v1 import common_pb2 as _common_pb2
+from baton.api.v1 import events_pb2 as _events_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -29,8 +30,15 @@ class PutRequest(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
     durable: _builtins.bool
     """answer when the blocks would survive a crash of the store's host; wants a disk tier"""
+    ttl_s: _builtins.int
+    """forget what is stored now after so many seconds; 0: never. Such blocks are kept in memory only"""
+    pin: _builtins.bool
+    """as the call Pin would"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint:
         """what the blocks are; part of the key"""
@@ -51,6 +59,10 @@ class PutRequest(_message.Message):
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """parallel to block_ids"""
 
+    @_builtins.property
+    def tenant(self) -> _common_pb2.Tenant:
+        """whose blocks these are; unset: nobody's"""
+
     def __init__(
         self,
         *,
@@ -60,10 +72,13 @@ class PutRequest(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
         durable: _builtins.bool = ...,
+        tenant: _common_pb2.Tenant | None = ...,
+        ttl_s: _builtins.int = ...,
+        pin: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_ids", b"block_ids", "durable", b"durable", "fingerprint", b"fingerprint", "generations", b"generations", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_ids", b"block_ids", "durable", b"durable", "fingerprint", b"fingerprint", "generations", b"generations", "pin", b"pin", "source", b"source", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -108,6 +123,7 @@ class GetRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """0: the store's default"""
     @_builtins.property
@@ -116,16 +132,21 @@ class GetRequest(_message.Message):
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """a chain: the answer covers its longest prefix"""
 
+    @_builtins.property
+    def tenant(self) -> _common_pb2.Tenant:
+        """who pays for the memory of blocks that come from disk"""
+
     def __init__(
         self,
         *,
         fingerprint: _common_pb2.Fingerprint | None = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         lease_ms: _builtins.int = ...,
+        tenant: _common_pb2.Tenant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "lease_ms", b"lease_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,19 +238,25 @@ class ContainsRequest(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def tenant(self) -> _common_pb2.Tenant:
+        """as in GetRequest"""
+
     def __init__(
         self,
         *,
         fingerprint: _common_pb2.Fingerprint | None = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        tenant: _common_pb2.Tenant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -262,8 +289,11 @@ class DeleteRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
     """everything of this fingerprint"""
+    tenant: _builtins.str
+    """everything of this tenant, of any fingerprint"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -274,10 +304,11 @@ class DeleteRequest(_message.Message):
         fingerprint: _common_pb2.Fingerprint | None = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         all: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "block_hashes", b"block_hashes", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -301,6 +332,135 @@ class DeleteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    UNPIN_FIELD_NUMBER: _builtins.int
+    unpin: _builtins.bool
+    """the reverse"""
+    @_builtins.property
+    def fingerprint(self) -> _common_pb2.Fingerprint: ...
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        fingerprint: _common_pb2.Fingerprint | None = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        unpin: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "unpin", b"unpin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pinned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """parallel to block_hashes: whether the block is in memory and pinned now"""
+
+    def __init__(
+        self,
+        *,
+        pinned: _abc.Iterable[_builtins.bool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class ListTenantsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsRequest: _TypeAlias = ListTenantsRequest  # noqa: Y015
+
+@_typing.final
+class ListTenantsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]: ...
+    def __init__(
+        self,
+        *,
+        tenants: _abc.Iterable[Global___TenantUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
+
+@_typing.final
+class TenantUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_EVICTIONS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """empty: what is nobody's"""
+    num_blocks: _builtins.int
+    """in memory"""
+    used_bytes: _builtins.int
+    quota_bytes: _builtins.int
+    """0: none"""
+    pinned_bytes: _builtins.int
+    disk_bytes: _builtins.int
+    disk_quota_bytes: _builtins.int
+    num_evictions: _builtins.int
+    """blocks that it lost to its own quota"""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        quota_bytes: _builtins.int = ...,
+        pinned_bytes: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
+        disk_quota_bytes: _builtins.int = ...,
+        num_evictions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "disk_quota_bytes", b"disk_quota_bytes", "num_blocks", b"num_blocks", "num_evictions", b"num_evictions", "pinned_bytes", b"pinned_bytes", "quota_bytes", b"quota_bytes", "tenant", b"tenant", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantUse: _TypeAlias = TenantUse  # noqa: Y015
 
 @_typing.final
 class GetStoreInfoRequest(_message.Message):
@@ -365,3 +525,51 @@ class GetStoreInfoResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStoreInfoResponse: _TypeAlias = GetStoreInfoResponse  # noqa: Y015
+
+@_typing.final
+class StreamStoreEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
+    from_sequence: _builtins.int
+    """first sequence number wanted; 0: begin with a snapshot"""
+    epoch: _builtins.bytes
+    """of which process; another one than the current: begin with a snapshot"""
+    heartbeat_ms: _builtins.int
+    """longest silence wanted: without news a heartbeat is sent; 0: none"""
+    def __init__(
+        self,
+        *,
+        from_sequence: _builtins.int = ...,
+        epoch: _builtins.bytes = ...,
+        heartbeat_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_sequence", b"from_sequence", "heartbeat_ms", b"heartbeat_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamStoreEventsRequest: _TypeAlias = StreamStoreEventsRequest  # noqa: Y015
+
+@_typing.final
+class StreamStoreEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def batch(self) -> _events_pb2.KvEventBatch: ...
+    def __init__(
+        self,
+        *,
+        batch: _events_pb2.KvEventBatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamStoreEventsResponse: _TypeAlias = StreamStoreEventsResponse  # noqa: Y015

@@ -59,10 +59,25 @@ class KvStoreServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.DeleteResponse.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/baton.api.v1.KvStoreService/Pin',
+                request_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.PinRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/baton.api.v1.KvStoreService/ListTenants',
+                request_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
         self.GetStoreInfo = channel.unary_unary(
                 '/baton.api.v1.KvStoreService/GetStoreInfo',
                 request_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.GetStoreInfoRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.GetStoreInfoResponse.FromString,
+                _registered_method=True)
+        self.StreamStoreEvents = channel.unary_stream(
+                '/baton.api.v1.KvStoreService/StreamStoreEvents',
+                request_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.StreamStoreEventsRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.StreamStoreEventsResponse.FromString,
                 _registered_method=True)
 
 
@@ -103,8 +118,29 @@ class KvStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Keeps blocks in memory whatever else comes, until they are unpinned or deleted; a restart forgets pins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """What each tenant holds, largest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStoreInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamStoreEvents(self, request, context):
+        """What came to and left each tier, in order; replayed from a ring buffer where that reaches back far enough, else a snapshot first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -137,10 +173,25 @@ def add_KvStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.DeleteRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.DeleteResponse.SerializeToString,
             ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.PinRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.PinResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.ListTenantsRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.ListTenantsResponse.SerializeToString,
+            ),
             'GetStoreInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStoreInfo,
                     request_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.GetStoreInfoRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.GetStoreInfoResponse.SerializeToString,
+            ),
+            'StreamStoreEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamStoreEvents,
+                    request_deserializer=baton_dot_api_dot_v1_dot_kvstore__pb2.StreamStoreEventsRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_kvstore__pb2.StreamStoreEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -289,6 +340,60 @@ class KvStoreService(object):
             _registered_method=True)
 
     @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.KvStoreService/Pin',
+            baton_dot_api_dot_v1_dot_kvstore__pb2.PinRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_kvstore__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.KvStoreService/ListTenants',
+            baton_dot_api_dot_v1_dot_kvstore__pb2.ListTenantsRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_kvstore__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetStoreInfo(request,
             target,
             options=(),
@@ -305,6 +410,33 @@ class KvStoreService(object):
             '/baton.api.v1.KvStoreService/GetStoreInfo',
             baton_dot_api_dot_v1_dot_kvstore__pb2.GetStoreInfoRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_kvstore__pb2.GetStoreInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamStoreEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.api.v1.KvStoreService/StreamStoreEvents',
+            baton_dot_api_dot_v1_dot_kvstore__pb2.StreamStoreEventsRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_kvstore__pb2.StreamStoreEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

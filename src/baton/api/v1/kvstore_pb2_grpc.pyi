@@ -40,7 +40,13 @@ class KvStoreServiceStub:
     Contains: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ContainsRequest, _kvstore_pb2.ContainsResponse]
     """Longest prefix of the chain that the store holds."""
     Delete: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteResponse]
+    Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
+    """Keeps blocks in memory whatever else comes, until they are unpinned or deleted; a restart forgets pins."""
+    ListTenants: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ListTenantsRequest, _kvstore_pb2.ListTenantsResponse]
+    """What each tenant holds, largest first."""
     GetStoreInfo: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.GetStoreInfoRequest, _kvstore_pb2.GetStoreInfoResponse]
+    StreamStoreEvents: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.StreamStoreEventsRequest, _kvstore_pb2.StreamStoreEventsResponse]
+    """What came to and left each tier, in order; replayed from a ring buffer where that reaches back far enough, else a snapshot first."""
 
 @_typing.type_check_only
 class KvStoreServiceAsyncStub(KvStoreServiceStub):
@@ -54,7 +60,13 @@ class KvStoreServiceAsyncStub(KvStoreServiceStub):
     Contains: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ContainsRequest, _kvstore_pb2.ContainsResponse]  # type: ignore[assignment]
     """Longest prefix of the chain that the store holds."""
     Delete: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteResponse]  # type: ignore[assignment]
+    Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
+    """Keeps blocks in memory whatever else comes, until they are unpinned or deleted; a restart forgets pins."""
+    ListTenants: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ListTenantsRequest, _kvstore_pb2.ListTenantsResponse]  # type: ignore[assignment]
+    """What each tenant holds, largest first."""
     GetStoreInfo: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.GetStoreInfoRequest, _kvstore_pb2.GetStoreInfoResponse]  # type: ignore[assignment]
+    StreamStoreEvents: _aio.UnaryStreamMultiCallable[_kvstore_pb2.StreamStoreEventsRequest, _kvstore_pb2.StreamStoreEventsResponse]  # type: ignore[assignment]
+    """What came to and left each tier, in order; replayed from a ring buffer where that reaches back far enough, else a snapshot first."""
 
 class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -97,10 +109,34 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvstore_pb2.DeleteResponse, _abc.Awaitable[_kvstore_pb2.DeleteResponse]]: ...
 
     @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _kvstore_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.PinResponse, _abc.Awaitable[_kvstore_pb2.PinResponse]]:
+        """Keeps blocks in memory whatever else comes, until they are unpinned or deleted; a restart forgets pins."""
+
+    @_abc_1.abstractmethod
+    def ListTenants(
+        self,
+        request: _kvstore_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ListTenantsResponse, _abc.Awaitable[_kvstore_pb2.ListTenantsResponse]]:
+        """What each tenant holds, largest first."""
+
+    @_abc_1.abstractmethod
     def GetStoreInfo(
         self,
         request: _kvstore_pb2.GetStoreInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.GetStoreInfoResponse, _abc.Awaitable[_kvstore_pb2.GetStoreInfoResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def StreamStoreEvents(
+        self,
+        request: _kvstore_pb2.StreamStoreEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.StreamStoreEventsResponse], _abc.AsyncIterator[_kvstore_pb2.StreamStoreEventsResponse]]:
+        """What came to and left each tier, in order; replayed from a ring buffer where that reaches back far enough, else a snapshot first."""
 
 def add_KvStoreServiceServicer_to_server(servicer: KvStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

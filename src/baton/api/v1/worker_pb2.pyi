@@ -54,6 +54,7 @@ class GenerateRequest(_message.Message):
     REMOTE_PREFILL_THRESHOLD_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
     cache_salt: _builtins.str
@@ -82,6 +83,10 @@ class GenerateRequest(_message.Message):
     def ticket(self) -> Global___PlacementTicket:
         """of a client that comes without a router between"""
 
+    @_builtins.property
+    def tenant(self) -> _common_pb2.Tenant:
+        """whose blocks these will be in a KV store; unset: nobody's"""
+
     def __init__(
         self,
         *,
@@ -95,10 +100,11 @@ class GenerateRequest(_message.Message):
         remote_prefill_threshold: _builtins.int | None = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ticket: Global___PlacementTicket | None = ...,
+        tenant: _common_pb2.Tenant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remote_prefill_threshold: _TypeAlias = _typing.Literal["remote_prefill_threshold"]  # noqa: Y015
     _WhichOneofArgType__remote_prefill_threshold: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold"]  # noqa: Y015
@@ -430,6 +436,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_output_tokens: _builtins.int
     """how many of them were generated before (penalties and seeds count from there)"""
@@ -455,6 +462,10 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def trace_context(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def tenant(self) -> _common_pb2.Tenant:
+        """as in GenerateRequest"""
+
     def __init__(
         self,
         *,
@@ -468,10 +479,11 @@ class PrefillRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tenant: _common_pb2.Tenant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "held", b"held", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "held", b"held", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -675,6 +687,8 @@ class GetInfoResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    CALLS_PORT_FIELD_NUMBER: _builtins.int
+    KVSTORE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
     epoch: _builtins.bytes
@@ -692,6 +706,10 @@ class GetInfoResponse(_message.Message):
     """where tokenizer files can be found, as the instance sees it"""
     tokenizer_digest: _builtins.str
     """hex digest of the model's tokenizer.json; empty: it has none"""
+    calls_port: _builtins.int
+    """where it serves GenerateMany without gRPC, on the same host (see baton.rpc.call_stream); 0: nowhere"""
+    kvstore: _builtins.str
+    """nodes of the KV store it loads from, host:port separated by commas, or "discover"; empty: none"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -717,10 +735,12 @@ class GetInfoResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         model_path: _builtins.str = ...,
         tokenizer_digest: _builtins.str = ...,
+        calls_port: _builtins.int = ...,
+        kvstore: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "calls_port", b"calls_port", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,14 +25,14 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.reshard import ReshardPlan
 from baton.kv.shards import KVShards
-from baton.transport.block_types import BlockSource, FetchResult, Valid
+from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid
 from baton.transport.blocks.kinds import resolve_kinds
 from baton.transport.blocks.links import Connector, Link, LinkCache, LinkOptions
-from baton.transport.blocks.parts import Part, SequenceBlocks, parts_of
+from baton.transport.blocks.parts import Part, SequenceBlocks, followed_parts, parts_of
 from baton.transport.blocks.server import check_shards
 from baton.transport.handshake import Facts
-from baton.transport.pipe.base import ReadPipe
-from baton.transport.waiting import EitherFlag, Flag, Wait, run_together
+from baton.transport.pipe.base import FollowingReadPipe, LayerRead, ReadPipe
+from baton.transport.waiting import Flag, Wait
 
 log = logging.getLogger(__name__)
 _PENDING_PER_THREAD = 64
@@ -61,7 +61,7 @@ class BlockFetcher:
         links: LinkOptions | None = None,
     ) -> None:
         options = links or LinkOptions()
-        wanted = resolve_kinds(kinds, memory=options.memory is not None)
+        wanted = resolve_kinds(kinds, memory=options.memory is not None, tls=options.tls is not None)
         for name, value in (("max_threads", max_threads), ("streams", options.tcp.streams)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
@@ -71,9 +71,13 @@ class BlockFetcher:
         self._plan: tuple[Fingerprint, ReshardPlan] | None = None  # of the latest source; most are alike
         self._links = LinkCache(Connector(wanted, options), idle_s=options.idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
-        self._ahead = ThreadPoolExecutor(max_threads, "baton-fetch-ahead")
         self._closing = threading.Event()
         self._room = threading.BoundedSemaphore(max_threads * _PENDING_PER_THREAD)
+
+    @property
+    def pool(self) -> KVShards:
+        """Target of all copies."""
+        return self._shards
 
     def fetch(
         self,
@@ -198,7 +202,6 @@ class BlockFetcher:
         self._closing.set()
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._ahead.shutdown(wait=True)
 
     def _plan_from(self, source: Fingerprint) -> ReshardPlan:
         known = self._plan
@@ -227,37 +230,35 @@ class BlockFetcher:
         if blocks.ready is None:
             self._copy_parts(pipe, parts_of(plan, blocks), came, wait)
             return came
-        siblings = EitherFlag(wait.cancelled)
-        layers = _Layers(pipe, blocks.ready, self._fingerprint, len(blocks), Wait(wait.deadline, siblings))
-        lock = threading.Lock()
-
-        def work() -> None:
-            try:
-                while (some := layers.take()) is not None:
-                    mine = _Came(np.ones(len(blocks), dtype=np.bool_))
-                    self._copy_parts(pipe, parts_of(plan, blocks, some), mine, layers.wait)
-                    with lock:
-                        came.valid &= mine.valid
-                        came.num_bytes += mine.num_bytes
-            except BaseException:
-                siblings.set()
-                raise
-
-        try:
-            others = [self._ahead.submit(work) for _ in range(pipe.layer_reads - 1)]
-        except RuntimeError as error:
-            raise PipeClosedError("the fetcher was closed") from error
-
-        def here() -> None:
-            try:
-                work()
-            finally:
-                for other in others:
-                    other.cancel()  # what found no thread so far is not missed
-
-        run_together(here, others, siblings)
+        if isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
+            self._follow(pipe, plan, blocks, blocks.ready, came, wait)
+            return came
+        layers = _Layers(pipe, blocks.ready, self._group_of(pipe, len(blocks)), len(self._fingerprint.layer_shapes))
+        while (some := layers.take(wait)) is not None:
+            self._copy_parts(pipe, parts_of(plan, blocks, some), came, wait)
         came.waited_s = layers.waited_s
         return came
+
+    def _follow(
+        self, pipe: FollowingReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, ready: int, came: _Came, wait: Wait
+    ) -> None:
+        """Have the source send the layers as it computes them."""
+        count, group = len(self._fingerprint.layer_shapes), self._group_of(pipe, len(blocks))
+        ends = [*range(group, count, group), count]
+        parts = list(followed_parts(plan, blocks, ready, ends))
+        reads = [LayerRead(part.reads, self._shards.arenas[part.target].blocks) for part in parts]
+        start = time.perf_counter()
+        valid, waited_s = pipe.follow(reads, wait)
+        came.waited_s = min(waited_s, time.perf_counter() - start)  # the source says how long
+        for part, each, good in zip(parts, reads, valid, strict=True):
+            came.valid[part.blocks] &= good
+            came.num_bytes += int(good.sum()) * part.reads.bytes_per_block(each.local.shape[1])
+
+    def _group_of(self, pipe: ReadPipe, num_blocks: int) -> int:
+        """Layers to read at once: several where one is small, yet a quarter at most, or nothing would overlap."""
+        count = len(self._fingerprint.layer_shapes)
+        layer_bytes = max(1, num_blocks * self._fingerprint.block_bytes // count)
+        return max(1, min(count // 4, -(-pipe.group_bytes // layer_bytes)))
 
     def _copy_parts(self, pipe: ReadPipe, parts: Iterable[Part], came: _Came, wait: Wait) -> None:
         for part in parts:
@@ -277,38 +278,38 @@ class _Came:
 
 
 class _Layers:
-    """Layers of a model, handed out in turn as the source computes them; thread safe.
+    """Layers of a model, handed out in turn as the source computes them.
+
+    Args:
+        pipe: To the source.
+        ready: Its progress before the first layer.
+        group: Least layers to hand out at once.
+        count: Of all layers.
 
     Attributes:
-        wait: Deadline and cancel flag of the whole.
         waited_s: Seconds that passed in waiting for the source.
     """
 
-    def __init__(self, pipe: ReadPipe, ready: int, fingerprint: Fingerprint, num_blocks: int, wait: Wait) -> None:
-        self._pipe, self._ready, self.wait = pipe, ready, wait
-        self._first, self._count = 0, len(fingerprint.layer_shapes)
-        layer_bytes = max(1, num_blocks * fingerprint.block_bytes // self._count)
-        # Several layers at once where one is small; still a quarter of them at most, or nothing would overlap.
-        self._group = max(1, min(self._count // 4, -(-pipe.group_bytes // layer_bytes)))
-        self._turn = threading.Lock()
+    def __init__(self, pipe: ReadPipe, ready: int, group: int, count: int) -> None:
+        self._pipe, self._ready, self._group, self._count = pipe, ready, group, count
+        self._first = 0
         self.waited_s = 0.0
 
-    def take(self) -> range | None:
+    def take(self, wait: Wait) -> range | None:
         """Wait for the next layers; ``None``: all have been taken.
 
         Raises:
             PipeClosedError, DeadlineError, CancelledError: As their names say.
         """
-        with self._turn:  # for no longer than the wait of whoever has it
-            if self._first >= self._count:
-                return None
-            start = time.perf_counter()
-            wanted = min(self._first + self._group, self._count)
-            done = self._pipe.wait_ready(self._ready + wanted, self.wait) - self._ready
-            self.waited_s += time.perf_counter() - start
-            layers = range(self._first, min(done, self._count))
-            self._first = layers.stop
-            return layers
+        if self._first >= self._count:
+            return None
+        start = time.perf_counter()
+        wanted = min(self._first + self._group, self._count)
+        done = self._pipe.wait_ready(self._ready + wanted, wait) - self._ready
+        self.waited_s += time.perf_counter() - start
+        layers = range(self._first, min(done, self._count))
+        self._first = layers.stop
+        return layers
 
 
 def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> None:

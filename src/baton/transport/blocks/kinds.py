@@ -13,16 +13,18 @@ from baton.transport.pipe.nixl_agent import nixl_obstacle
 
 
 def resolve_kinds(
-    kinds: Sequence[str] | str, *, memory: bool = False, infiniband: Path = INFINIBAND
+    kinds: Sequence[str] | str, *, memory: bool = False, tls: bool = False, infiniband: Path = INFINIBAND
 ) -> tuple[str, ...]:
     """Return kinds in order of preference, ``auto`` replaced by what suits this machine.
 
     ``auto`` is ``shm``, which reaches the same host; then ``nixl``, if this machine has InfiniBand or RoCE and NIXL is
-    installed; then ``tcp``. Each source is reached over the first that gets there.
+    installed; then ``tcp``. With certificates it is ``shm``, then ``tls``. Each source is reached over the first that
+    gets there.
 
     Args:
         kinds: Names, or one name.
         memory: Whether there is a network for the ``memory`` kind, which ``auto`` then begins with.
+        tls: Whether there are certificates, and KV is to be encrypted on its way.
         infiniband: Where the kernel lists InfiniBand devices.
 
     Raises:
@@ -32,11 +34,13 @@ def resolve_kinds(
     check_pipes(named)
     for kind in named:
         reason = kind_obstacle(kind)
+        if kind == "tls" and not tls:
+            reason = "the tls pipe needs --tls-cert, and no --clear-kv"
         if reason:
             raise ConfigError(reason, field="pipes")
     found: dict[str, None] = {}
     for kind in named:
-        found.update(dict.fromkeys(_auto(memory, infiniband) if kind == AUTO else (kind,)))
+        found.update(dict.fromkeys(_auto(memory, tls, infiniband) if kind == AUTO else (kind,)))
     return tuple(found)
 
 
@@ -47,6 +51,6 @@ def kind_obstacle(kind: str) -> str:
     return gloo_obstacle() if kind == "gloo" else ""
 
 
-def _auto(memory: bool, infiniband: Path) -> tuple[str, ...]:
-    rdma = bool(infiniband_ports(infiniband)) and not nixl_obstacle()
-    return (*(["memory"] if memory else []), "shm", *(["nixl"] if rdma else []), "tcp")
+def _auto(memory: bool, tls: bool, infiniband: Path) -> tuple[str, ...]:
+    rdma = not tls and bool(infiniband_ports(infiniband)) and not nixl_obstacle()
+    return (*(["memory"] if memory else []), "shm", *(["nixl"] if rdma else []), "tls" if tls else "tcp")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
+from baton.rpc.tls import Tls
 from baton.transport.block_types import BlockSource
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import Facts
@@ -35,12 +36,14 @@ class LinkOptions:
         tcp: How TCP connections are used; gloo heeds ``checksums``.
         idle_s: Seconds after which an unused connection is closed.
         memory: Network of the ``memory`` kind.
+        tls: Certificates, if KV is to be encrypted on its way.
     """
 
     token: str | None = None
     tcp: TcpOptions = field(default_factory=TcpOptions)
     idle_s: float = 60.0
     memory: MemoryNetwork | None = None
+    tls: Tls | None = None
 
 
 class Connector:
@@ -92,7 +95,8 @@ class Connector:
             return NixlReadPipe.connect(address, facts, options.token, self._targets, wait)
         if kind == "gloo":
             return GlooReadPipe.connect(address, facts, options.token, wait, checksums=options.tcp.checksums)
-        return TcpReadPipe.connect(address, facts, options.token, wait, options.tcp)
+        tls = options.tls if kind == "tls" else None
+        return TcpReadPipe.connect(address, facts, options.token, wait, options.tcp, tls=tls)
 
 
 @dataclass(eq=False, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from baton.errors import InvalidRequestError
 from baton.kv.reshard import ReshardPlan, Segments, ShardCopy, merge_segments
-from baton.transport.block_types import BlockReads, Generations, Ids, Valid, integers
+from baton.transport.block_types import BlockReads, Generations, Ids, Steps, Valid, integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,18 +117,43 @@ def parts_of(plan: ReshardPlan, wanted: SequenceBlocks, layers: range | None = N
         yield from _whole(plan, wanted)
         return
     for copy in plan.copies:
-        segments = _segments(copy, layers)
-        if not len(segments):
-            continue
-        turn, place = np.divmod(wanted.positions, plan.source_period)
-        target = turn * plan.target_period + copy.piece.target_block
-        mine = np.flatnonzero((place == copy.piece.source_block) & (target < len(wanted.local_ids)))
-        mine = mine[wanted.writable[target[mine]]]
-        if not len(mine):
-            continue
+        yield from _part(plan, copy, wanted, _segments(copy, layers), None)
+
+
+def followed_parts(plan: ReshardPlan, wanted: SequenceBlocks, ready: int, ends: Sequence[int]) -> Iterator[Part]:
+    """Cut a fetch of what is still being computed into reads, in the order in which they can be made.
+
+    Args:
+        plan: From the source's shape to this one's.
+        wanted: The blocks.
+        ready: Progress of the source before the first layer.
+        ends: Layers after which something is sent, the last one included.
+    """
+    groups = [range(first, end) for first, end in itertools.pairwise((0, *ends))]
+    if len(plan.copies) == 1:
+        copy = plan.copies[0]
+        segments = [_segments(copy, layers) for layers in groups]
+        steps = [(ready + group.stop, len(some)) for group, some in zip(groups, segments, strict=True) if len(some)]
+        yield from _part(plan, copy, wanted, np.concatenate(segments), np.array(steps, np.int64))
+        return
+    for group in groups:
+        for copy in plan.copies:
+            some = _segments(copy, group)
+            yield from _part(plan, copy, wanted, some, np.array([(ready + group.stop, len(some))], np.int64))
+
+
+def _part(
+    plan: ReshardPlan, copy: ShardCopy, wanted: SequenceBlocks, segments: Segments, steps: Steps | None
+) -> Iterator[Part]:
+    """The read that makes a copy, if there is anything to copy."""
+    turn, place = np.divmod(wanted.positions, plan.source_period)
+    target = turn * plan.target_period + copy.piece.target_block
+    mine = np.flatnonzero((place == copy.piece.source_block) & (target < len(wanted.local_ids)))
+    mine = mine[wanted.writable[target[mine]]]
+    if len(mine) and len(segments):
         mine = mine[np.argsort(wanted.remote_ids[mine], kind="stable")]
         local = wanted.local_ids[target[mine]]
-        reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, segments, copy.source.index)
+        reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, segments, copy.source.index, steps)
         yield Part(reads, copy.target.index, mine)
 
 

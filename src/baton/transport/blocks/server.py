@@ -16,16 +16,18 @@ from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.shards import KVShards, shard_layout, shard_specs
+from baton.rpc.tls import Tls
 from baton.transport.block_types import BlockSource, Endpoint
 from baton.transport.blocks.kinds import resolve_kinds
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
 from baton.transport.pipe.gloo_read import serve_gloo
 from baton.transport.pipe.memory import MemoryNetwork
 from baton.transport.pipe.nixl_read import NixlSource
+from baton.transport.pipe.read_server import ServeLimits, serve_reads
 from baton.transport.pipe.shm_read import require_same_user, send_descriptors, shm_address
-from baton.transport.pipe.tcp_read import ServeLimits, serve_reads
 from baton.transport.pipe.vm_read import send_places
 from baton.transport.sockets import Stream, bind_tcp, join_address
+from baton.transport.tls_stream import tls_from
 from baton.transport.waiting import Wait
 from baton.transport.wire import send_error
 from baton.types import Epoch, InstanceId
@@ -42,12 +44,13 @@ class ServerOptions:
     """What rarely differs from its default.
 
     Attributes:
-        port: Port of the ``tcp`` kind; 0: any free one. Other kinds always take free ones.
+        port: Port of the ``tls`` or ``tcp`` kind; 0: any free one. Other kinds always take free ones.
         advertise_host: Host that readers are told; default: the one bound.
         max_connections: Connections at once; more are told to come later.
         handshake_s: Seconds a new connection has for its handshake.
         limits: Patience with readers.
         memory: Network of the ``memory`` kind.
+        tls: Certificates, if KV is to be encrypted on its way.
     """
 
     port: int = 0
@@ -56,6 +59,7 @@ class ServerOptions:
     handshake_s: float = 5.0
     limits: ServeLimits = field(default_factory=ServeLimits)
     memory: MemoryNetwork | None = None
+    tls: Tls | None = None
 
 
 class BlockServer:
@@ -102,7 +106,9 @@ class BlockServer:
         self.endpoints: list[Endpoint] = []
         check_shards(fingerprint, self._shards)
         try:
-            for kind in resolve_kinds(kinds, memory=self._options.memory is not None):
+            for kind in resolve_kinds(
+                kinds, memory=self._options.memory is not None, tls=self._options.tls is not None
+            ):
                 self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
         except BaseException:
             self.close()
@@ -165,7 +171,8 @@ class BlockServer:
             listener.bind("\0" + name)
             address = shm_address(name)
         else:
-            listener = bind_tcp(host, self._options.port if kind == "tcp" else 0, self._token)
+            named = kind == "tls" or (kind == "tcp" and all(each.kind != "tls" for each in self.endpoints))
+            listener = bind_tcp(host, self._options.port if named else 0, self._token, safe=kind == "tls")
             self._listeners.append(listener)
             if kind == "nixl":
                 self._nixl = NixlSource(self._shards, host)
@@ -222,6 +229,8 @@ class BlockServer:
     def _serve(self, kind: str, stream: Stream) -> None:
         try:
             wait = Wait(time.monotonic() + self._options.handshake_s)
+            if kind == "tls" and self._options.tls is not None:
+                stream = self._encrypt(stream, self._options.tls, wait)
             if kind in ON_HOST:
                 require_same_user(stream, self._token)
             greet_as_server(stream, self._token, wait, purpose=PURPOSE_READ, facts=self._facts)
@@ -247,6 +256,17 @@ class BlockServer:
             stream.close()
             with self._lock:
                 self._streams.discard(stream)
+
+    def _encrypt(self, plain: Stream, tls: Tls, wait: Wait) -> Stream:
+        """Replace a connection by what is encrypted over it."""
+        stream = tls_from(plain, tls, wait)
+        with self._lock:
+            self._streams.discard(plain)
+            self._streams.add(stream)
+            closed = self._closed.is_set()
+        if closed:
+            stream.close()
+        return stream
 
     def _pass_arenas(self, stream: Stream) -> None:
         with self._lock:

@@ -25,6 +25,11 @@ class CircuitBreaker:
         """Whether asks are refused now; unlike :meth:`allows` this takes no turn."""
         return self._failures >= self._limit and self._clock() < self._closed_again_at
 
+    @property
+    def tripped(self) -> bool:
+        """Whether the last ``failures`` asks failed, however long ago: nothing has succeeded since."""
+        return self._failures >= self._limit
+
     def allows(self) -> bool:
         """Whether an ask may go out now; where the breaker was open, this takes the cooldown's one turn."""
         with self._lock:

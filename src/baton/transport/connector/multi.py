@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from baton.errors import ConfigError, UnavailableError
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
-from baton.types import BlockHash, BlockId, PrefillPath, RequestId
+from baton.types import BlockHash, BlockId, PrefillPath, RequestId, Tenant
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -32,7 +35,8 @@ class MultiConnector(KVConnector):
 
     A load starts at the first connector that plans one. If its update falls short, the next connector that then plans
     one goes on from the tokens that are valid, and so on; the engine sees one update, at the end. A request's blocks
-    are given back when every connector that wanted them kept has let them go.
+    are given back when every connector that wanted them kept has let them go. One that raises is passed over, and the
+    others go on; a load that it has begun stays its own, for nobody else can tell when its last write has ended.
 
     Args:
         connectors: In the order in which they are asked; each belongs to this object from now on.
@@ -45,12 +49,13 @@ class MultiConnector(KVConnector):
         if not connectors:
             raise ConfigError("a multi connector needs at least one connector")
         self._connectors = tuple(connectors)
+        self.follows_all = any(connector.follows_all for connector in self._connectors)
         self._chains: dict[RequestId, _Chain] = {}
         self._holders: dict[RequestId, set[int]] = {}
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
         """Plan the most that any connector hopes for, so that blocks for all of it are reserved."""
-        plans = [plan for c in self._connectors if (plan := c.plan_load(request, num_local_tokens)) is not None]
+        plans = [plan for _, plan in self._each(lambda c: c.plan_load(request, num_local_tokens)) if plan is not None]
         if not plans:
             return None
         return LoadPlan(max(plan.num_tokens for plan in plans), any(plan.with_first_token for plan in plans))
@@ -76,8 +81,8 @@ class MultiConnector(KVConnector):
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended, and send those that fell short on to the next connector."""
         ended = []
-        for i, connector in enumerate(self._connectors):
-            for update in connector.poll_loads():
+        for i, updates in self._each(lambda c: c.poll_loads()):
+            for update in updates:
                 chain = self._chains.get(update.request_id)
                 if chain is None or chain.active != i:
                     log.error("an update of request %s came from a connector that does not load it", update.request_id)
@@ -92,24 +97,25 @@ class MultiConnector(KVConnector):
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
         """Tell all."""
-        for connector in self._connectors:
-            connector.step_begins(saves)
+        self._tell(lambda c: c.step_begins(saves))
 
     def layer_computed(self, layer: int) -> None:
         """Tell all."""
-        for connector in self._connectors:
-            connector.layer_computed(layer)
+        self._tell(lambda c: c.layer_computed(layer))
+
+    def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
+        """Tell all."""
+        self._tell(lambda c: c.blocks_belong(request_id, tenant))
 
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
         """Tell all."""
-        for connector in self._connectors:
-            connector.blocks_computed(request_id, block_ids, hashes, num_tokens)
+        self._tell(lambda c: c.blocks_computed(request_id, block_ids, hashes, num_tokens))
 
     def request_finished(self, request_id: RequestId) -> bool:
         """Keep the blocks if anybody wants that."""
-        holders = {i for i, connector in enumerate(self._connectors) if connector.request_finished(request_id)}
+        holders = {i for i, keeps in self._each(lambda c: c.request_finished(request_id)) if keeps}
         if holders:
             self._holders[request_id] = holders
         return bool(holders)
@@ -117,8 +123,8 @@ class MultiConnector(KVConnector):
     def poll_releases(self) -> list[RequestId]:
         """Return the requests that nobody wants kept any more."""
         released = []
-        for i, connector in enumerate(self._connectors):
-            for request_id in connector.poll_releases():
+        for i, ended in self._each(lambda c: c.poll_releases()):
+            for request_id in ended:
                 holders = self._holders.get(request_id, set())
                 holders.discard(i)
                 if not holders and self._holders.pop(request_id, None) is not None:
@@ -133,17 +139,30 @@ class MultiConnector(KVConnector):
         """Close all; a load that is cancelled so is not sent on."""
         for chain in self._chains.values():
             chain.cancelled = True
-        for connector in self._connectors:
-            connector.close()
+        self._tell(lambda c: c.close())
+
+    def _tell(self, call: Callable[[KVConnector], object]) -> None:
+        for _ in self._each(call):
+            pass
+
+    def _each(self, call: Callable[[KVConnector], T]) -> Iterator[tuple[int, T]]:
+        """Call one after the other, each when the answer of the one before was dealt with; leave out who raises."""
+        for i, connector in enumerate(self._connectors):
+            try:
+                answer = call(connector)
+            except Exception:
+                log.exception("connector %d (%s) failed", i, type(connector).__name__)
+                continue
+            yield i, answer
 
     def _start_next(self, chain: _Chain, num_valid_tokens: int) -> bool:
         """Start the next connector that plans something; ``False``: there is none, and ``active`` stays as it is."""
         request = chain.request
         for i in range(chain.active + 1, len(self._connectors)):
-            plan = self._connectors[i].plan_load(request, num_valid_tokens)
-            if plan is None or plan.num_tokens <= num_valid_tokens:
-                continue
             try:
+                plan = self._connectors[i].plan_load(request, num_valid_tokens)
+                if plan is None or plan.num_tokens <= num_valid_tokens:
+                    continue
                 self._connectors[i].start_load(request, num_valid_tokens, chain.block_ids)
             except Exception as error:
                 log.exception("connector %d could not load request %s", i, request.request_id)

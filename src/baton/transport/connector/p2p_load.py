@@ -15,7 +15,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.transport.block_types import Valid
 from baton.transport.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
+from baton.transport.connector.background import BackgroundLoads, Outcome, settle
 from baton.transport.connector.p2p_reuse import HeldBlocks
 from baton.transport.connector.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent
 from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
@@ -43,7 +43,6 @@ class _Load:
     block_ids: tuple[BlockId, ...]
     valid: np.ndarray
     cancelled: threading.Event = field(default_factory=threading.Event)
-    task: asyncio.Task[str | None] | None = None
     failures: list[str] = field(default_factory=list)
     kv_bytes: int = 0
     transfer_s: float = 0.0
@@ -142,11 +141,10 @@ class P2PLoader(KVConnector):
         threshold: int,
         stall_s: float,
     ) -> None:
-        self._pool, self._dialer, self._loop, self._wake = pool, dialer, loop, wake
+        self._pool, self._dialer, self._loop = pool, dialer, loop
         self._fetcher, self._block_size = pool.fetcher, pool.block_size
         self._threshold, self._stall_s = threshold, stall_s
-        self._loads: dict[RequestId, _Load] = {}
-        self._done: deque[LoadUpdate] = deque()
+        self._loads: BackgroundLoads[str | None] = BackgroundLoads(loop, wake)
         self._local_reasons: dict[RequestId, str] = {}
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
@@ -175,41 +173,29 @@ class P2PLoader(KVConnector):
         valid = np.zeros(-(-len(request.token_ids) // self._block_size), dtype=bool)
         valid[:num_held] = True
         load = _Load(request, num_held * self._block_size, tuple(block_ids), valid)
-        self._loads[request.request_id] = load
-        self._loop.call_soon_threadsafe(self._start, load)
-
-    def _start(self, load: _Load) -> None:
-        load.task = self._loop.create_task(self._run(load), name=f"load {load.request.request_id}")
-        # Not at the end of the coroutine: a task that is cancelled before its first step never enters it.
-        load.task.add_done_callback(lambda task: self._report(load, task))
+        self._loads.start(
+            request.request_id, lambda cancelled: self._run(load, cancelled), lambda ended: self._report(load, ended)
+        )
 
     def cancel_load(self, request_id: RequestId) -> None:
         """Stop a load; its update still comes."""
-        load = self._loads.get(request_id)
-        if load is not None:
-            load.cancelled.set()
-            self._loop.call_soon_threadsafe(lambda: load.task is not None and load.task.cancel())
+        self._loads.cancel(request_id)
 
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended."""
-        updates = []
-        while self._done:
-            update = self._done.popleft()
-            self._loads.pop(update.request_id, None)
-            updates.append(update)
-        return updates
+        return self._loads.poll()
 
     def has_pending(self) -> bool:
         """Whether loads run."""
-        return bool(self._loads)
+        return len(self._loads) > 0
 
     def close(self) -> None:
         """Cancel all loads."""
-        for request_id in list(self._loads):
-            self.cancel_load(request_id)
+        self._loads.cancel_all()
 
-    async def _run(self, load: _Load) -> str | None:
+    async def _run(self, load: _Load, cancelled: threading.Event) -> str | None:
         """Try the candidates; returns why none of them did it."""
+        load.cancelled = cancelled
         for address in load.request.candidates:
             try:
                 await self._try(load, address)
@@ -219,16 +205,8 @@ class P2PLoader(KVConnector):
                 log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
         return "; ".join(load.failures)
 
-    def _report(self, load: _Load, task: asyncio.Task[str | None]) -> None:
-        if task.cancelled():
-            error: str | None = "cancelled"
-        elif (failure := task.exception()) is not None:
-            log.error("load of %s failed", load.request.request_id, exc_info=failure)
-            error = f"{type(failure).__name__}: {failure}"
-        else:
-            error = task.result()
-        self._done.append(self._update(load, error))
-        self._wake()
+    def _report(self, load: _Load, ended: Outcome[str | None]) -> LoadUpdate:
+        return self._update(load, ended.value if ended.error is None else ended.error)
 
     async def _try(self, load: _Load, address: str) -> None:
         """Run one candidate to its end; on return everything is valid."""
@@ -260,7 +238,7 @@ class P2PLoader(KVConnector):
             tasks: list[asyncio.Task[Any]] = [*state.fetches, *state.early.values()]
             if any(not task.done() for task in tasks):
                 load.cancelled.set()
-                await _settle(tasks)
+                await settle(tasks)
                 if not _being_cancelled():
                     load.cancelled.clear()
 
@@ -352,15 +330,3 @@ def _check(attempt: _Attempt, offer: Offer) -> None:
     end = offer.first_block + len(offer.block_ids)
     if len(offer.generations) != len(offer.block_ids) or end > attempt.num_blocks:
         raise StaleBlockError(f"an offer of blocks {offer.first_block} to {end} does not fit the request")
-
-
-async def _settle(tasks: list[asyncio.Task[Any]]) -> None:
-    """Wait for tasks whatever they end with, also while this task is being cancelled."""
-    for task in tasks:
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue
-        if not task.cancelled():
-            task.exception()  # retrieved: the load's own error tells the story

@@ -7,21 +7,17 @@ names the blocks that its caller holds; while the call is open the caller keeps 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from baton.errors import BatonError
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.transport.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
+from baton.transport.connector.background import BackgroundLoads, Outcome
 from baton.types import BlockId, PrefillPath, RequestId
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +39,12 @@ class HeldBlocks:
         return len(self.block_ids) * self.source.fingerprint.block_size
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True)
 class _Load:
     request_id: RequestId
     held: HeldBlocks
     num_local_tokens: int
     block_ids: tuple[BlockId, ...]
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    task: asyncio.Task[FetchResult] | None = None
 
 
 class P2PReuser(KVConnector):
@@ -75,11 +69,10 @@ class P2PReuser(KVConnector):
         threshold: int,
         timeout_s: float,
     ) -> None:
-        self._fetcher, self._loop, self._wake = fetcher, loop, wake
+        self._fetcher = fetcher
         self._block_size, self._threshold, self._timeout_s = block_size, threshold, timeout_s
         self._held: dict[RequestId, HeldBlocks] = {}
-        self._loads: dict[RequestId, _Load] = {}
-        self._done: deque[LoadUpdate] = deque()
+        self._loads: BackgroundLoads[FetchResult] = BackgroundLoads(loop, wake)
 
     def expect(self, request_id: RequestId, held: HeldBlocks) -> None:
         """Note what the caller of a request holds, before the request is submitted."""
@@ -104,38 +97,29 @@ class P2PReuser(KVConnector):
         """Start the fetch."""
         held = self._held[request.request_id]
         load = _Load(request.request_id, held, num_local_tokens, tuple(block_ids))
-        self._loads[request.request_id] = load
-        self._loop.call_soon_threadsafe(self._start, load)
+        self._loads.start(
+            request.request_id,
+            lambda cancelled: self._fetch(load, cancelled),
+            lambda outcome: self._report(load, outcome),
+        )
 
     def cancel_load(self, request_id: RequestId) -> None:
         """Stop a load; its update still comes."""
-        load = self._loads.get(request_id)
-        if load is not None:
-            load.cancelled.set()
+        self._loads.cancel(request_id)
 
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended."""
-        updates = []
-        while self._done:
-            update = self._done.popleft()
-            self._loads.pop(update.request_id, None)
-            updates.append(update)
-        return updates
+        return self._loads.poll()
 
     def has_pending(self) -> bool:
         """Whether loads run."""
-        return bool(self._loads)
+        return len(self._loads) > 0
 
     def close(self) -> None:
         """Cancel all loads."""
-        for request_id in list(self._loads):
-            self.cancel_load(request_id)
+        self._loads.cancel_all()
 
-    def _start(self, load: _Load) -> None:
-        load.task = self._loop.create_task(self._fetch(load), name=f"reuse {load.request_id}")
-        load.task.add_done_callback(lambda task: self._report(load, task))
-
-    async def _fetch(self, load: _Load) -> FetchResult:
+    async def _fetch(self, load: _Load, cancelled: threading.Event) -> FetchResult:
         held, size = load.held, self._block_size
         num_blocks = held.num_tokens // size
         count = min(len(held.block_ids), -(-num_blocks * size // held.source.fingerprint.block_size))
@@ -143,22 +127,15 @@ class P2PReuser(KVConnector):
         writable = np.arange(num_blocks) >= load.num_local_tokens // size
         blocks = SequenceBlocks.of(offered, load.block_ids[:num_blocks], writable)
         deadline = time.monotonic() + self._timeout_s
-        return await self._fetcher.fetch_async(held.source, blocks, deadline=deadline, cancelled=load.cancelled)
+        return await self._fetcher.fetch_async(held.source, blocks, deadline=deadline, cancelled=cancelled)
 
-    def _report(self, load: _Load, task: asyncio.Task[FetchResult]) -> None:
-        stats, valid, error = TransferStats(local_reason="reuse_failed"), load.num_local_tokens, "cancelled"
-        failure = None if task.cancelled() else task.exception()
-        if isinstance(failure, BatonError):
-            error = failure.message
-        elif failure is not None:
-            log.error("fetching held KV of %s failed", load.request_id, exc_info=failure)
-            error = f"{type(failure).__name__}: {failure}"
-        elif not task.cancelled():
-            stats, valid, error = self._update(load, task.result())
-        self._done.append(LoadUpdate(load.request_id, valid, stats=stats, error=error or None))
-        self._wake()
+    def _report(self, load: _Load, outcome: Outcome[FetchResult]) -> LoadUpdate:
+        if outcome.value is None:
+            stats = TransferStats(local_reason="reuse_failed")
+            return LoadUpdate(load.request_id, load.num_local_tokens, stats=stats, error=outcome.error)
+        return self._update(load, outcome.value)
 
-    def _update(self, load: _Load, result: FetchResult) -> tuple[TransferStats, int, str]:
+    def _update(self, load: _Load, result: FetchResult) -> LoadUpdate:
         good = len(result.valid) if result.valid.all() else int(result.valid.argmin())
         tokens = good * load.held.source.fingerprint.block_size // self._block_size * self._block_size
         valid = max(load.num_local_tokens, tokens)
@@ -171,4 +148,5 @@ class P2PReuser(KVConnector):
             transfer_us=round(1e6 * result.seconds),
             transferred_tokens=valid - load.num_local_tokens,
         )
-        return stats, valid, "" if good == len(result.valid) else "held blocks changed while they were fetched"
+        error = None if good == len(result.valid) else "held blocks changed while they were fetched"
+        return LoadUpdate(load.request_id, valid, stats=stats, error=error)

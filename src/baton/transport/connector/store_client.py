@@ -13,34 +13,46 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
+import numpy.typing as npt
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import DeadlineError, TransferError
 from baton.kv.fingerprint import Fingerprint
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import fingerprint_to_pb
+from baton.rpc.convert import fingerprint_to_pb, tenant_to_pb
 from baton.rpc.errors import from_rpc_error
-from baton.transport.blocks import BlockFetcher, BlockSource, SequenceBlocks
+from baton.rpc.tls import Tls
+from baton.transport.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
-from baton.types import BlockHash, BlockId
+from baton.transport.connector.store_backend import ChainPart, LoadProgress
+from baton.types import BlockHash, BlockId, Tenant
 
 log = logging.getLogger(__name__)
 
-_RELEASE_TIMEOUT_S = 2.0
+_RELEASE_TIMEOUT_S = 15.0
 _LEASE_MARGIN_S = 1.0
 
 
-@dataclass
-class LoadProgress:
-    """What a load has brought so far; true also when the load fails."""
+@dataclass(frozen=True, slots=True)
+class StoreLease:
+    """Blocks that a store keeps for a reader.
 
-    num_blocks: int = 0
-    """Leading blocks that are valid."""
-    num_bytes: int = 0
-    seconds: float = 0.0
-    """Time in fetches."""
-    pipe: str = ""
-    source: str = ""
+    Attributes:
+        lease_id: Its name.
+        source: Where they can be read.
+        block_ids: int64 [n].
+        generations: uint64 [n].
+        more: The store has more of what was asked for, to be asked for again once these are given back.
+    """
+
+    lease_id: int
+    source: BlockSource
+    block_ids: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+    more: bool
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
 
 
 class StoreClient:
@@ -51,6 +63,7 @@ class StoreClient:
         fingerprint: Of this instance's pool.
         fetcher: Copies blocks into this instance's pool.
         token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
         call_timeout_s: Seconds that the store has for an answer that moves no bytes.
         blocks_per_call: Blocks in one call; longer chains take several.
     """
@@ -62,37 +75,84 @@ class StoreClient:
         fingerprint: Fingerprint,
         fetcher: BlockFetcher,
         token: str | None,
+        tls: Tls | None = None,
         call_timeout_s: float,
         blocks_per_call: int,
     ) -> None:
-        self._address, self._token = address, token
+        self._address, self._token, self._tls = address, token, tls
         self._fingerprint = fingerprint_to_pb(fingerprint)
         self._fetcher = fetcher
         self._call_timeout_s, self._blocks_per_call = call_timeout_s, blocks_per_call
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
-        self._releases: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[Any]] = set()
 
     async def save(
         self,
         source: BlockSource,
-        hashes: Sequence[BlockHash],
+        part: ChainPart,
         block_ids: Sequence[BlockId],
         generations: Sequence[int],
         *,
         deadline: float,
     ) -> tuple[int, int]:
-        """Let the store pull blocks; those it has are not moved.
+        """Let the store pull blocks; see :meth:`StoreBackend.save`."""
+        stored, num_bytes = await self.put(
+            source, part.wanted, block_ids, generations, deadline=deadline, tenant=part.tenant
+        )
+        return sum(stored), num_bytes
+
+    async def load(
+        self,
+        part: ChainPart,
+        block_ids: Sequence[BlockId],
+        progress: LoadProgress,
+        *,
+        deadline: float,
+        cancelled: threading.Event,
+    ) -> None:
+        """Copy the longest prefix that the store holds; see :meth:`StoreBackend.load`."""
+        hashes, at = part.wanted, 0
+        while at < len(hashes):
+            piece = hashes[at : at + self._blocks_per_call]
+            lease = await self.lease(piece, deadline=deadline, tenant=part.tenant)
+            if lease is None:
+                return
+            count = len(lease)
+            try:
+                result = await self.fetch(lease, block_ids[at : at + count], deadline=deadline, cancelled=cancelled)
+            finally:
+                self.release(lease)
+            progress.num_blocks += leading(result.valid)
+            progress.num_bytes += result.num_bytes
+            progress.seconds += result.seconds
+            progress.pipe, progress.source = result.pipe_kind, lease.source.instance_id
+            at += count
+            if progress.num_blocks < at or (count < len(piece) and not lease.more):
+                return
+
+    async def put(
+        self,
+        source: BlockSource,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        generations: Sequence[int],
+        *,
+        deadline: float,
+        tenant: Tenant | None = None,
+    ) -> tuple[list[bool], int]:
+        """Let the store pull blocks from a pool or from another store.
 
         Args:
-            source: This instance's pool.
-            hashes: Names of the blocks, at most ``blocks_per_call``.
+            source: Where they are.
+            hashes: Names of the blocks, at most ``blocks_per_call``, of one chain or several.
             block_ids: Parallel to ``hashes``.
             generations: Parallel to ``hashes``; a block that changes meanwhile is not stored.
             deadline: ``time.monotonic()`` seconds.
+            tenant: Whose blocks these are; ``None``: nobody's.
 
         Returns:
-            Blocks that the store holds now, and bytes that moved.
+            Per block whether the store holds it now, and bytes that moved.
 
         Raises:
             BatonError: The store refused or was not reached.
@@ -103,49 +163,87 @@ class StoreClient:
             source=source_to_pb(source),
             block_ids=block_ids,
             generations=generations,
+            tenant=tenant_to_pb(tenant),
         )
         response = await self._call("Put", request, _left(deadline))
-        return sum(response.stored), response.bytes
+        if len(response.stored) != len(hashes):
+            raise TransferError(f"the store answered of {len(response.stored)} blocks for {len(hashes)}")
+        return list(response.stored), response.bytes
 
-    async def load(
-        self,
-        hashes: Sequence[BlockHash],
-        block_ids: Sequence[BlockId],
-        progress: LoadProgress,
-        *,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> None:
-        """Copy the longest prefix of a chain that the store holds. On return nobody writes into the blocks any more.
+    async def lease(
+        self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None
+    ) -> StoreLease | None:
+        """Have the store keep the longest prefix of some blocks; ``None``: it has not even the first.
 
         Args:
-            hashes: The chain.
-            block_ids: Blocks to fill, parallel to ``hashes``.
-            progress: Filled as blocks come, also if the call then fails.
-            deadline: ``time.monotonic()`` seconds.
-            cancelled: Ends a fetch.
+            hashes: At most ``blocks_per_call``.
+            deadline: ``time.monotonic()`` seconds, until which the lease lasts; the answer comes sooner.
+            tenant: Whose blocks these are; ``None``: nobody's.
 
         Raises:
-            BatonError: It fell short for another reason than that the store does not hold more.
+            BatonError: The store refused or was not reached.
         """
-        at = 0
-        while at < len(hashes):
-            piece = hashes[at : at + self._blocks_per_call]
-            lease_ms = round(1000 * (_left(deadline) + _LEASE_MARGIN_S))
-            request = kvstore_pb2.GetRequest(fingerprint=self._fingerprint, block_hashes=piece, lease_ms=lease_ms)
-            answer = await self._call("Get", request, min(self._call_timeout_s, _left(deadline)))
-            if not answer.lease_id:
-                return
+        left = _left(deadline)
+        request = kvstore_pb2.GetRequest(
+            fingerprint=self._fingerprint,
+            block_hashes=hashes,
+            lease_ms=round(1000 * (left + _LEASE_MARGIN_S)),
+            tenant=tenant_to_pb(tenant),
+        )
+        call = asyncio.get_running_loop().create_task(self._call("Get", request, min(self._call_timeout_s, left)))
+        try:
+            answer = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._forgo(call)
+            raise
+        if not answer.lease_id:
+            return None
+        try:
             count = len(answer.block_ids)
-            try:
-                if not 0 < count <= len(piece) or len(answer.generations) != count:
-                    raise TransferError(f"the store answered with {count} blocks of {len(piece)}")
-                await self._fetch(answer, block_ids[at : at + count], progress, deadline, cancelled)
-            finally:
-                self._release(answer.lease_id)
-            at += count
-            if progress.num_blocks < at or (count < len(piece) and not answer.more):
-                return
+            if not 0 < count <= len(hashes) or len(answer.generations) != count:
+                raise TransferError(f"the store answered with {count} blocks of {len(hashes)}")
+            return StoreLease(
+                answer.lease_id,
+                source_from_pb(answer.source),
+                np.fromiter(answer.block_ids, np.int64, count),
+                np.fromiter(answer.generations, np.uint64, count),
+                answer.more,
+            )
+        except BaseException:
+            self._give_back(answer.lease_id)
+            raise
+
+    async def fetch(
+        self, lease: StoreLease, block_ids: Sequence[BlockId], *, deadline: float, cancelled: threading.Event
+    ) -> FetchResult:
+        """Copy the first blocks of a lease.
+
+        Args:
+            lease: Not given back yet.
+            block_ids: Where to; as many as are wanted.
+            deadline: ``time.monotonic()`` seconds.
+            cancelled: Ends the fetch.
+
+        Raises:
+            BatonError: Nothing of it may be used.
+        """
+        count = len(block_ids)
+        blocks = SequenceBlocks.pairs(
+            lease.block_ids[:count], lease.generations[:count], np.asarray(block_ids, np.int64)
+        )
+        return await self._fetcher.fetch_async(lease.source, blocks, deadline=deadline, cancelled=cancelled)
+
+    def release(self, lease: StoreLease) -> None:
+        """Give a lease back in the background: nobody needs to wait for it."""
+        self._give_back(lease.lease_id)
+
+    async def ping(self) -> None:
+        """Ask for a sign of life.
+
+        Raises:
+            BatonError: None came in time.
+        """
+        await self._call("GetStoreInfo", kvstore_pb2.GetStoreInfoRequest(), self._call_timeout_s)
 
     async def close(self) -> None:
         """Close the connection; leases not given back yet run out by themselves."""
@@ -157,29 +255,18 @@ class StoreClient:
             await self._channel.close(None)
             self._channel = None
 
-    async def _fetch(
-        self,
-        answer: kvstore_pb2.GetResponse,
-        block_ids: Sequence[BlockId],
-        progress: LoadProgress,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> None:
-        source = source_from_pb(answer.source)
-        blocks = SequenceBlocks.pairs(
-            np.fromiter(answer.block_ids, np.int64),
-            np.fromiter(answer.generations, np.uint64),
-            np.asarray(block_ids, np.int64),
-        )
-        result = await self._fetcher.fetch_async(source, blocks, deadline=deadline, cancelled=cancelled)
-        progress.num_blocks += len(result.valid) if result.valid.all() else int(result.valid.argmin())
-        progress.num_bytes += result.num_bytes
-        progress.seconds += result.seconds
-        progress.pipe, progress.source = result.pipe_kind, source.instance_id
+    def _forgo(self, call: asyncio.Task[Any]) -> None:
+        """Give the lease back that a call may still bring; nobody waits for it any more."""
 
-    def _release(self, lease_id: int) -> None:
-        """Give a lease back in the background: nobody needs to wait for it."""
+        def ended(call: asyncio.Task[Any]) -> None:
+            self._releases.discard(call)
+            if not call.cancelled() and call.exception() is None and call.result().lease_id:
+                self._give_back(call.result().lease_id)
 
+        self._releases.add(call)
+        call.add_done_callback(ended)
+
+    def _give_back(self, lease_id: int) -> None:
         async def release() -> None:
             request = kvstore_pb2.ReleaseRequest(lease_id=lease_id)
             try:
@@ -193,7 +280,7 @@ class StoreClient:
 
     async def _call(self, name: str, request: Any, timeout: float) -> Any:
         if self._channel is None:
-            self._channel = open_channel(self._address, token=self._token)
+            self._channel = open_channel(self._address, token=self._token, tls=self._tls)
             self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
         try:
             return await getattr(self._stub, name)(request, timeout=timeout)
@@ -201,6 +288,11 @@ class StoreClient:
             raise from_rpc_error(error) from error
         except grpc.aio.UsageError as error:  # the channel was closed under us
             raise TransferError(f"the connection to the store was closed: {error}") from error
+
+
+def leading(valid: npt.NDArray[np.bool_]) -> int:
+    """Return how many leading entries are true."""
+    return len(valid) if valid.all() else int(valid.argmin())
 
 
 def _left(deadline: float) -> float:

@@ -14,14 +14,14 @@ from baton.errors import BatonError, DeadlineError, QueueFullError
 from baton.kv.arena import KVArena
 from baton.transport.blocks import BlockSource
 from baton.transport.connector.breaker import CircuitBreaker
-from baton.transport.connector.store_client import StoreClient
+from baton.transport.connector.store_backend import ChainPart, StoreBackend
 from baton.transport.connector.store_use import StoreOptions, StoreUse
-from baton.types import BlockHash, BlockId, RequestId
+from baton.types import BlockHash, BlockId, RequestId, Tenant
 
 log = logging.getLogger(__name__)
 
-_Item = tuple[BlockHash, BlockId, int]
-"""Hash, block id, generation."""
+_Item = tuple[BlockId, int]
+"""Block id, generation."""
 
 
 @dataclass(eq=False)
@@ -29,15 +29,16 @@ class _Save:
     """One request's blocks on their way to the store; guarded by the saver's lock.
 
     Attributes:
-        num_known: Leading blocks that were taken note of.
-        todo: Blocks not put yet.
+        hashes: Of the leading blocks that were taken note of.
+        todo: The last of these, not put yet.
         running: Whether a task works on it.
         given_up: Nothing more of this request is saved.
         ends_at: Once the request has ended: ``time.monotonic()`` when its blocks are given back at the latest.
     """
 
     request_id: RequestId
-    num_known: int = 0
+    tenant: Tenant | None = None
+    hashes: Sequence[BlockHash] = ()
     todo: deque[_Item] = field(default_factory=deque)
     running: bool = False
     given_up: bool = False
@@ -55,7 +56,7 @@ class StoreSaver:
         options: StoreOptions,
         *,
         arena: KVArena,
-        client: StoreClient,
+        client: StoreBackend,
         breaker: CircuitBreaker,
         use: StoreUse,
         spawn: Callable[[Callable[[], None]], None],
@@ -71,24 +72,45 @@ class StoreSaver:
         self._turns = asyncio.Semaphore(options.max_puts)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._owner: tuple[RequestId, Tenant] | None = None
 
-    def computed(self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        """Take note of a request's complete blocks and begin to save the new ones."""
+    def belongs(self, request_id: RequestId, tenant: Tenant) -> None:
+        """Take note of whose blocks :meth:`computed` tells of next."""
+        self._owner = request_id, tenant
+
+    def computed(
+        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_stored: int = 0
+    ) -> None:
+        """Take note of a request's complete blocks and begin to save the new ones.
+
+        Args:
+            request_id: The request.
+            block_ids: Its blocks, from its first token on.
+            hashes: Of the complete ones.
+            num_stored: Leading blocks that the store has, for this came from there.
+        """
+        hashes = tuple(hashes)
+        owner, self._owner = self._owner, None
+        tenant = owner[1] if owner is not None and owner[0] == request_id else None
         with self._lock:
             save = self._saves.get(request_id)
             if save is None:
-                if not hashes:
+                if len(hashes) <= num_stored:
                     return
                 if self._closed or len(self._saves) >= self._options.max_saves or not self._breaker.allows():
                     self._use.skipped_saves += 1
                     return
-                save = self._saves[request_id] = _Save(request_id)
-            first, save.num_known = save.num_known, max(save.num_known, len(hashes))
-            if save.given_up or first >= len(hashes):
+                save = self._saves[request_id] = _Save(request_id, tenant, hashes[:num_stored])
+            first = len(save.hashes)
+            if first >= len(hashes) or save.given_up:
                 return
+            if save.hashes != hashes[:first]:  # another request of the same name, whose blocks are still on their way
+                self._use.skipped_saves += 1
+                return
+            save.hashes = hashes
             ids = list(block_ids[first : len(hashes)])
             generations = self._arena.generations[ids].tolist()
-            save.todo.extend(zip(hashes[first:], ids, generations, strict=True))
+            save.todo.extend(zip(ids, generations, strict=True))
             if save.running:
                 return
             save.running = True
@@ -162,33 +184,35 @@ class StoreSaver:
         while True:
             with self._lock:
                 count = min(len(save.todo), self._options.blocks_per_call)
+                start = len(save.hashes) - len(save.todo)
+                part = ChainPart(save.hashes, start, start + count, save.tenant)
                 batch = [save.todo.popleft() for _ in range(count)]
                 if not batch:
                     held = save.ends_at is not None
                     self._end(save)
                     break
                 deadline = min(time.monotonic() + self._options.save_timeout_s, save.ends_at or float("inf"))
-            if not await self._put(save, batch, deadline):
+            if not await self._put(save, part, batch, deadline):
                 with self._lock:
                     save.given_up = True
                     save.todo.clear()
         if held:
             self._wake()
 
-    async def _put(self, save: _Save, batch: list[_Item], deadline: float) -> bool:
+    async def _put(self, save: _Save, part: ChainPart, batch: list[_Item], deadline: float) -> bool:
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._turns.acquire()
         except TimeoutError:
-            return self._not_saved(save, batch, DeadlineError("no turn in time"))
-        hashes, block_ids, generations = zip(*batch, strict=True)
+            return self._not_saved(save, part, DeadlineError("no turn in time"))
+        block_ids, generations = zip(*batch, strict=True)
         try:
-            held, num_bytes = await self._client.save(self._source(), hashes, block_ids, generations, deadline=deadline)
+            held, num_bytes = await self._client.save(self._source(), part, block_ids, generations, deadline=deadline)
         except BatonError as error:
             if not isinstance(error, QueueFullError):
                 self._breaker.failed()
                 self._use.times_left_alone = self._breaker.num_opened
-            return self._not_saved(save, batch, error)
+            return self._not_saved(save, part, error)
         finally:
             self._turns.release()
         self._breaker.succeeded()
@@ -197,10 +221,10 @@ class StoreSaver:
         self._use.saved_bytes += num_bytes
         return True
 
-    def _not_saved(self, save: _Save, batch: list[_Item], error: BatonError) -> bool:
+    def _not_saved(self, save: _Save, part: ChainPart, error: BatonError) -> bool:
         self._use.save_failures += 1
         level = logging.INFO if isinstance(error, QueueFullError) else logging.WARNING
-        log.log(level, "%d blocks of %s were not saved: %s", len(batch), save.request_id, error.message)
+        log.log(level, "%d blocks of %s were not saved: %s", len(part), save.request_id, error.message)
         return False
 
     def _end(self, save: _Save) -> None:

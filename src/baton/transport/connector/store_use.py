@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
+from baton.rpc.redis_client import shown_url
+from baton.rpc.tls import Tls
+
+_MAY_BE_ZERO = frozenset({"hot_loads_per_s", "redis_ttl_s"})
 
 
 @dataclass(frozen=True)
@@ -13,8 +18,9 @@ class StoreOptions:
     """How a store is used. Times in seconds.
 
     Attributes:
-        address: ``host:port`` of the store.
+        address: Where the store is, as :class:`StoreAddress` reads it.
         token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
         min_load_tokens: Missing tokens from which asking the store pays.
         call_timeout_s: Time the store has for an answer that moves no bytes.
         load_timeout_s: Time one request's load may take.
@@ -23,14 +29,20 @@ class StoreOptions:
         max_saves: Requests whose blocks are being saved at once; those beyond it are not saved.
         max_puts: Puts at once.
         blocks_per_call: Blocks in one call.
-        failures: Failures in a row after which the store is left alone for ``cooldown_s``.
+        failures: Failures in a row after which the store, or a node of it, is left alone for ``cooldown_s``.
+        replication: Nodes that get each block, where there are several.
+        previous_s: Time for which a read also looks where blocks lay before nodes came or went.
+        hot_loads_per_s: Loads of a segment per second from which on it gets another replica; 0: never.
+        discovery: URL of the Redis in which nodes register, and the prefix of their keys.
+        redis_ttl_s: Life of a block in Redis after its last use; 0: for ever.
 
     Raises:
         ConfigError: Names the field.
     """
 
-    address: str
+    address: str = field(repr=False)
     token: str | None = field(default=None, repr=False)
+    tls: Tls | None = field(default=None, repr=False)
     min_load_tokens: int = 1
     call_timeout_s: float = 1.0
     load_timeout_s: float = 10.0
@@ -41,15 +53,38 @@ class StoreOptions:
     blocks_per_call: int = 1024
     failures: int = 3
     cooldown_s: float = 5.0
+    replication: int = 1
+    previous_s: float = 300.0
+    hot_loads_per_s: float = 20.0
+    discovery: tuple[str, str] = ("", "")
+    redis_ttl_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"the KV store's address must be host:port, got {self.address!r}", field="kvstore")
+        if StoreAddress.parse(self.address).discover and not self.discovery[0]:
+            raise ConfigError("kvstore: nodes are discovered through a Redis: redis is missing", field="redis")
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, (int, float)) and value <= 0:
+            least = 0 if item.name in _MAY_BE_ZERO else None
+            if isinstance(value, (int, float)) and value <= 0 and value != least:
                 raise ConfigError(f"{item.name} must be positive, got {value}", field=item.name)
+
+    @property
+    def shown_address(self) -> str:
+        """The address as traces and logs may show it."""
+        return shown_url(self.address) if "://" in self.address else self.address
+
+
+@dataclass(frozen=True)
+class LocalOptions(StoreOptions):
+    """How a store is used that needs no address: ``address`` is only its name, in traces and logs."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def shown_address(self) -> str:
+        """The name."""
+        return self.address
 
 
 @dataclass
@@ -76,3 +111,15 @@ class StoreUse:
     """Calls of ``blocks_computed`` that were not followed by a save, for the same reasons (engine's thread)."""
     times_left_alone: int = 0
     """How often failures in a row made the connector leave the store alone."""
+    nodes: int = 0
+    """Nodes that are known; 0 where there is only one, or none."""
+    nodes_resting: int = 0
+    """Those that are left alone, because they did not answer."""
+    node_failures: int = 0
+    """Calls to one of several nodes, and fetches from it, that failed."""
+    failovers: int = 0
+    """Segments that came from another node than the one asked first."""
+    copied_blocks: int = 0
+    """Blocks that this client had one node copy from another."""
+    skipped_copies: int = 0
+    """Copies of a segment that were left out or failed."""

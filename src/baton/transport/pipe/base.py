@@ -172,13 +172,10 @@ class ReadPipe(ABC):
     Attributes:
         group_bytes: Least bytes that are worth a read of their own while the source computes: what a read costs beside
             its bytes should be small against them.
-        layer_reads: Reads under way at once while the source computes: where a request takes a while to be answered,
-            the next one is made meanwhile.
     """
 
     kind: ClassVar[str]
     group_bytes: ClassVar[int] = 8 << 20
-    layer_reads: int = 1
 
     @abstractmethod
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
@@ -217,3 +214,35 @@ class ReadPipe(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close; reads under way fail. Harmless if repeated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRead:
+    """A read of what the source is still computing.
+
+    Attributes:
+        reads: Which blocks, with steps.
+        local: uint8 [blocks, block_bytes], the blocks of the target's rank.
+    """
+
+    reads: BlockReads
+    local: Bytes
+
+
+class FollowingReadPipe(ReadPipe):
+    """A pipe whose source waits for its own computation and sends each layer as soon as it is there, unasked."""
+
+    @abstractmethod
+    def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Make reads, each as soon as it can be; on return nothing writes into the local blocks any more.
+
+        Args:
+            reads: In the order of their progress.
+            wait: Deadline and cancel flag.
+
+        Returns:
+            Parallel to ``reads`` what :meth:`ReadPipe.read` returns, and the seconds that passed in waiting.
+
+        Raises:
+            BatonError: As :meth:`ReadPipe.read`.
+        """

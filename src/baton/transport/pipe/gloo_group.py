@@ -107,7 +107,8 @@ class Group:
         self._users = users
         self._lock = threading.Lock()
         store = LineStore(lines.outgoing if lines.is_client else lines.incoming, wait)
-        host = str(lines.outgoing.sock.getsockname()[0])
+        with lines.outgoing.in_use():
+            host = str(lines.outgoing.sock.getsockname()[0])
         gloo: Any = ProcessGroupGloo  # its type description lacks the options
         options = gloo._Options()
         try:

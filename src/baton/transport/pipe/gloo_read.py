@@ -17,7 +17,8 @@ from baton.transport.handshake import Facts
 from baton.transport.pipe.gloo import GlooReceiver, GlooSender, require_gloo
 from baton.transport.pipe.lines import Lines, total_bytes
 from baton.transport.pipe.pool import PooledReadPipe
-from baton.transport.pipe.tcp_read import ServeLimits, TcpOptions, dial_reader, request_blocks, send_blocks, serve_reads
+from baton.transport.pipe.read_server import ServeLimits, send_blocks, serve_reads
+from baton.transport.pipe.tcp_read import TcpOptions, dial_reader, request_blocks
 from baton.transport.sockets import Buffer, Stream
 from baton.transport.waiting import Wait
 

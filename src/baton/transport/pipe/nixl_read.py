@@ -29,7 +29,8 @@ from baton.transport.handshake import Facts
 from baton.transport.pipe.nixl import parse_metadata
 from baton.transport.pipe.nixl_agent import NixlAgent, Region, Rows, attend
 from baton.transport.pipe.pool import PooledReadPipe
-from baton.transport.pipe.tcp_read import ServeLimits, dial_reader, serve_reads
+from baton.transport.pipe.read_server import ServeLimits, serve_reads
+from baton.transport.pipe.tcp_read import dial_reader
 from baton.transport.read_wire import pack_bits, pack_request, unpack_bits
 from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait

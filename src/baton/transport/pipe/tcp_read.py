@@ -1,4 +1,4 @@
-"""One-sided reads over TCP: a server thread per connection sends blocks out of the arenas, scatter to gather.
+"""One-sided reads over TCP: a server thread per connection sends blocks out of the arenas (``read_server``).
 
 Requests and answers are those of ``baton.transport.read_wire``, and::
 
@@ -11,63 +11,43 @@ the target arena.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import socket
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
-from baton.kv.shards import KVShards
-from baton.transport.block_types import BlockReads, Bytes, Valid, current
-from baton.transport.copying import fence
+from baton.errors import InternalError, InvalidRequestError
+from baton.rpc.tls import Tls
+from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.moving import SpanMover
-from baton.transport.pipe.pool import WORD, PooledReadPipe
+from baton.transport.pipe.base import FollowingReadPipe, LayerRead
+from baton.transport.pipe.pool import PooledReadPipe
 from baton.transport.read_wire import (
-    MAX_READ_BYTES,
     Checksums,
-    check_request,
     checksums_of,
-    pack_bits,
     pack_request,
-    pack_tail,
-    parse_request,
     parse_tail,
-    source_spans,
-    source_views,
+    step_sizes,
     tail_bytes,
     target_spans,
     target_views,
     unpack_bits,
 )
-from baton.transport.sockets import Buffer, Stream, connect_tcp
-from baton.transport.waiting import TICK_S, EitherFlag, Wait, run_together
-from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header, send_error
+from baton.transport.sockets import Stream, connect_tcp, split_address
+from baton.transport.tls_stream import tls_to
+from baton.transport.waiting import EitherFlag, Wait, run_together
+from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header
 
 log = logging.getLogger(__name__)
-_UNDER_WAY_BYTES = 256 << 10
-_LEAST_UNDER_WAY_BYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class ServeLimits:
-    """How long a server waits for its peer, in seconds.
-
-    Attributes:
-        frame_s: For the rest of a frame once its first byte is there, and for a peer that takes none of what it
-            asked for.
-        idle_s: For the next request.
-    """
-
-    frame_s: float = 30.0
-    idle_s: float = 300.0
+T = TypeVar("T")
+_ASKED_BYTES = 32 << 10
+"""Bytes of requests from which on no more are made ahead: they lie in the peer's buffer while it sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,116 +65,8 @@ class TcpOptions:
     checksums: bool = True
 
 
-Answer = Callable[[BlockReads, bool], None]
-"""Answers a request that was checked; the second argument: whether checksums are wanted."""
-SendData = Callable[[Sequence[Buffer], Sequence[Buffer], Wait], None]
-"""Sends an answer's head and its blocks."""
 RecvData = Callable[[Sequence[memoryview], Wait], None]
 """Receives an answer's blocks."""
-
-
-def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: Answer | None = None) -> None:
-    """Answer READ and WAIT frames until the peer hangs up, is idle for too long or breaks the protocol.
-
-    Args:
-        stream: After the handshake.
-        shards: What is served.
-        limits: Patience.
-        answer: How READ is answered; default: over the stream.
-
-    Raises:
-        BatonError: Why the connection should end; the peer may be told.
-    """
-    while True:
-        try:
-            stream.wait_readable(Wait(time.monotonic() + limits.idle_s), "waiting for a request")
-        except DeadlineError:
-            return
-        if stream.peer_gone():
-            return
-        wait = Wait(time.monotonic() + limits.frame_s)
-        kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: WORD.size}, wait)
-        payload = stream.recv_exact(length, wait, "reading a request")
-        if kind is FrameKind.WAIT:
-            _send_progress(stream, shards, payload, limits)
-            continue
-        reads, checksums, streams = parse_request(payload)
-        try:
-            check_request(reads, shards)
-        except InvalidRequestError as error:
-            send_error(stream, error, wait)  # the frame was whole: the connection goes on
-            continue
-        if answer is None:
-            if streams > 1:
-                _keep_in_cache(stream, streams)
-            send_blocks(stream, shards, reads, limits, checksums=checksums)
-        else:
-            answer(reads, checksums)
-
-
-def _keep_in_cache(stream: Stream, streams: int) -> None:
-    """Bound what is under way between two processes of one host, where it only fills the processor's cache.
-
-    With several connections there is always one to go on with. A single one is left as it is: bounded so, its two ends
-    would wait for each other. Between hosts the kernel finds the right size by itself.
-    """
-    sock = stream.sock
-    with contextlib.suppress(OSError):  # it is gone: whoever sends will be told
-        if sock.family != socket.AF_UNIX and sock.getpeername()[0] == sock.getsockname()[0]:
-            sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY_BYTES, _UNDER_WAY_BYTES // streams)
-            )
-
-
-def _send_progress(stream: Stream, shards: KVShards, payload: bytearray, limits: ServeLimits) -> None:
-    if len(payload) != WORD.size:
-        raise BadFrameError(f"a WAIT frame has {len(payload)} bytes")
-    (value,) = WORD.unpack(payload)
-    progress, wait = shards.primary.progress, Wait(time.monotonic() + limits.frame_s)
-    while (now := progress.wait(value, TICK_S)) < value:
-        if stream.peer_gone():
-            raise PipeClosedError("the reader left while it waited")
-        wait.check("waiting for the computation")
-    send = Wait(time.monotonic() + limits.frame_s)
-    stream.send_all([pack_header(FrameKind.PROGRESS, WORD.size), WORD.pack(now)], send, "sending progress")
-
-
-def send_blocks(
-    stream: Stream,
-    shards: KVShards,
-    reads: BlockReads,
-    limits: ServeLimits,
-    *,
-    checksums: bool,
-    send: SendData | None = None,
-) -> None:
-    """Answer a READ that was checked; ``send``: another way for the blocks than the stream."""
-    blocks = shards.arenas[reads.source_shard].blocks
-    segments = reads.segments_of(blocks.shape[1])
-    before = current(shards.primary, reads)
-    ids = reads.remote_ids[before]
-    sent = pack_bits(before)
-    tail = tail_bytes(len(reads), len(ids), checksums=checksums)
-    header = pack_header(FrameKind.BLOCKS, len(sent) + len(ids) * reads.bytes_per_block(blocks.shape[1]) + tail)
-    wait = Wait(time.monotonic() + limits.frame_s)
-    sums: Checksums | None = None
-    mover = SpanMover.load() if send is None else None
-    if mover is not None:
-        stream.send_all([header, sent], wait, "sending blocks", stall_s=limits.frame_s)
-        hasher = mover.hasher(len(ids), reads.bytes_per_block(blocks.shape[1])) if checksums else None
-        mover.send(stream, source_spans(blocks, ids, segments), wait, hasher, stall_s=limits.frame_s)
-        sums = None if hasher is None else hasher.sums
-    elif send is None:
-        views = source_views(blocks, ids, segments)
-        stream.send_all([header, sent, *views], wait, "sending blocks", stall_s=limits.frame_s)
-    else:
-        send([header, sent], source_views(blocks, ids, segments), wait)
-    if checksums and sums is None:
-        sums = checksums_of(blocks, ids, segments[:, 0], segments[:, 2])
-    # The kernel has its own copy of every byte now, so a generation that still holds held for all of them.
-    fence()
-    unchanged = pack_bits(before & current(shards.primary, reads))
-    stream.send_all([pack_tail(sent, unchanged, sums)], Wait(time.monotonic() + limits.frame_s), "sending")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +80,7 @@ class TcpConnection:
         self.stream.close()
 
 
-class TcpReadPipe(PooledReadPipe[TcpConnection]):
+class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
     """Reads a peer's blocks over a small pool of connections.
 
     Args:
@@ -223,15 +95,20 @@ class TcpReadPipe(PooledReadPipe[TcpConnection]):
         streams = options.streams
         super().__init__(dial, max_connections=max(streams, max_streams))
         self._options = options
-        # Begin and end of a read that is split cost more; reads of one connection each just get in each other's way.
-        self.layer_reads = 2 if streams > 1 else 1
         self._pool = ThreadPoolExecutor(self._max_connections, "baton-tcp-read") if streams > 1 else None
 
     @classmethod
     def connect(
-        cls, address: str, facts: Facts, token: str | None, wait: Wait, options: TcpOptions | None = None
+        cls,
+        address: str,
+        facts: Facts,
+        token: str | None,
+        wait: Wait,
+        options: TcpOptions | None = None,
+        *,
+        tls: Tls | None = None,
     ) -> TcpReadPipe:
-        """Connect to a block server's TCP endpoint; the first connection is made at once.
+        """Connect to a block server's TCP endpoint, over TLS with certificates; the first connection is made at once.
 
         Raises:
             PipeClosedError: Nobody there.
@@ -239,29 +116,76 @@ class TcpReadPipe(PooledReadPipe[TcpConnection]):
         """
 
         def dial(wait: Wait) -> TcpConnection:
-            return TcpConnection(dial_reader(address, facts, token, wait))
+            return TcpConnection(dial_reader(address, facts, token, wait, tls=tls))
 
-        pipe = cls(dial, options or TcpOptions())
+        pipe = (cls if tls is None else TlsReadPipe)(dial, options or TcpOptions())
         pipe.open_first(wait)
         return pipe
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        size = len(reads) * reads.bytes_per_block(local.shape[1])
-        parts = max(1, min(self._options.streams, len(reads), size // self._options.share_bytes))
-        edges = [len(reads) * i // parts for i in range(parts + 1)]
-        shares = [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
-        if self._pool is None or len(shares) == 1:
+        parts = self._num_shares(self._options.streams, len(reads), len(reads) * reads.bytes_per_block(local.shape[1]))
+        if parts == 1:
             return super().read(reads, local, wait)
-        siblings = EitherFlag(wait.cancelled)
-        each = Wait(wait.deadline, siblings)
-        read_share = super().read
-        others = [self._pool.submit(read_share, share, local, each) for share in shares[1:]]
-        return np.concatenate(run_together(lambda: read_share(shares[0], local, each), others, siblings))
+        read = super().read
+        shares = _shares(reads, parts)
+        return np.concatenate(self._together(lambda i, each: read(shares[i], local, each), parts, wait))
+
+    def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Ask for several reads ahead; see :meth:`FollowingReadPipe.follow`."""
+        most = max((len(each.reads) for each in reads), default=0)
+        if most > MAX_BLOCKS_PER_READ:
+            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
+        size = sum(len(each.reads) * each.reads.bytes_per_block(each.local.shape[1]) for each in reads)
+        # Half of the connections: a chunk that cannot keep pace still travels when the next one begins.
+        parts = self._num_shares(self._options.streams // 2, most, size)
+        if parts == 1:
+            return self._follow(reads, wait)
+        cut = [[LayerRead(share, each.local) for share in _shares(each.reads, parts)] for each in reads]
+        came = self._together(lambda i, wait: self._follow([shares[i] for shares in cut], wait), parts, wait)
+        valid = [np.concatenate(each) for each in zip(*(share for share, _ in came), strict=True)]
+        return valid, max(waited_s for _, waited_s in came)
 
     def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
         return request_blocks(connection.stream, reads, local, wait, options=self._options)
+
+    def _follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Follow over one connection."""
+        connection = self._take(wait)
+        stream, valid, waited_s = connection.stream, list[Valid](), 0.0
+        ahead: deque[tuple[LayerRead, int]] = deque()
+        coming, under_way = iter(reads), 0
+        try:
+            while True:
+                while (not ahead or under_way < _ASKED_BYTES) and (each := next(coming, None)) is not None:
+                    ahead.append((each, _ask(stream, each.reads, wait, options=self._options)))
+                    under_way += ahead[-1][1]
+                if not ahead:
+                    break
+                each, size = ahead.popleft()
+                answer = _Answer(stream, each.reads, each.local, self._options)
+                valid.append(answer.receive(wait))
+                waited_s += answer.waited_s
+                under_way -= size
+        except BaseException:
+            self._drop(connection)  # answers may be under way
+            raise
+        self._give(connection)
+        return valid, waited_s
+
+    def _num_shares(self, most: int, num_blocks: int, num_bytes: int) -> int:
+        """Connections that are worth their while."""
+        return max(1, min(most, num_blocks, num_bytes // self._options.share_bytes))
+
+    def _together(self, one: Callable[[int, Wait], T], parts: int, wait: Wait) -> list[T]:
+        """Do each connection's share."""
+        if self._pool is None:
+            raise InternalError("a read over several connections without threads for them")
+        siblings = EitherFlag(wait.cancelled)
+        each = Wait(wait.deadline, siblings)
+        others = [self._pool.submit(one, i, each) for i in range(1, parts)]
+        return run_together(lambda: one(0, each), others, siblings)
 
     def close(self) -> None:
         """Close every connection."""
@@ -270,14 +194,22 @@ class TcpReadPipe(PooledReadPipe[TcpConnection]):
             self._pool.shutdown(wait=False)
 
 
-def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait) -> Stream:
-    """Connect to a block server's endpoint that listens on TCP, and shake hands.
+class TlsReadPipe(TcpReadPipe):
+    """The same over TLS."""
+
+    kind: ClassVar[str] = "tls"
+
+
+def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait, *, tls: Tls | None = None) -> Stream:
+    """Connect to a block server's endpoint that listens on TCP, and shake hands; with certificates over TLS first.
 
     Raises:
         PipeClosedError: Nobody there.
         UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
     """
     stream = connect_tcp(address, wait)
+    if tls is not None:
+        stream = tls_to(stream, tls, split_address(address)[0], wait)
     try:
         greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
     except BaseException:
@@ -299,39 +231,74 @@ def request_blocks(
 
     ``recv``: another way for the blocks than the stream.
     """
-    checksums = options.checksums
-    payload = pack_request(reads, checksums=checksums, streams=options.streams)
+    _ask(stream, reads, wait, options=options)
+    return _Answer(stream, reads, local, options).receive(wait, recv)
+
+
+def _shares(reads: BlockReads, parts: int) -> list[BlockReads]:
+    edges = [len(reads) * i // parts for i in range(parts + 1)]
+    return [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
+
+
+def _ask(stream: Stream, reads: BlockReads, wait: Wait, *, options: TcpOptions) -> int:
+    """Send a request; returns its size in bytes."""
+    payload = pack_request(reads, checksums=options.checksums, streams=options.streams)
     stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
-    segments, count = reads.segments_of(local.shape[1]), len(reads)
-    bitmap, each = -(-count // 8), reads.bytes_per_block(local.shape[1])
-    most = bitmap + count * each + tail_bytes(count, count, checksums=checksums)
-    _, length = recv_header(stream, {FrameKind.BLOCKS: most}, wait)
-    sent_bits = stream.recv_exact(bitmap, wait, "receiving blocks")
-    sent = unpack_bits(sent_bits, count)
-    targets = reads.local_ids if sent.all() else reads.local_ids[sent]
-    tail = tail_bytes(count, len(targets), checksums=checksums)
-    if length != bitmap + len(targets) * each + tail:
-        raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
-    found: Checksums | None = None
-    mover = SpanMover.load() if recv is None else None
-    if mover is not None:
-        hasher = mover.hasher(len(targets), each) if checksums else None
-        mover.recv(stream, target_spans(local, targets, segments), wait, hasher)
-        found = None if hasher is None else hasher.sums
-    elif recv is None:
-        stream.recv_into(target_views(local, targets, segments), wait, "receiving blocks")
-    else:
-        recv(target_views(local, targets, segments), wait)
-    if checksums and found is None:  # before the tail is there: the server hashes at the same time
-        found = checksums_of(local, targets, segments[:, 1], segments[:, 2])
-    unchanged, sums = parse_tail(
-        sent_bits, stream.recv_exact(tail, wait, "receiving blocks"), count, checksums=checksums
-    )
-    valid = sent & unchanged
-    if sums is not None:
-        wrong = np.flatnonzero(sent)[sums != found]
-        damaged = wrong[valid[wrong]]  # blocks recycled meanwhile are known to be stale, and no fault of the way
-        if len(damaged):
-            log.error("%d of %d blocks from %s were damaged on their way", len(damaged), len(targets), stream.peer)
-            valid[damaged] = False
-    return valid
+    return len(payload)
+
+
+class _Answer:
+    """The answer to a request.
+
+    Attributes:
+        waited_s: Seconds that the source says it waited for its computation.
+    """
+
+    def __init__(self, stream: Stream, reads: BlockReads, local: Bytes, options: TcpOptions) -> None:
+        self._stream, self._reads, self._local, self._options = stream, reads, local, options
+        self._steps = [segments for _, segments in reads.segments_by_step(local.shape[1])]
+        self.waited_s = 0.0
+
+    def receive(self, wait: Wait, recv: RecvData | None = None) -> Valid:
+        """Receive it; ``recv``: another way for the blocks than the stream. Returns which blocks are valid."""
+        stream, reads, checksums, count = self._stream, self._reads, self._options.checksums, len(self._reads)
+        each, bitmap = reads.bytes_per_block(self._local.shape[1]), -(-count // 8)
+        most = bitmap + count * each + tail_bytes(reads, count, checksums=checksums)
+        _, length = recv_header(stream, {FrameKind.BLOCKS: most}, wait)
+        sent_bits = stream.recv_exact(bitmap, wait, "receiving blocks")
+        sent = unpack_bits(sent_bits, count)
+        targets = reads.local_ids if sent.all() else reads.local_ids[sent]
+        rest = tail_bytes(reads, len(targets), checksums=checksums)
+        if length != bitmap + len(targets) * each + rest:
+            raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
+        found = self._receive_blocks(targets, wait, recv)
+        tail = parse_tail(reads, sent_bits, stream.recv_exact(rest, wait, "receiving blocks"), checksums=checksums)
+        self.waited_s = tail.waited_us / 1e6
+        valid = sent & tail.unchanged
+        if tail.sums is not None:
+            right = (tail.sums == found).reshape(len(self._steps), len(targets)).all(axis=0)
+            wrong = np.flatnonzero(sent)[~right]
+            damaged = wrong[valid[wrong]]  # blocks recycled meanwhile are known to be stale, and no fault of the way
+            if len(damaged):
+                log.error("%d of %d blocks from %s were damaged on their way", len(damaged), len(targets), stream.peer)
+                valid[damaged] = False
+        return valid
+
+    def _receive_blocks(self, targets: Ids, wait: Wait, recv: RecvData | None) -> Checksums | None:
+        """Fill the target's blocks; returns what their checksums are, step by step, if they are wanted."""
+        stream, local, checksums = self._stream, self._local, self._options.checksums
+        mover = SpanMover.load() if recv is None and not stream.encrypted else None
+        if mover is not None:
+            hasher = mover.hasher(np.repeat(step_sizes(self._steps), len(targets))) if checksums else None
+            mover.recv(stream, target_spans(local, targets, self._steps), wait, hasher)
+            if hasher is not None:
+                return hasher.sums
+        elif recv is None:
+            views = [view for segments in self._steps for view in target_views(local, targets, segments)]
+            stream.recv_into(views, wait, "receiving blocks")
+        else:
+            recv(target_views(local, targets, self._steps[0]), wait)
+        if not checksums:
+            return None
+        # Before the tail is there: the server hashes at the same time.
+        return np.concatenate([checksums_of(local, targets, each[:, 1], each[:, 2]) for each in self._steps])

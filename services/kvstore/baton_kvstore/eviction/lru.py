@@ -1,4 +1,4 @@
-"""The order in which blocks that nobody needs right now would be evicted."""
+"""Least recently used first."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from baton_kvstore.eviction.base import Eviction
 from baton_kvstore.pool import Entry
 
 
-class Recency:
+class Lru(Eviction):
     """Evictable entries, the one unused for longest first; those that the tier behind has are kept apart.
 
-    With a tier behind, only saved entries are evicted; :attr:`unsaved` says what should be saved next. An entry that
-    was saved without having been used meanwhile keeps its age.
+    An entry that was saved without having been used meanwhile keeps its age.
 
     Args:
         behind: Whether there is a tier behind.
@@ -28,9 +28,6 @@ class Recency:
 
     def __len__(self) -> int:
         return len(self._saved) + len(self._unsaved)
-
-    def __bool__(self) -> bool:
-        return bool(len(self))
 
     def __iter__(self) -> Iterator[Entry]:
         yield from self._saved
@@ -55,21 +52,21 @@ class Recency:
         first, waiting = next(iter(self._saved), None), next(iter(self._unsaved), None)
         return waiting is None or (first is not None and first.stamp <= waiting.stamp)
 
-    def add(self, entry: Entry, *, used: bool = True) -> None:
+    def pin(self, entry: Entry) -> None:
+        """Take an entry out."""
+        self.discard(entry)
+
+    def unpin(self, entry: Entry, *, used: bool) -> None:
         """Make an entry evictable: the last one, or, if it was not used, at about its age."""
         if used:
             self.touch(entry)
-        if not entry.saved:
-            first = next(iter(self._unsaved), None)
-            self._unsaved[entry] = None
-            if not used and first is not None and entry.stamp < first.stamp:
-                self._unsaved.move_to_end(entry, last=False)
-            return
-        oldest = next(iter(self._saved), None)
-        self._saved[entry] = None
-        self.saved_bytes += entry.pool.block_bytes
-        if not used and oldest is not None and entry.stamp < oldest.stamp:
-            self._saved.move_to_end(entry, last=False)
+        queue = self._saved if entry.saved else self._unsaved
+        first = next(iter(queue), None)
+        queue[entry] = None
+        if entry.saved:
+            self.saved_bytes += entry.pool.block_bytes
+        if not used and first is not None and entry.stamp < first.stamp:
+            queue.move_to_end(entry, last=False)
 
     def touch(self, entry: Entry) -> None:
         """Note that an entry was used."""
@@ -82,7 +79,7 @@ class Recency:
         for entry in reversed(lost):
             self.discard(entry)
             entry.saved = False
-            self.add(entry, used=False)
+            self.unpin(entry, used=False)
 
     def discard(self, entry: Entry) -> None:
         """Take an entry out, if it is in."""

@@ -1,0 +1,142 @@
+"""What ``baton bench store`` measures: options checked, sizes worked out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.bench.geometries import model_geometry, named_geometry
+from baton.bench.specs import Shape
+from baton.errors import ConfigError, shown
+from baton.kv.layout import DTYPE_BYTES
+
+TIERS = ("shm", "tcp", "disk")
+"""Memory over the shared-memory pipe, memory over TCP, disk (over shared memory)."""
+OPS = ("put", "get", "contains")
+MAX_CLIENTS = 64
+MAX_BLOCKS = 1024
+"""In a request."""
+REDIS_BYTES = 1 << 30
+DISK_MEMORY = 8
+"""Chains that the memory of a store on disk has room for, at least; at most a quarter of them all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line asks for; see ``baton bench store --help``.
+
+    Raises:
+        ConfigError: Something that cannot work; names the flag.
+    """
+
+    geometries: tuple[str, ...] = ("llama-8b", "llama-1b", "baton-tiny")
+    model: str = ""
+    block_size: int = 16
+    kv_dtype: str = "bfloat16"
+    tiers: tuple[str, ...] = TIERS
+    ops: tuple[str, ...] = OPS
+    clients: tuple[int, ...] = (1, 4, 16)
+    hits: tuple[int, ...] = (100, 50)
+    request_bytes: int = 32 << 20
+    total_bytes: int = 1 << 30
+    dir: str = "/var/tmp"
+    disk_readers: int = 4
+    redis: bool = True
+    warmup: int = 1
+    repeat: int = 5
+    seconds: float = 0.4
+    seed: int = 0
+    require_dram: float | None = None
+    require_disk: float | None = None
+    require_redis: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, values, known in (("tier", self.tiers, TIERS), ("op", self.ops, OPS)):
+            if not values or set(values) - set(known) or len(set(values)) != len(values):
+                raise ConfigError(f"--{name} takes some of {','.join(known)}, each once", field=name)
+        for name, numbers, least, most in (
+            ("clients", self.clients, 1, MAX_CLIENTS),
+            ("hits", self.hits, 0, 100),
+        ):
+            if not numbers or not all(least <= number <= most for number in numbers):
+                raise ConfigError(f"--{name} takes numbers from {least} to {most}", field=name)
+        if self.kv_dtype not in DTYPE_BYTES:
+            raise ConfigError(f"--kv-dtype is one of {', '.join(DTYPE_BYTES)}", field="kv_dtype")
+        for name, low, high in (
+            ("block_size", 1, 4096),
+            ("request_bytes", 1, 1 << 30),
+            ("total_bytes", 1 << 20, 1 << 40),
+            ("disk_readers", 1, 64),
+            ("warmup", 0, 100),
+            ("repeat", 1, 1000),
+            ("seed", 0, (1 << 31) - 1),
+        ):
+            if not low <= getattr(self, name) <= high:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be between {low} and {high}, got {getattr(self, name)}", field=name)
+        if not 0.01 <= self.seconds <= 60:
+            raise ConfigError(f"--seconds must be between 0.01 and 60, got {self.seconds}", field="seconds")
+        for name in ("require_dram", "require_disk", "require_redis"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0", field=name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One geometry's run.
+
+    Attributes:
+        name: Of the model.
+        shape: Of its blocks.
+        block_bytes: Of one.
+        blocks: In a request: a chain.
+        chains: That the stores hold.
+        redis_chains: That Redis holds.
+        disk_memory_chains: That a store on disk has memory for.
+    """
+
+    name: str
+    shape: Shape
+    block_bytes: int
+    blocks: int
+    chains: int
+    redis_chains: int
+    disk_memory_chains: int
+
+    @property
+    def chain_bytes(self) -> int:
+        """Of a request."""
+        return self.blocks * self.block_bytes
+
+    def memory(self, options: Options) -> int:
+        """Bytes that all processes together take."""
+        clients = 2 * max(options.clients)
+        dram = 2 * self.chains if {"shm", "tcp"} & set(options.tiers) else 0
+        disk = 2 * self.disk_memory_chains if "disk" in options.tiers else 0
+        redis = 2 * self.redis_chains if options.redis else 0
+        return (clients + dram + disk + redis) * self.chain_bytes + (1 << 29)
+
+
+def make_plans(options: Options) -> list[Plan]:
+    """Return what to measure, one plan per geometry.
+
+    Raises:
+        ConfigError: An unknown geometry, or blocks that do not fit a request.
+    """
+    names = (options.model,) if options.model else options.geometries
+    plans = []
+    for name in names:
+        kv = model_geometry(name, options.kv_dtype) if options.model else named_geometry(name, options.kv_dtype)
+        shape = Shape.of(kv, options.block_size)
+        size = shape.fingerprint().block_bytes
+        blocks = min(MAX_BLOCKS, options.request_bytes // size)
+        if not blocks:
+            raise ConfigError(
+                f"a block of {shown(name)} has {size} bytes, --request-bytes is {options.request_bytes}",
+                field="request_bytes",
+            )
+        most = max(options.clients)
+        chains = max(most, 2 * DISK_MEMORY, options.total_bytes // (blocks * size))
+        redis_chains = min(chains, max(1, REDIS_BYTES // (blocks * size)))
+        plans.append(Plan(name, shape, size, blocks, chains, redis_chains, max(DISK_MEMORY, chains // 4)))
+    return plans

@@ -1,0 +1,209 @@
+"""Replays a trace against the store's own objects: which share of the blocks does a bounded memory hold?
+
+What is counted: a request asks the store for the chain of its prompt's blocks and is given the longest prefix that is
+there, as a Get does; those blocks are hits. Then it puts what follows that prefix, as a prefill instance does. The hit
+rate is the sum of all hits over the sum of all prompts' blocks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from baton.errors import ConfigError, shown
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.layout import KVLayout, LayerShape
+from baton.types import BlockHash
+from baton_kvstore.bench.clairvoyant import Clairvoyant, Need
+from baton_kvstore.eviction import POLICIES, S3Fifo
+from baton_kvstore.pool import Entry
+from baton_kvstore.store import BlockStore
+
+BELADY = "belady"
+PAPER = "s3fifo-paper"
+REPLAYED = (*POLICIES, PAPER, BELADY)
+"""The store's policies; S3-FIFO with the paper's numbers; the bound."""
+BLOCK_TOKENS = 512
+_BLOCK_BYTES = 64
+"""Of a block in the replay, whose bytes do not matter."""
+_NEVER = 1 << 62
+_MAX_ID = 2**32
+_CHECKS = 8
+"""Times that a replay has the store check its books."""
+
+Chains = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ReplayRecord:
+    """One policy at one size.
+
+    Attributes:
+        policy: One of ``REPLAYED``.
+        blocks: That fit.
+        hit_rate: Hits / all blocks.
+        of_best: Hits / hits of a store with endless memory.
+        evictions: Blocks that had to go.
+        us_per_block: Time of the store's own work per block of the trace: looked up, leased, released, put.
+    """
+
+    policy: str
+    blocks: int
+    hit_rate: float
+    of_best: float
+    evictions: int
+    us_per_block: float
+
+
+def read_chains(path: Path, limit: int | None = None) -> list[list[int]]:
+    """Read the ``hash_ids`` of a trace in Mooncake's format, in the order of its lines.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line has no such numbers; names the line.
+    """
+    chains: list[list[int]] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and len(chains) >= limit:
+                    break
+                if line.strip():
+                    chains.append(_chain(line, f"{path}:{number}"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="trace") from error
+    if not chains:
+        raise ConfigError(f"{path} has no request", field="trace")
+    return chains
+
+
+def best_hit_rate(chains: Chains) -> float:
+    """Return the hit rate of a store with endless memory."""
+    seen: set[int] = set()
+    hits = 0
+    for chain in chains:
+        hits += next((at for at, block in enumerate(chain) if block not in seen), len(chain))
+        seen.update(chain)
+    return hits / sum(map(len, chains))
+
+
+def replay(chains: Chains, policy: str, blocks: int) -> ReplayRecord:
+    """Replay a trace.
+
+    Args:
+        chains: Per request, names of its prompt's blocks.
+        policy: One of ``REPLAYED``.
+        blocks: That fit.
+    """
+    return _Replay(chains, policy, blocks).run()
+
+
+class _Replay:
+    def __init__(self, chains: Chains, policy: str, blocks: int) -> None:
+        layout = KVLayout((LayerShape(1, 1, 1),), BLOCK_TOKENS, "float32")
+        kind = Fingerprint.of(model="replay", model_digest="replay", rope="", layout=layout)
+        self._kind = dataclasses.replace(kind, block_bytes=_BLOCK_BYTES)
+        self._chains, self._policy, self._blocks = chains, policy, blocks
+        real = policy if policy in POLICIES else "lru"
+        self._store = BlockStore(blocks * _BLOCK_BYTES, max_pools=1, max_leases=1, clock=time.monotonic, eviction=real)
+        self._now = 0
+        self._future: _Future | None = None
+        if policy == BELADY:
+            self._future = _Future(chains)
+            self._store.recency = self._oracle = Clairvoyant(self._need)
+        if policy == PAPER:
+            self._store.recency = S3Fifo(small_share=0.1, uses=2)
+
+    def run(self) -> ReplayRecord:
+        names = {block: BlockHash(block.to_bytes(32, "big")) for chain in self._chains for block in chain}
+        hits = total = 0
+        every = max(1, len(self._chains) // _CHECKS)
+        spent = 0.0
+        for number, chain in enumerate(self._chains):
+            self._now = number
+            total += len(chain)
+            asked = [names[block] for block in dict.fromkeys(chain)]
+            started = time.perf_counter()
+            hits += self._request(asked)
+            spent += time.perf_counter() - started
+            if number % every == 0:
+                self._store.check()
+        self._store.check()
+        evictions = self._store.counters.evictions
+        self._store.close()
+        best = best_hit_rate(self._chains)
+        return ReplayRecord(
+            policy=self._policy,
+            blocks=self._blocks,
+            hit_rate=round(hits / total, 6),
+            of_best=round(hits / total / best, 6) if best else 1.0,
+            evictions=evictions,
+            us_per_block=round(1e6 * spent / total, 3),
+        )
+
+    def _request(self, names: list[BlockHash]) -> int:
+        store = self._store
+        lease = store.lease(self._kind, names, 60.0)
+        found = 0
+        if lease is not None:
+            found = len(lease.entries)
+            store.release(lease.lease_id)
+        rest = names[found:]
+        if self._future is not None:
+            rest = self._worth(rest)
+        if rest:
+            reservation = store.reserve(self._kind, rest)
+            store.commit(reservation, [True] * len(reservation.missing))
+        return found
+
+    def _worth(self, rest: list[BlockHash]) -> list[BlockHash]:
+        """Put block by block those that are needed before what would have to go; nothing forces a bound to store."""
+        assert self._future is not None
+        for name in rest:
+            need, last = self._future.need(name, self._now), self._oracle.last()
+            full = self._store.num_blocks >= self._blocks
+            if need[0] == _NEVER or (full and (last is None or need >= last)):
+                return []
+            reservation = self._store.reserve(self._kind, [name])
+            self._store.commit(reservation, [True] * len(reservation.missing))
+        return []
+
+    def _need(self, entry: Entry) -> Need:
+        assert self._future is not None
+        return self._future.need(entry.block_hash, self._now)
+
+
+class _Future:
+    """When each block is needed, and where in its chain it stands."""
+
+    def __init__(self, chains: Chains) -> None:
+        self._needs: dict[bytes, list[int]] = {}
+        self._depth: dict[bytes, int] = {}
+        for number, chain in enumerate(chains):
+            for depth, block in enumerate(dict.fromkeys(chain)):
+                name = block.to_bytes(32, "big")
+                self._needs.setdefault(name, []).append(number)
+                self._depth.setdefault(name, depth)
+
+    def need(self, name: BlockHash, now: int) -> Need:
+        """Return when a block is needed next after request ``now``."""
+        needs = self._needs[name]
+        at = bisect.bisect_right(needs, now)
+        return needs[at] if at < len(needs) else _NEVER, self._depth[name]
+
+
+def _chain(line: bytes, where: str) -> list[int]:
+    try:
+        value: Any = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{where} is no JSON: {error}", field="trace") from error
+    blocks = value.get("hash_ids") if isinstance(value, dict) else None
+    if not isinstance(blocks, list) or not blocks or not all(type(x) is int and 0 <= x < _MAX_ID for x in blocks):
+        raise ConfigError(f"{where}: hash_ids must be numbers from 0 to 2**32 - 1, got {shown(blocks)}", field="trace")
+    return blocks

@@ -1,0 +1,1 @@
+"""Tiers that other nodes share: Redis and object stores."""

@@ -1,0 +1,66 @@
+"""Takes over what changes in files while a router runs: API keys and certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+
+from baton.rpc.tls import Tls
+from baton_router.account_redis import AccountRedis
+from baton_router.accounts import AccountFile
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+
+
+class Renewal:
+    """Looks at the files every :data:`INTERVAL_S` seconds.
+
+    Args:
+        accounts: API keys, if there are any.
+        tls: Certificates, if there are any.
+        https: Context of the HTTP server, if it speaks TLS.
+    """
+
+    def __init__(
+        self, accounts: AccountFile | AccountRedis | None, tls: Tls | None, https: ssl.SSLContext | None
+    ) -> None:
+        self._accounts, self._tls, self._https = accounts, tls, https
+        self._shown = tls.generation if tls is not None else 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin, in the running loop.
+
+        Raises:
+            ConfigError: API keys cannot be read.
+        """
+        if self._accounts is not None:
+            await self._accounts.start()
+        if self._accounts is not None or self._https is not None:
+            self._task = asyncio.create_task(self._run(), name="renewal")
+
+    async def close(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._accounts is not None:
+            await self._accounts.close()
+
+    async def look(self) -> None:
+        """Take over what has changed."""
+        if self._accounts is not None:
+            await self._accounts.renew()
+        if self._tls is not None and self._https is not None:
+            self._tls.refresh()
+            if self._shown != self._tls.generation:
+                self._shown = self._tls.generation
+                self._tls.renew(self._https)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.look()

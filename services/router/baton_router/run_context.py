@@ -1,0 +1,34 @@
+"""What the runs of all requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from baton_router.config import RouterConfig
+from baton_router.core import RoutedRequest
+from baton_router.deadlines import Deadlines
+from baton_router.decisions import DecisionLog
+from baton_router.instance import Instance
+from baton_router.metrics import RouterMetrics
+from baton_router.placement import Placer
+from baton_router.recovery import Breakers, RetryBudget
+from baton_router.registry import Registry
+from baton_router.session import Sessions
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What every run uses."""
+
+    registry: Registry
+    placer: Placer
+    metrics: RouterMetrics
+    config: RouterConfig
+    breakers: Breakers
+    budget: RetryBudget
+    sessions: Sessions
+    deadlines: Deadlines
+    decisions: DecisionLog = field(default_factory=DecisionLog)
+    slow: Callable[[RoutedRequest], Iterable[Instance]] = lambda request: ()
+    """Returns the decode instances that are too slow for a request's ``itl_ms``."""

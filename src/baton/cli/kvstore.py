@@ -1,0 +1,118 @@
+"""``baton kvstore``: what tenants have in a KV store, and forgetting what a tenant or a kind of KV has there."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from rich.console import Console
+from rich.table import Table
+
+from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.config import add_flags, from_flags
+from baton.config.access import AccessConfig
+from baton.errors import BatonError, ConfigError
+from baton.rpc.auth import read_token
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.tls import read_tls
+
+_TIMEOUT_S = 60.0
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the commands."""
+    parser = commands.add_parser("kvstore", help="what tenants have in a KV store; forget it")
+    what = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_tenants_parser(what)
+    add_clear_parser(what)
+
+
+def add_tenants_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``tenants``."""
+    parser = commands.add_parser("tenants", help="list what each tenant has in memory")
+    _finish(parser, list_tenants)
+
+
+def add_clear_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``clear``."""
+    clear = commands.add_parser("clear", help="forget a tenant's blocks, or all of one kind of KV, in every tier")
+    which = clear.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tenant", default="", metavar="ID", help="forget everything of this tenant")
+    which.add_argument(
+        "--like",
+        default="",
+        metavar="HOST:PORT",
+        help="forget all KV of the kind that this instance has",
+    )
+    _finish(clear, clear_blocks)
+
+
+def _finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, AccessConfig], Any]) -> None:
+    parser.add_argument("stores", nargs="+", metavar="HOST:PORT", help="gRPC addresses of the store's nodes")
+    add_flags(parser, AccessConfig)
+    parser.set_defaults(run=lambda args: _run(args, run))
+
+
+def _run(args: argparse.Namespace, run: Any) -> int:
+    """Run a command; returns the exit status: 0 done, 1 a store refused or was not reached, 2 wrong arguments."""
+    try:
+        asyncio.run(run(args, from_flags(AccessConfig, args)))
+    except ConfigError as error:
+        print(f"baton kvstore: error: {error.message}", file=sys.stderr)
+        return 2
+    except BatonError as error:
+        print(f"baton kvstore: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def list_tenants(args: argparse.Namespace, access: AccessConfig) -> None:
+    """Print what each tenant has, node by node."""
+    table = Table()
+    for column in ("node", "tenant", "blocks", "bytes", "quota", "pinned", "evicted"):
+        table.add_column(column, justify="left" if column in ("node", "tenant") else "right")
+    for store in args.stores:
+        answer = await _ask(store, access, "ListTenants", kvstore_pb2.ListTenantsRequest())
+        for use in answer.tenants:
+            numbers = (use.num_blocks, use.used_bytes, use.quota_bytes or "-", use.pinned_bytes, use.num_evictions)
+            table.add_row(store, use.tenant or "(nobody's)", *map(str, numbers))
+    Console().print(table)
+
+
+async def clear_blocks(args: argparse.Namespace, access: AccessConfig) -> None:
+    """Forget blocks, node by node."""
+    request = kvstore_pb2.DeleteRequest(tenant=args.tenant)
+    if args.like:
+        request = kvstore_pb2.DeleteRequest(fingerprint=await _fingerprint(args.like, access), all=True)
+    for store in args.stores:
+        answer = await _ask(store, access, "Delete", request)
+        print(f"{store}: {answer.num_deleted} blocks forgotten")
+
+
+async def _fingerprint(address: str, access: AccessConfig) -> common_pb2.Fingerprint:
+    async with open_channel(address, token=read_token(access.token_file), tls=read_tls(access)) as channel:
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+    fingerprint: common_pb2.Fingerprint = info.fingerprint
+    return fingerprint
+
+
+async def _ask(address: str, access: AccessConfig, method: str, request: Any) -> Any:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{address!r} is not HOST:PORT", field="stores")
+    async with open_channel(address, token=read_token(access.token_file), tls=read_tls(access)) as channel:
+        stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        try:
+            return await getattr(stub, method)(request, timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error

@@ -1,0 +1,242 @@
+"""TLS between services: everybody shows a certificate of one authority, and checks the other's.
+
+Files are read again when they change, so that certificates can be renewed without a restart: a server gives new
+connections the new certificate, a client opens new channels with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_MAX_FILE_BYTES = 1 << 20
+_ROUNDS = 8
+
+
+class TlsFields(Protocol):
+    """The part of a configuration that says where certificates are."""
+
+    @property
+    def tls_cert(self) -> str:
+        """File with this service's certificate, and those that lead to the authority's."""
+
+    @property
+    def tls_key(self) -> str:
+        """File with its key."""
+
+    @property
+    def tls_ca(self) -> str:
+        """File with the authority's certificate."""
+
+    @property
+    def tls_name(self) -> str:
+        """Name that others' certificates must have; empty: the host under which they are reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Material:
+    cert: bytes
+    key: bytes
+    ca: bytes
+
+
+class Tls:
+    """The certificates of one process.
+
+    Args:
+        cert: File with this process's certificate, PEM, and those that lead to the authority's.
+        key: File with its key, PEM, without a password.
+        ca: File with the authority's certificates, PEM.
+        name: Name that others' certificates must have; empty: the host under which they are reached.
+
+    Raises:
+        ConfigError: A file cannot be read, or the certificate would be refused by others; says why.
+    """
+
+    def __init__(self, cert: str, key: str, ca: str, *, name: str = "") -> None:
+        self._paths = (Path(cert), Path(key), Path(ca))
+        self._name = name
+        self._lock = threading.Lock()
+        self.generation = 0
+        """How often the files were read again."""
+        self._contexts: dict[tuple[int, bool], ssl.SSLContext] = {}
+        self._seen = self._stamp()
+        self._material = self._read()
+        check_certificates(cert, key, ca)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return what a gRPC server listens with: it wants a certificate of every client."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(self._material),
+            self._next_configuration,  # type: ignore[arg-type]  # None: as before, says gRPC's documentation
+            require_client_authentication=True,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return what a channel is opened with."""
+        self.refresh()
+        now = self._material
+        return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """Return the options of a channel that the name asks for."""
+        return [("grpc.ssl_target_name_override", self._name)] if self._name else []
+
+    @property
+    def name(self) -> str:
+        """Name that others' certificates must have; empty: the host under which they are reached."""
+        return self._name
+
+    def pipe_context(self, *, server_side: bool) -> ssl.SSLContext:
+        """Return the context of a connection that carries KV: both ends show certificates.
+
+        Raises:
+            ConfigError: A file that could be read before cannot be any more.
+        """
+        self.refresh()
+        with self._lock:
+            key = self.generation, server_side
+            if key not in self._contexts:
+                self._contexts[key] = _pipe_context(*self._paths, server_side)
+            return self._contexts[key]
+
+    def http_context(self) -> ssl.SSLContext:
+        """Return the context of an HTTP server: its clients need no certificate, they show API keys."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.renew(context)
+        return context
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Have a context show today's certificate to new connections."""
+        cert, key, _ = self._paths
+        context.load_cert_chain(cert, key)
+
+    def refresh(self) -> bool:
+        """Read the files again if they changed; broken ones are reported and change nothing."""
+        with self._lock:
+            stamp = self._stamp()
+            if stamp == self._seen:
+                return False
+            self._seen = stamp
+            try:
+                fresh = self._read()
+                check_certificates(*map(str, self._paths))
+            except ConfigError as error:
+                log.error("certificates stay as they were: %s", error.message)
+                return False
+            self._material = fresh
+            self._contexts.clear()
+            self.generation += 1
+            log.info("certificates were read again")
+            return True
+
+    def _next_configuration(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC before every handshake, in a thread of its own."""
+        return self._server_configuration(self._material) if self.refresh() else None
+
+    @staticmethod
+    def _server_configuration(material: _Material) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
+
+    def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(_stamp(path) for path in self._paths)
+
+    def _read(self) -> _Material:
+        fields = ("tls_cert", "tls_key", "tls_ca")
+        return _Material(*(_read(path, field) for path, field in zip(self._paths, fields, strict=True)))
+
+
+def read_tls(config: TlsFields) -> Tls | None:
+    """Return a configuration's certificates; ``None``: it names none.
+
+    Raises:
+        ConfigError: It names some of the files only, or they cannot work.
+    """
+    paths = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
+    if not any(paths.values()):
+        if config.tls_name:
+            raise ConfigError("--tls-name needs --tls-cert, --tls-key and --tls-ca", field="tls_name")
+        return None
+    for field, path in paths.items():
+        if not path:
+            raise ConfigError(f"TLS needs --{field.replace('_', '-')} too", field=field)
+    return Tls(config.tls_cert, config.tls_key, config.tls_ca, name=config.tls_name)
+
+
+def _pipe_context(cert: Path, key: Path, ca: Path, server_side: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(cert, key)
+        context.load_verify_locations(ca)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"certificate {cert}, key {key} and authority {ca}: {error}", field="tls_cert") from error
+    return context
+
+
+def check_certificates(cert: str, key: str, ca: str) -> None:
+    """Let the certificate greet itself, as server and as client, so that what others would refuse is known now.
+
+    Raises:
+        ConfigError: Why they would.
+    """
+    try:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname = False
+        server.verify_mode = ssl.CERT_REQUIRED
+        for context in (server, client):
+            context.load_cert_chain(cert, key)
+            context.load_verify_locations(ca)
+        _greet(server, client)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(f"the certificate {cert} does not hold: {error.verify_message}", field="tls_cert") from error
+    except (ssl.SSLError, OSError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise ConfigError(f"certificate {cert}, key {key} and authority {ca}: {reason}", field="tls_cert") from error
+
+
+def _greet(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(down, up, server_side=False), server.wrap_bio(up, down, server_side=True)]
+    for _ in range(_ROUNDS):
+        for end in list(ends):
+            try:
+                end.do_handshake()
+                ends.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+        if not ends:
+            return
+    raise ConfigError("a certificate could not greet itself", field="tls_cert")
+
+
+def _read(path: Path, field: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is longer than {_MAX_FILE_BYTES} bytes", field=field)
+    return data
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_size, info.st_ino

@@ -1,0 +1,137 @@
+"""Token ids of a whole prompt, as one array: from JSON, into messages, checked, without an object per id.
+
+A prompt of 4 KB has a thousand ids. As Python integers they are made, looked at and written out one by one, several
+times on their way; as an ``array("I")`` that happens in one call of C each. Where no compiler is the twins in Python
+do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from baton.native import COMPILERS, load_helper
+
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = array[int]
+else:
+    TokenIds = array  # which has no parameters at run time before Python 3.12
+"""Ids as ``array("I")``: 32 bits each."""
+
+_MAX_ID = 2**32 - 1
+_SCRATCH_WORDS = 65_536
+_own = threading.local()
+_MOST_BYTES = 5
+"""That a varint of 32 bits can take."""
+
+
+def token_ids(ids: Sequence[int]) -> TokenIds:
+    """Return ids as an array; one that already is is not copied.
+
+    Raises:
+        OverflowError: One is negative or needs more than 32 bits.
+    """
+    return ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
+
+
+def max_id(ids: TokenIds) -> int:
+    """Return the largest id; 0 of none."""
+    library = _library()
+    if library is None:
+        return max(ids, default=0)
+    return int(library.baton_max_id(*ids.buffer_info()))
+
+
+def pack_ids(ids: TokenIds) -> bytes:
+    """Return ids as the payload of a packed protobuf field."""
+    library = _library()
+    if library is None:
+        return python_pack(ids)
+    address, count = ids.buffer_info()
+    scratch = _scratch(-(-_MOST_BYTES * count // 4))
+    return ctypes.string_at(scratch, library.baton_pack_ids(address, count, scratch))
+
+
+def python_pack(ids: Sequence[int]) -> bytes:
+    """Do what :func:`pack_ids` does, id by id."""
+    out = bytearray()
+    for token_id in ids:
+        while token_id >= 0x80:
+            out.append(token_id & 0x7F | 0x80)
+            token_id >>= 7
+        out.append(token_id)
+    return bytes(out)
+
+
+def varint(value: int) -> bytes:
+    """Return a protobuf varint."""
+    if value < 0x80:
+        return bytes((value,))
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
+    return python_pack((value,))
+
+
+def find_ids(text: bytes, key: bytes) -> tuple[TokenIds, bytes] | None:
+    """Take a list of ids out of a JSON object, before the rest of it is parsed.
+
+    Args:
+        text: The object.
+        key: A key of it; nothing that JSON would escape.
+
+    Returns:
+        The ids, and the object with an empty list in their place; ``None`` if there is no such list, if it is empty
+        or holds anything but ids, or if that cannot be said for sure. What is not valid JSON is not found
+        out here.
+    """
+    library = _library()
+    if library is None:
+        return None
+    room = len(text) // 2  # an id takes two bytes of text at least
+    scratch, span = _scratch(room), (ctypes.c_uint64 * 3)()
+    if not library.baton_find_ids(text, len(text), key, len(key), scratch, room, span):
+        return None
+    begin, end, count = span
+    return array("I", ctypes.string_at(scratch, 4 * count)), text[: begin + 1] + text[end - 1 :]
+
+
+def _scratch(words: int) -> int:
+    """Return where this thread may write so many 32-bit words, until it asks again: memory that is warm."""
+    if words > _SCRATCH_WORDS:
+        _own.large = array("I", bytes(4 * words))
+        return int(_own.large.buffer_info()[0])
+    try:
+        return int(_own.address)
+    except AttributeError:
+        _own.small = array("I", bytes(4 * _SCRATCH_WORDS))
+        _own.address = _own.small.buffer_info()[0]
+        return int(_own.address)
+
+
+@functools.cache
+def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
+    """Return the helper in C; the first call waits for the compiler."""
+    found = load_helper(Path(__file__).with_name("token_ids.c"), compilers)
+    if found is None:
+        return None
+    # Called with the interpreter's lock held: a call takes less time than a wait for the lock may.
+    library = ctypes.PyDLL("token_ids", handle=found._handle)
+    pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+    for name, result, *arguments in (
+        ("pack_ids", size, pointer, size, pointer),
+        ("max_id", ctypes.c_uint32, pointer, size),
+        ("find_ids", ctypes.c_int, text, size, text, size, pointer, size, pointer),
+    ):
+        function = getattr(library, f"baton_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def native() -> bool:
+    """Whether the helper in C is used; the first call waits for the compiler."""
+    return _library() is not None

@@ -1,0 +1,662 @@
+"""One contract for every store: a node, three of them with one replica or two, Redis alone and as a cluster.
+
+Everything is real: servers, gRPC, pipes, arenas, redis-server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.kv_shapes import pool_of, whole_kv
+
+from baton.errors import BatonError, UnavailableError
+from baton.hashing import block_hashes, root_hash
+from baton.kv.arena import KVArena
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.layout import KVLayout, LayerShape
+from baton.kv.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
+from baton.rpc.redis_client import open_redis
+from baton.testing.mooncake import MooncakeMaster, missing_mooncake, mooncake_master
+from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster, redis_server
+from baton.testing.store_process import store_processes
+from baton.transport.blocks import BlockFetcher, BlockServer
+from baton.transport.connector.store_backend import ChainPart, LoadProgress, StoreBackend
+from baton.transport.connector.store_cluster import StoreCluster
+from baton.transport.connector.store_copies import Heat
+from baton.transport.connector.store_open import open_store
+from baton.transport.connector.store_placement import Placement, segments_of
+from baton.transport.connector.store_use import StoreOptions, StoreUse
+from baton.types import BlockHash, BlockId, InstanceId
+from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.server import KVStoreServer
+
+BS = 16
+LAYOUT = KVLayout((LayerShape(1, 16, 16),), BS, "float32")
+KIND = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
+BLOCK = KIND.block_bytes
+CHAIN = 100
+"""Blocks of a test's chain: more than three segments."""
+POOL = 2 * CHAIN
+WAIT_S = 20.0
+
+needs_redis = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
+needs_mooncake = pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
+KINDS = [
+    "node",
+    "three",
+    "three-twice",
+    pytest.param("redis", marks=needs_redis),
+    pytest.param("redis-cluster", marks=needs_redis),
+    pytest.param("mooncake", marks=needs_mooncake),
+]
+
+
+def chain(seed: int = 0, length: int = CHAIN) -> list[BlockHash]:
+    tokens = np.random.default_rng(seed).integers(0, 1000, length * BS).tolist()
+    return block_hashes(tokens, BS, root_hash(KIND.content_key()))
+
+
+def content(name: BlockHash) -> np.ndarray:
+    return np.resize(np.frombuffer(name, np.uint8), BLOCK)
+
+
+class Client:
+    """An instance's pool and its store: what is put lies in the pool's first half, what is got goes into the second."""
+
+    def __init__(self, options: StoreOptions, kind: Fingerprint = KIND) -> None:
+        self.use = StoreUse()
+        layouts = [shard_layout(kind.geometry, spec, BS) for spec in shard_specs(kind.tp_size, kind.pp_size)]
+        self.shards = KVShards([KVArena(POOL, layout.block_bytes) for layout in layouts])
+        self.arena = self.shards.primary
+        self.server = BlockServer(self.shards, kind, InstanceId("prefill-0"))
+        self.fetcher = BlockFetcher(self.shards, kind)
+        self.backend: StoreBackend = open_store(options, fingerprint=kind, fetcher=self.fetcher, use=self.use)
+
+    async def put(self, hashes: Sequence[BlockHash], start: int = 0, *, stale: Sequence[int] = ()) -> tuple[int, int]:
+        """Put a chain from ``start`` on; ``stale``: blocks that are used otherwise by the time the store comes."""
+        count = len(hashes) - start
+        for i in range(count):
+            self.arena.blocks[i] = content(hashes[start + i])
+        generations = self.arena.generations[:count].tolist()
+        for at in stale:
+            self.arena.generations[at - start] += np.uint64(1)
+            self.arena.blocks[at - start] = 99
+        ids = [BlockId(i) for i in range(count)]
+        part = ChainPart(hashes, start, len(hashes))
+        return await self.backend.save(self.server.source, part, ids, generations, deadline=time.monotonic() + WAIT_S)
+
+    async def get(
+        self,
+        hashes: Sequence[BlockHash],
+        start: int = 0,
+        *,
+        progress: LoadProgress | None = None,
+        deadline_s: float = WAIT_S,
+        cancelled: threading.Event | None = None,
+    ) -> LoadProgress:
+        """Get a chain from ``start`` on; whatever comes must be right."""
+        progress = LoadProgress() if progress is None else progress
+        self.arena.blocks[CHAIN:] = 0
+        ids = [BlockId(CHAIN + i) for i in range(len(hashes) - start)]
+        try:
+            await self.backend.load(
+                ChainPart(hashes, start, len(hashes)),
+                ids,
+                progress,
+                deadline=time.monotonic() + deadline_s,
+                cancelled=cancelled or threading.Event(),
+            )
+        finally:
+            for i in range(progress.num_blocks):
+                assert np.array_equal(self.arena.blocks[CHAIN + i], content(hashes[start + i])), i
+        return progress
+
+    async def close(self) -> None:
+        await self.backend.close()
+        self.server.close()
+        self.fetcher.close()
+        self.shards.close()
+
+
+class Rig:
+    """A store of some kind, and clients of it."""
+
+    def __init__(self, kind: str, stack: AsyncExitStack) -> None:
+        self.kind, self._stack = kind, stack
+        self.replication = 2 if kind == "three-twice" else 1
+        self.nodes: list[KVStoreServer] = []
+        self.redis: list[RedisServer] = []
+        self.master: MooncakeMaster | None = None
+        self.address = ""
+
+    async def start(self, folder: Path, masters: Sequence[RedisServer] = ()) -> None:
+        if self.kind == "redis":
+            self.redis = [await self._stack.enter_async_context(redis_server())]
+            self.address = self.redis[0].url
+        elif self.kind == "redis-cluster":
+            self.redis = list(masters) or await self._stack.enter_async_context(redis_cluster(folder))
+            for server in self.redis:
+                client = open_redis(server.url)
+                await client.flushall()
+                await client.aclose()
+            self.address = self.redis[0].url.replace("redis://", "redis+cluster://").removesuffix("/0")
+        elif self.kind == "mooncake":
+            self.master = await self._stack.enter_async_context(mooncake_master())
+            self.address = f"{self.master.url}?segment_bytes={32 << 20}"
+        else:
+            for _ in range(1 if self.kind == "node" else 3):
+                self.nodes.append(await self.node())
+            self.address = ",".join(node.address for node in self.nodes)
+
+    async def node(self, **options: Any) -> KVStoreServer:
+        """Start a node, to be stopped in the end."""
+        server = KVStoreServer(KVStoreConfig(**{"capacity_bytes": 16 * CHAIN * BLOCK, **options}))
+        await server.start()
+        self._stack.push_async_callback(server.stop)
+        return server
+
+    async def client(self, kind: Fingerprint = KIND, **changes: Any) -> Client:
+        defaults = {"replication": self.replication, "failures": 1, "cooldown_s": 0.02, "hot_loads_per_s": 0.0}
+        defaults |= {"call_timeout_s": WAIT_S}  # a busy machine is no missing node
+        client = Client(StoreOptions(**{"address": self.address, **defaults, **changes}), kind)
+        self._stack.push_async_callback(client.close)
+        return client
+
+    async def lose(self) -> None:
+        """End the node that keeps the chain's first segment, or a Redis."""
+        for redis in self.redis:
+            await redis.kill()
+        if self.nodes:
+            await self.holder().stop()
+
+    def holder(self) -> KVStoreServer:
+        """A node that holds the beginning of the usual chain."""
+        digest, first = KIND.digest(), chain()[0]
+        return next(node for node in self.nodes if node.store.has(digest, first))
+
+    async def check(self) -> None:
+        """Pools add up and no lease is left."""
+        async with asyncio.timeout(WAIT_S):
+            for node in self.nodes:
+                node.store.check()
+                while len(node.store.leases):
+                    await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def rig_of(kind: str, folder: Path, masters: Sequence[RedisServer] = ()) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        rig = Rig(kind, stack)
+        await rig.start(folder, masters)
+        yield rig
+        await rig.check()
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    """One cluster for all tests that leave it alive: its nodes take seconds to find each other."""
+    with asyncio.Runner() as runner:
+        running = redis_cluster(tmp_path_factory.mktemp("redis"))
+        yield runner.run(running.__aenter__())
+        runner.run(running.__aexit__(None, None, None))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest, kind: str) -> list[RedisServer]:
+    return request.getfixturevalue("masters") if kind == "redis-cluster" else []
+
+
+@pytest.fixture
+async def rig(kind: str, shared: list[RedisServer], tmp_path: Path) -> AsyncIterator[Rig]:
+    async with rig_of(kind, tmp_path, shared) as made:
+        yield made
+
+
+async def eventually(holds: Any) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+# What every store does
+
+
+@pytest.mark.parametrize("pieces", [1024, 3])
+async def test_what_one_client_put_another_gets(rig: Rig, pieces: int) -> None:
+    hashes = chain()
+    writer, reader = await rig.client(), await rig.client(blocks_per_call=pieces)
+    assert await writer.put(hashes) == (CHAIN, CHAIN * BLOCK * rig.replication)
+    progress = await reader.get(hashes)
+    assert (progress.num_blocks, progress.num_bytes, progress.failures) == (CHAIN, CHAIN * BLOCK, [])
+    assert progress.pipe == {"redis-cluster": "redis"}.get(rig.kind, "shm" if rig.nodes else rig.kind)
+    expected = {node.instance_id for node in rig.nodes} or {rig.address.partition("?")[0]}
+    assert set(progress.source.split(",")) <= expected
+    assert progress.seconds > 0
+    if rig.kind.startswith("three"):
+        assert sum(node.store.num_blocks for node in rig.nodes) == CHAIN * rig.replication
+
+
+async def test_putting_again_moves_no_bytes(rig: Rig) -> None:
+    client = await rig.client()
+    await client.put(chain())
+    assert await client.put(chain()) == (CHAIN, 0)
+
+
+async def test_the_middle_of_a_chain_is_found_as_its_beginning_is(rig: Rig) -> None:
+    hashes = chain()
+    client = await rig.client()
+    await client.put(hashes[:45])
+    assert (await client.put(hashes, 45))[0] == CHAIN - 45
+    for start in (0, 1, 31, 32, 50, 99):
+        assert (await client.get(hashes, start)).num_blocks == CHAIN - start
+
+
+async def test_a_load_ends_where_the_store_knows_no_more(rig: Rig) -> None:
+    hashes, other = chain(), chain(1)
+    client = await rig.client()
+    assert (await client.get(hashes)).num_blocks == 0
+    await client.put(hashes[:70])
+    for end in (10, 70, 71, CHAIN):
+        progress = await client.get(hashes[:end])
+        assert (progress.num_blocks, progress.failures) == (min(70, end), [])
+    assert (await client.get(other)).num_blocks == 0
+    assert (await client.get([*hashes[:40], *other[40:]])).num_blocks == 40
+
+
+async def test_blocks_that_change_while_they_are_put_are_not_stored(rig: Rig) -> None:
+    hashes = chain()
+    client = await rig.client()
+    assert (await client.put(hashes, stale=(10, 40)))[0] == CHAIN - 2
+    assert (await client.get(hashes)).num_blocks == 10
+    assert (await client.get(hashes, 11)).num_blocks == 40 - 11
+    assert (await client.get(hashes, 41)).num_blocks == CHAIN - 41
+    assert (await client.put(hashes))[0] == CHAIN  # what was missing is put by the next who has it
+    assert (await client.get(hashes)).num_blocks == CHAIN
+
+
+async def test_kv_of_another_kind_is_not_found(rig: Rig) -> None:
+    other = Fingerprint.of(model="tiny", model_digest="d2", rope="", layout=LAYOUT)
+    writer, reader = await rig.client(), await rig.client(other)
+    await writer.put(chain())
+    assert (await reader.get(chain())).num_blocks == 0
+
+
+async def test_a_store_that_is_away_is_an_error_in_bounded_time(kind: str, tmp_path: Path) -> None:
+    async with rig_of(kind, tmp_path) as rig:
+        client = await rig.client(call_timeout_s=0.5)
+        await client.put(chain())
+        for redis in rig.redis:
+            await redis.kill()
+        for node in rig.nodes:
+            await node.stop()
+        if rig.master is not None:
+            await rig.master.kill()
+        for attempt in range(9):  # of several nodes each has to be missed before the store counts as away
+            progress = LoadProgress()
+            try:
+                await client.get(chain(), progress=progress, deadline_s=5.0)
+            except BatonError:
+                break
+            assert rig.kind.startswith("three")
+            assert progress.failures
+            assert attempt < 8
+        assert progress.num_blocks == 0
+        for call in (client.get, client.put):
+            with pytest.raises(BatonError):
+                await call(chain())
+
+
+async def test_a_cancelled_load_writes_no_more(rig: Rig) -> None:
+    hashes = chain()
+    client = await rig.client(blocks_per_call=1)
+    await client.put(hashes)
+    progress = LoadProgress()
+    load = asyncio.ensure_future(client.get(hashes, progress=progress))
+    while progress.num_blocks < 3 and not load.done():
+        await asyncio.sleep(0)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert 2 < progress.num_blocks < CHAIN
+    client.arena.blocks[CHAIN:] = 7
+    await client.put(chain(1))  # what it takes until anything late would have come
+    assert (client.arena.blocks[CHAIN:] == 7).all()
+    assert (await client.get(hashes)).num_blocks == CHAIN
+
+
+async def test_no_time_is_no_result(rig: Rig) -> None:
+    client = await rig.client()
+    await client.put(chain())
+    progress = LoadProgress()
+    with pytest.raises(BatonError):
+        await client.get(chain(), progress=progress, deadline_s=-1.0)
+    assert (progress.num_blocks, progress.num_bytes) == (0, 0)
+    assert (await client.get(chain())).num_blocks == CHAIN
+
+
+async def test_many_at_once(rig: Rig) -> None:
+    clients = [await rig.client(blocks_per_call=7) for _ in range(3)]
+    chains = [chain(seed) for seed in range(len(clients))]
+    for _ in range(2):
+        await asyncio.gather(*(client.put(hashes) for client, hashes in zip(clients, chains, strict=True)))
+        found = await asyncio.gather(*(c.get(h) for c, h in zip(clients, chains[1:] + chains[:1], strict=True)))
+        assert all(progress.num_blocks in (0, CHAIN) for progress in found)
+    assert all(progress.num_blocks == CHAIN for progress in found)
+
+
+# What several nodes do
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as made:
+        yield made
+
+
+async def several(kind: str, stack: AsyncExitStack) -> Rig:
+    rig = Rig(kind, stack)
+    await rig.start(Path())
+    return rig
+
+
+def cluster_of(client: Client) -> StoreCluster:
+    assert isinstance(client.backend, StoreCluster)
+    return client.backend
+
+
+def held_by(node: KVStoreServer, hashes: Sequence[BlockHash]) -> list[bool]:
+    digest = KIND.digest()
+    return [node.store.has(digest, name) for name in hashes]
+
+
+async def test_every_node_gets_its_part(stack: AsyncExitStack) -> None:
+    rig = await several("three", stack)
+    client = await rig.client()
+    for seed in range(10):
+        await client.put(chain(seed))
+    assert all(node.store.num_blocks >= 32 for node in rig.nodes)
+    assert sum(node.store.num_blocks for node in rig.nodes) == 10 * CHAIN
+    for seed in range(10):
+        owners = [[held_by(node, [name]) for node in rig.nodes].index([True]) for name in chain(seed)]
+        for first in range(0, CHAIN, 32):
+            assert len(set(owners[first : first + 32])) == 1
+    await rig.check()
+
+
+async def test_clients_agree_whatever_order_they_know_the_nodes_in(stack: AsyncExitStack) -> None:
+    rig = await several("three", stack)
+    one = await rig.client()
+    other = await rig.client(address=",".join(reversed(rig.address.split(","))))
+    await one.put(chain())
+    assert await other.put(chain()) == (CHAIN, 0)
+    assert (await other.get(chain())).num_blocks == CHAIN
+
+
+async def test_with_two_replicas_a_missing_node_costs_nothing_and_is_noticed(stack: AsyncExitStack) -> None:
+    rig = await several("three-twice", stack)
+    client = await rig.client(failures=2, cooldown_s=60.0)
+    await client.put(chain())
+    lost = rig.holder()
+    await lost.stop()
+    noticed = []
+    for _ in range(8):
+        progress = await client.get(chain())
+        assert progress.num_blocks == CHAIN
+        noticed += progress.failures
+    assert len(noticed) <= 2  # then it is left alone
+    assert all(lost.address in failure for failure in noticed)
+    assert client.use.node_failures == len(noticed)
+    assert (client.use.nodes, client.use.nodes_resting) == (3, 1 if len(noticed) == 2 else 0)
+    rig.nodes.remove(lost)
+    await rig.check()
+
+
+async def test_with_one_replica_a_missing_node_costs_what_it_held(stack: AsyncExitStack) -> None:
+    rig = await several("three", stack)
+    client = await rig.client(cooldown_s=60.0)
+    hashes = chain()
+    await client.put(hashes)
+    lost = next(node for node in reversed(rig.nodes) if node.store.num_blocks)
+    there = held_by(lost, hashes)
+    await lost.stop()
+    for _ in range(2):
+        assert (await client.get(hashes)).num_blocks == there.index(True)
+    assert client.use.nodes_resting == 1
+    # What is put now goes to those who are there.
+    assert (await client.put(hashes))[0] == CHAIN
+    progress = await client.get(hashes)
+    assert (progress.num_blocks, progress.failures) == (CHAIN, [])
+
+
+async def test_a_node_that_comes_back_is_used_again_and_what_moved_meanwhile_is_found(stack: AsyncExitStack) -> None:
+    rig = await several("three", stack)
+    client = await rig.client()
+    hashes = chain()
+    await client.put(hashes)
+    lost = rig.holder()
+    await lost.stop()
+    await client.get(hashes)
+    await client.put(hashes)
+    again = await rig.node(port=int(lost.address.rpartition(":")[2]))
+    await eventually(lambda: client.use.nodes_resting == 0)
+    # It comes back empty: what it owns lies with who owned it meanwhile, and is copied to it as it is read.
+    assert (await client.get(hashes)).num_blocks == CHAIN
+    await eventually(lambda: held_by(again, hashes)[0])
+    await eventually(lambda: client.use.copied_blocks >= 32)
+    assert client.use.failovers >= 1
+    rig.nodes = [again, *(node for node in rig.nodes if node is not lost)]
+    await rig.check()
+
+
+async def test_what_a_new_node_should_have_is_read_from_before_and_copied(stack: AsyncExitStack) -> None:
+    rig = await several("three", stack)
+    client = await rig.client()
+    chains = [chain(seed) for seed in range(12)]
+    for hashes in chains:
+        await client.put(hashes)
+    new = await rig.node()
+    cluster_of(client).nodes.set([*(node.address for node in rig.nodes), new.address])
+    for hashes in chains:
+        progress = await client.get(hashes)
+        assert (progress.num_blocks, progress.failures) == (CHAIN, [])
+    placement = Placement([*rig.address.split(","), new.address])
+    moved = [
+        s for h in chains for s in segments_of(ChainPart(h, 0, CHAIN)) if placement.ranked(s.key, 1)[0] == new.address
+    ]
+    assert moved
+    await eventually(lambda: all(held_by(new, [segment.key])[0] for segment in moved))
+    assert new.store.num_blocks == sum(segment.stop - segment.start for segment in moved)
+    # A client that never knew another placement finds all of it.
+    fresh = await rig.client(address=f"{rig.address},{new.address}")
+    for hashes in chains:
+        assert (await fresh.get(hashes)).num_blocks == CHAIN
+    assert fresh.use.failovers == 0
+    rig.nodes.append(new)
+    await rig.check()
+
+
+async def test_a_node_that_leaves_is_read_no_more(stack: AsyncExitStack) -> None:
+    rig = await several("three-twice", stack)
+    client = await rig.client()
+    await client.put(chain())
+    gone = rig.holder()
+    cluster_of(client).nodes.set(node.address for node in rig.nodes if node is not gone)
+    before = gone.store.stats()
+    progress = await client.get(chain())
+    assert progress.num_blocks == CHAIN
+    assert gone.instance_id not in progress.source
+    assert gone.store.stats().hits == before.hits
+
+
+async def test_a_replica_that_lost_blocks_gets_them_again(stack: AsyncExitStack) -> None:
+    rig = await several("three-twice", stack)
+    client = await rig.client()
+    await client.put(chain())
+    placement = Placement(rig.address.split(","))
+    first = next(node for node in rig.nodes if node.address == placement.ranked(chain()[0], 1)[0])
+    first.store.delete(KIND, chain()[5:20])
+    async with asyncio.timeout(WAIT_S):
+        while not all(held_by(first, chain()[:32])):  # replicas take turns
+            assert (await client.get(chain())).num_blocks == CHAIN
+    await rig.check()
+
+
+async def test_hot_segments_get_more_replicas_and_loads_are_spread(stack: AsyncExitStack) -> None:
+    rig = await several("three", stack)
+    client = await rig.client(hot_loads_per_s=0.5)
+    hashes = chain()[:20]
+    await client.put(hashes)
+
+    async def used() -> int:
+        assert (await client.get(hashes)).num_blocks == len(hashes)
+        return sum(node.store.counters.hits >= 5 * len(hashes) for node in rig.nodes)
+
+    async with asyncio.timeout(WAIT_S):
+        while await used() < 3:
+            pass
+    assert all(all(held_by(node, hashes)) for node in rig.nodes)
+    await rig.check()
+
+
+def test_heat_is_a_rate() -> None:
+    now = [0.0]
+    heat = Heat(10.0, lambda: now[0])
+    for _ in range(400):  # 5 per second
+        now[0] += 0.2
+        assert heat.hit(b"warm") == 0
+    levels = []
+    for _ in range(800):  # 25 per second
+        now[0] += 0.04
+        levels.append(heat.hit(b"hot"))
+    assert levels[-1] == 2
+    now[0] += 60.0
+    assert heat.hit(b"hot") == 0
+    assert all(Heat(0.0, lambda: now[0]).hit(b"x") == 0 for _ in range(100))
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+async def test_a_node_killed_in_mid_load_costs_blocks_and_never_wrong_ones(replication: int) -> None:
+    """SIGKILL, bytes over TCP, before the first block and in the middle of two segments."""
+    flags = ("--pipes", "tcp", "--capacity-bytes", str(8 * CHAIN * BLOCK))
+    async with store_processes(3, *flags) as nodes, AsyncExitStack() as stack:
+        rig = Rig("three", stack)
+        rig.address = ",".join(node.address for node in nodes)
+        short = 0
+        for turn, moment in enumerate((0, 40, 80)):
+            client = await rig.client(replication=replication, blocks_per_call=4, failures=3, call_timeout_s=WAIT_S)
+            hashes = chain(turn)
+            assert (await client.put(hashes))[0] == CHAIN
+            placement = Placement(node.address for node in nodes)
+            owner = placement.ranked(hashes[moment // 32 * 32], 1)[0]
+            victim = next(node for node in nodes if node.address == owner)
+            progress = LoadProgress()
+            load = asyncio.ensure_future(client.get(hashes, progress=progress))
+            while progress.num_blocks < moment and not load.done():
+                await asyncio.sleep(0)
+            victim.signal(signal.SIGKILL)
+            await load
+            assert progress.num_blocks >= moment
+            short += progress.num_blocks < CHAIN
+            if replication == 2:
+                assert progress.num_blocks == CHAIN
+            await victim.kill()
+            await victim.start()
+        assert short == (3 if replication == 1 else 0)
+
+
+@needs_redis
+async def test_nodes_that_register_themselves_are_found_and_forgotten(stack: AsyncExitStack) -> None:
+    redis = await stack.enter_async_context(redis_server())
+    rig = Rig("three", stack)
+    names = {"register_redis": redis.url, "register_prefix": "test"}
+    rig.nodes = [await rig.node(instance_id="a", **names)]
+    options = {"address": "discover", "discovery": (redis.url, "test")}
+    client = await rig.client(**options)
+    assert (await client.put(chain()))[0] == CHAIN
+    # One comes: what it should have is read from where it lay, and moves.
+    rig.nodes.append(await rig.node(instance_id="b", **names))
+    await eventually(lambda: client.use.nodes == 2)
+    assert (await client.get(chain())).num_blocks == CHAIN
+    # Redis goes and comes back empty: nobody is forgotten, and new clients find everybody again.
+    await redis.kill()
+    assert (await client.get(chain())).num_blocks == CHAIN
+    stranger = await rig.client(**options)
+    with pytest.raises(UnavailableError):
+        await stranger.get(chain(), deadline_s=0.2)
+    await redis.start()
+
+    def again() -> bool:
+        return stranger.use.nodes == 2
+
+    await eventually(again)
+    assert client.use.nodes == 2
+    # One leaves, and says so.
+    await rig.nodes.pop().stop()
+    await eventually(lambda: client.use.nodes == 1)
+    await rig.check()
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+async def test_a_node_that_hangs_in_mid_load_costs_bounded_time(replication: int) -> None:
+    """SIGSTOP: connections stay, nothing answers."""
+    flags = ("--pipes", "tcp", "--capacity-bytes", str(8 * CHAIN * BLOCK))
+    async with store_processes(2, *flags) as nodes, AsyncExitStack() as stack:
+        rig = Rig("three", stack)
+        rig.address = ",".join(node.address for node in nodes)
+        client = await rig.client(replication=replication, blocks_per_call=4, call_timeout_s=3.0, failures=3)
+        hashes = chain()
+        await client.put(hashes)
+        owner = Placement(node.address for node in nodes).ranked(hashes[32], 1)[0]
+        victim = next(node for node in nodes if node.address == owner)
+        progress = LoadProgress()
+        load = asyncio.ensure_future(client.get(hashes, progress=progress, deadline_s=WAIT_S))
+        while progress.num_blocks < 40 and not load.done():
+            await asyncio.sleep(0)
+        victim.signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(3 * WAIT_S):
+                await load
+        finally:
+            victim.signal(signal.SIGCONT)
+        assert progress.failures or replication == 2  # then the other one may have been asked
+        assert progress.num_blocks >= 40
+        assert (progress.num_blocks == CHAIN) == (replication == 2)
+
+
+@pytest.mark.parametrize("kind", ["three-twice", pytest.param("redis", marks=needs_redis)])
+async def test_instances_that_divide_their_kv_otherwise_share_a_store(stack: AsyncExitStack, kind: str) -> None:
+    rig = await several(kind, stack)
+    geometry = KVGeometry((LayerShape(2, 16, 16), LayerShape(2, 16, 16)), "float32", frozenset())
+    layout = KVLayout(geometry.layers, BS, "float32")
+    one = Fingerprint.of(model="tiny", model_digest="d3", rope="", layout=layout)
+    two = dataclasses.replace(one, tp_size=2)
+    whole = whole_kv(geometry, 3 * BS)
+    hashes = chain()[:3]
+    writer = await rig.client(two)
+    for rank, arena in enumerate(writer.shards.arenas):
+        arena.blocks[:3] = pool_of(geometry, ShardSpec(tp_size=2, tp_rank=rank), BS, whole)
+    ids = [BlockId(i) for i in range(3)]
+    deadline = time.monotonic() + WAIT_S
+    part = ChainPart(hashes, 0, 3)
+    assert await writer.backend.save(writer.server.source, part, ids, [0, 0, 0], deadline=deadline) == (
+        3,
+        3 * one.block_bytes * rig.replication,
+    )
+    reader = await rig.client(one)
+    await reader.backend.load(part, ids, LoadProgress(), deadline=deadline, cancelled=threading.Event())
+    assert np.array_equal(reader.arena.blocks[:3], pool_of(geometry, ShardSpec(), BS, whole))

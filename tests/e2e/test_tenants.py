@@ -1,0 +1,262 @@
+"""Two tenants before real processes with certificates and a token: nothing of one is of use to the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from tests.e2e.test_up import Running, start, stop
+
+import baton
+from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.cli.main import main
+from baton.errors import UnauthenticatedError
+from baton.rpc.tls import Tls
+from baton.testing.certificates import Authority, Certificate
+from baton.testing.equality import hf_greedy
+from baton.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.slow
+
+A, B, ADMIN = "sk-a", "sk-b", "sk-admin"
+TOKEN = "secret-of-the-services"
+QUOTA_BLOCKS = 40
+BLOCK_BYTES = 48 * 1024
+"""Of the demo model in float32."""
+
+
+@dataclass
+class World:
+    running: Running
+    certificate: Certificate
+    token_file: str
+    tls: Tls
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=self.certificate.ca)
+
+    def address(self, name: str) -> str:
+        for line in self.running.lines:
+            if f" {name} " in f" {line.replace('│', ' ').replace('|', ' ')} " and "grpc 127.0.0.1:" in line:
+                return line.split("grpc ")[1].split()[0]
+        raise AssertionError("".join(self.running.lines))
+
+    def http(self, key: str) -> httpx.Client:
+        url = self.running.url.replace("http:", "https:")
+        return httpx.Client(base_url=url, verify=self.context, headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+    def complete(self, key: str, prompt: str, **fields: Any) -> tuple[int, httpx.Response]:
+        body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
+        with self.http(key) as client:
+            answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], answer
+
+    def shares(self) -> dict[str, kvstore_pb2.TenantUse]:
+        with self.channel(self.address("kvstore")) as channel:
+            stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+            answer = stub.ListTenants(kvstore_pb2.ListTenantsRequest(), metadata=self.metadata, timeout=20)
+        return {use.tenant: use for use in answer.tenants}
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {TOKEN}"),)
+
+    def channel(self, address: str) -> grpc.Channel:
+        return grpc.secure_channel(address, self.tls.channel_credentials())
+
+    def cli(self, *args: str) -> int:
+        return main([*args, "--token-file", self.token_file, *self.certificate.flags])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def world(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root: Path = tmp_path_factory.mktemp("tenants")
+    certificate = Authority(root / "ca").issue("services")
+    keys, secret, token = root / "keys.json", root / "secret", root / "token"
+    quota = QUOTA_BLOCKS * BLOCK_BYTES
+    keys.write_text(json.dumps({"tenants": {
+        "a": {"keys": [A], "kv_bytes": quota},
+        "b": {"keys": [B], "kv_bytes": 4 * quota},
+        "ops": {"keys": [ADMIN], "admin": True},
+    }}))  # fmt: skip
+    secret.write_text("a secret that routers share")
+    token.write_text(TOKEN)
+    before = dict(os.environ)
+    os.environ.update(certificate.environment)
+    try:
+        running = start(
+            "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--use-kvstore", "--pipe", "tls",
+            "--token-file", str(token), "--router-args", f"--api-keys {keys} --tenant-secret-file {secret}",
+        )  # fmt: skip
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    tls = Tls(certificate.cert, certificate.key, certificate.ca)
+    try:
+        if running.process.poll() is not None:
+            pytest.fail("".join(running.lines))
+        yield World(running, certificate, str(token), tls)
+        stop(running)
+    finally:
+        running.process.kill()
+        running.end()
+
+
+def restart_engines(world: World) -> None:
+    """Kill the instances, which are started again: what is cached then is in the store alone."""
+    children = psutil.Process(world.running.process.pid).children(recursive=True)
+    killed = [x for x in children if any(name in " ".join(x.cmdline()) for name in ("baton_prefill", "baton_decode"))]
+    assert len(killed) == 2
+    seen = len(world.running.lines)
+    for process in killed:
+        process.kill()
+    until(lambda: sum("listening on" in line for line in world.running.lines[seen:]) == 2)
+
+    def ready() -> bool:
+        with world.http(ADMIN) as client:
+            rows = client.get("/debug/index").json()["instances"]
+        return len(rows) == 2 and all(row["status"] == "ready" and row["state"] == "exact" for row in rows)
+
+    until(ready)
+
+
+def test_nothing_of_one_tenant_is_of_use_to_another(world: World, model: str, texts: list[str]) -> None:
+    prompt = texts[3]
+    cached, answer = world.complete(A, prompt, return_token_ids=True)
+    assert (cached, answer.headers["x-baton-pipe"]) == (0, "tls")
+    ids = Tokenizer.load(model).encode(prompt)
+    assert answer.json()["choices"][0]["token_ids"] == hf_greedy(model, [ids], 4)[0]
+    until(lambda: "a" in world.shares())
+    cached, answer = world.complete(A, prompt)
+    assert cached > 100
+    assert float(answer.headers["x-baton-match-rate"]) > 0.5
+
+    for fields in ({}, {"cache_salt": "a"}):  # engines' caches and the router's index, and whatever salt it makes up
+        cached, answer = world.complete(B, prompt, **fields)
+        assert cached == 0
+        assert answer.headers["x-baton-cached-tokens"] == "0"
+        assert float(answer.headers["x-baton-match-rate"]) == 0
+    assert world.complete(A, prompt, cache_salt="mine")[0] == 0, "a client's salt divides its tenant's cache"
+    assert world.complete(A, prompt, cache_salt="mine")[0] > 100
+
+    other = texts[1]
+    world.complete(A, other)
+    held = world.shares()["a"].num_blocks
+    until(lambda: world.shares()["a"].num_blocks >= held)
+    restart_engines(world)  # the store
+    cached, answer = world.complete(B, other)
+    assert (cached, "store" in answer.headers["x-baton-path"]) == (0, False)
+    cached, answer = world.complete(A, other)
+    assert cached > 100, "what the other one misses is there"
+    assert "store" in answer.headers["x-baton-path"] or int(answer.headers["x-baton-kv-bytes"]) > 0
+
+
+def test_the_sdk_is_a_tenant_too(world: World, texts: list[str]) -> None:
+    prompt = f"# over the SDK\n{texts[3]}"
+
+    def cached(key: str) -> int:
+        with baton.Client(world.running.grpc, token=key, tls=world.tls) as client:
+            trace = client.generate(prompt, max_tokens=4, temperature=0).trace
+        assert trace is not None
+        stored = trace.transferred_tokens if trace.path == "store" else 0
+        return max(trace.cached_tokens, trace.prefill_cached_tokens, stored)
+
+    first = cached(A)
+    assert cached(A) > first
+    mine = world.complete(A, prompt)[0]
+    assert mine > first, "over HTTP it is the same tenant"
+    assert cached(B) == 0
+    with (
+        baton.Client(world.running.grpc, token="sk-wrong", tls=world.tls, retries=0) as client,
+        pytest.raises(UnauthenticatedError),
+    ):
+        client.generate("x", max_tokens=1)
+
+
+def test_what_services_do_is_not_for_tenants(world: World) -> None:
+    with world.channel(world.running.grpc) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        for key in (A, ADMIN, ""):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ListInstances(
+                    router_pb2.ListInstancesRequest(), metadata=(("authorization", f"Bearer {key}"),), timeout=20
+                )
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        answer = stub.ListInstances(router_pb2.ListInstancesRequest(), metadata=world.metadata, timeout=20)
+        assert len(answer.instances) == 2
+    with world.channel(world.address("kvstore")) as channel:
+        store = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            store.ListTenants(
+                kvstore_pb2.ListTenantsRequest(), metadata=(("authorization", f"Bearer {A}"),), timeout=20
+            )
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with grpc.insecure_channel(world.address("kvstore")) as channel, pytest.raises(grpc.RpcError) as caught:
+        kvstore_pb2_grpc.KvStoreServiceStub(channel).ListTenants(
+            kvstore_pb2.ListTenantsRequest(), metadata=world.metadata, timeout=20
+        )
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_tenants_see_their_own_requests_alone(world: World, tmp_path: Path) -> None:
+    for key, name in ((A, "from-a"), (B, "from-b")):
+        with world.http(key) as client:
+            client.post(
+                "/v1/completions",
+                json={"model": "baton-tiny", "prompt": "def f():", "max_tokens": 2},
+                headers={"x-request-id": name},
+            ).raise_for_status()
+    for key, mine, theirs in ((A, "from-a", "from-b"), (B, "from-b", "from-a")):
+        with world.http(key) as client:
+            assert client.get(f"/debug/decisions/{mine}").status_code == 200
+            assert client.get(f"/debug/decisions/{theirs}").status_code == 404
+            listed = client.get("/debug/decisions").json()
+            assert not [x for x in listed["decisions"] if theirs in x["id"]]
+            assert listed["seen"] == len(listed["decisions"])
+            for path in ("/debug/index", "/debug/console", "/debug/replicas"):
+                assert client.get(path).status_code == 403
+    for key, status in ((A, 0), (B, 1)):
+        (tmp_path / "key").write_text(key)
+        url = ("--url", world.running.url.replace("http:", "https:"), "--tls-ca", world.certificate.ca)
+        assert main(["explain", "from-a", *url, "--api-key-file", str(tmp_path / "key")]) == status
+    with world.http(ADMIN) as client:
+        assert {client.get(f"/debug/decisions/{name}").status_code for name in ("from-a", "from-b")} == {200}
+        assert client.get("/debug/index").status_code == 200
+
+
+def test_quotas_hold(world: World, texts: list[str]) -> None:
+    """Comes after the others: it fills the store."""
+    world.complete(B, texts[3])
+    until(lambda: world.shares()["b"].num_blocks > 30)
+    theirs = world.shares()["b"].num_blocks
+    for at in range(6):
+        world.complete(A, f"# {at}\n{texts[3]}")
+        share = world.shares()["a"]
+        assert share.used_bytes <= QUOTA_BLOCKS * BLOCK_BYTES == share.quota_bytes
+    until(lambda: world.shares()["a"].num_evictions > 0)
+    assert world.shares()["b"].num_blocks >= theirs
+
+    assert world.cli("kvstore", "tenants", world.address("kvstore")) == 0
+    assert world.cli("kvstore", "clear", "--tenant", "a", world.address("kvstore")) == 0
+    shares = world.shares()
+    assert shares["a"].num_blocks == 0
+    assert shares["b"].num_blocks >= theirs

@@ -1,0 +1,160 @@
+"""Long chains come from disk piece by piece: who asks reads the first blocks while the others are brought."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.kv.arena import KVArena
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.layout import KVLayout, LayerShape
+from baton.transport.blocks import BlockFetcher, BlockServer
+from baton.transport.connector.store_backend import ChainPart, LoadProgress
+from baton.transport.connector.store_client import StoreClient
+from baton.types import BlockHash, BlockId, InstanceId
+from baton_kvstore import promotion
+from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.disk.format import Kind
+from baton_kvstore.disk.tier import DiskTier
+from baton_kvstore.server import KVStoreServer
+
+KIND = Fingerprint.of(model="m", model_digest="m", rope="", layout=KVLayout((LayerShape(1, 32, 32),), 16, "float32"))
+BLOCK = KIND.block_bytes
+LENGTH, PIECE = 8, 2
+WAIT_S = 20.0
+
+
+def names(start: int) -> list[BlockHash]:
+    return [BlockHash(bytes([start + i]) * 32) for i in range(LENGTH)]
+
+
+class Gate:
+    """Lets the disk read the first block of a chain at once, and what comes after the first piece when it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: Sequence[BlockHash]) -> None:
+        self.open, self._first, self._read = threading.Event(), set(first), DiskTier.read
+        gate = self
+
+        def read(tier: DiskTier, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+            if not gate._first.issuperset(hashes):
+                assert gate.open.wait(WAIT_S)
+            return gate._read(tier, kind, hashes, into)
+
+        monkeypatch.setattr(DiskTier, "read", read)
+
+
+@asynccontextmanager
+async def store(tmp_path: Path, blocks: int) -> AsyncIterator[tuple[KVStoreServer, Pool]]:
+    config = KVStoreConfig(
+        capacity_bytes=blocks * BLOCK, disk_path=str(tmp_path / "kv"), disk_bytes=4 << 20, disk_write="all"
+    )
+    server = KVStoreServer(config)
+    await server.start()
+    pool = Pool(server.address)
+    try:
+        yield server, pool
+        server.store.check()
+    finally:
+        await pool.close()
+        await server.stop()
+
+
+class Pool:
+    """An instance's pool: chains are put from its first half and loaded into the second one."""
+
+    def __init__(self, address: str) -> None:
+        self.arena = KVArena(2 * LENGTH, BLOCK)
+        self.server, self.fetcher = BlockServer(self.arena, KIND, InstanceId("one")), BlockFetcher(self.arena, KIND)
+        self.client = StoreClient(
+            address,
+            fingerprint=KIND,
+            fetcher=self.fetcher,
+            token=None,
+            call_timeout_s=WAIT_S,
+            blocks_per_call=LENGTH,
+        )
+        self.deadline = time.monotonic() + WAIT_S
+
+    async def save(self, chain: list[BlockHash]) -> None:
+        self.arena.blocks[:LENGTH] = np.array([name[0] for name in chain], np.uint8)[:, None]
+        ids = [BlockId(i) for i in range(LENGTH)]
+        part = ChainPart(chain, 0, LENGTH)
+        held, _ = await self.client.save(self.server.source, part, ids, [0] * LENGTH, deadline=self.deadline)
+        assert held == LENGTH
+
+    async def load(self, chain: list[BlockHash], progress: LoadProgress) -> None:
+        ids = [BlockId(LENGTH + i) for i in range(LENGTH)]
+        part = ChainPart(chain, 0, LENGTH)
+        await self.client.load(part, ids, progress, deadline=self.deadline, cancelled=threading.Event())
+
+    def holds(self, chain: list[BlockHash]) -> bool:
+        wanted = np.array([name[0] for name in chain], np.uint8)[:, None]
+        return bool((self.arena.blocks[LENGTH:] == wanted).all())
+
+    async def close(self) -> None:
+        await self.client.close()
+        self.server.close()
+        self.fetcher.close()
+        self.arena.close()
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not done():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_chain_on_disk_comes_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "_PIECE_BYTES", PIECE * BLOCK)
+    chain = names(1)
+    gate = Gate(monkeypatch, chain[:PIECE])
+    async with store(tmp_path, 2 * LENGTH) as (server, pool):
+        try:
+            await pool.save(chain)
+            for start in (50, 100, 150):  # drive the chain out of memory
+                await pool.save(names(start))
+            assert server.store.contains(KIND, chain) == 0
+
+            for _ in range(2):  # nothing else can be read yet, and nobody waits for it
+                lease = await pool.client.lease(chain, deadline=pool.deadline)
+                assert lease is not None
+                assert (len(lease), lease.more) == (PIECE, True)
+                pool.client.release(lease)
+
+            progress = LoadProgress()
+            load = asyncio.create_task(pool.load(chain, progress))
+            await until(lambda: progress.num_blocks >= PIECE)
+            assert not load.done()
+            gate.open.set()
+            await load
+            assert progress.num_blocks == LENGTH
+            assert pool.holds(chain)
+        finally:
+            gate.open.set()
+
+
+async def test_who_wants_blocks_from_disk_waits_while_others_read_all_there_is_room_for(tmp_path: Path) -> None:
+    chain, other = names(1), names(50)
+    async with store(tmp_path, LENGTH) as (server, pool):
+        await pool.save(chain)
+        await pool.save(other)
+        lease = await pool.client.lease(other, deadline=pool.deadline)
+        assert lease is not None
+        assert len(lease) == LENGTH  # the whole memory
+        progress = LoadProgress()
+        load = asyncio.create_task(pool.load(chain, progress))
+        await until(lambda: bool(server.tiers._promoter is not None and server.tiers._promoter._jobs))
+        await pool.client.ping()
+        assert not load.done()
+        assert progress.num_blocks == 0
+        pool.client.release(lease)
+        await load
+        assert progress.num_blocks == LENGTH
+        assert pool.holds(chain)

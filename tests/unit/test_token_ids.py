@@ -1,0 +1,127 @@
+"""Ids as arrays: the helpers in C do what the general way does, whatever stands around the ids."""
+
+from __future__ import annotations
+
+import functools
+import json
+from array import array
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton import token_ids as module
+from baton.api.v1 import worker_pb2
+from baton.token_ids import find_ids, max_id, native, pack_ids, python_pack, token_ids, varint
+
+IDS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUES = st.recursive(SCALARS, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x, max_size=3))
+BODIES = st.dictionaries(st.text(max_size=8) | st.sampled_from(["prompt", "model"]), VALUES, max_size=5)
+
+needs_compiler = pytest.mark.skipif(not native(), reason="no C compiler")
+
+
+@given(IDS)
+@settings(deadline=None)
+def test_packing_is_what_protobuf_does(ids: list[int]) -> None:
+    message = worker_pb2.GenerateRequest(prompt_token_ids=ids).SerializeToString()
+    packed = pack_ids(token_ids(ids))
+    assert packed == python_pack(ids)
+    assert message == b"\x12" + varint(len(packed)) + packed
+    assert max_id(token_ids(ids)) == max(ids)
+
+
+def test_nothing_is_packed_as_nothing() -> None:
+    assert pack_ids(token_ids([])) == b""
+    assert max_id(token_ids([])) == 0
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32]])
+def test_what_is_no_id_is_refused(ids: list[int]) -> None:
+    with pytest.raises(OverflowError):
+        token_ids(ids)
+
+
+def test_an_array_is_not_copied() -> None:
+    ids = array("I", [1, 2])
+    assert token_ids(ids) is ids
+
+
+@needs_compiler
+@given(BODIES, IDS, st.sampled_from([None, 1]), st.integers(0, 5))
+@settings(deadline=None)
+def test_ids_are_found_among_other_fields(body: dict[str, Any], ids: list[int], indent: int | None, at: int) -> None:
+    fields = [(key, value) for key, value in body.items() if key != "prompt"]
+    fields.insert(min(at, len(fields)), ("prompt", ids))
+    text = json.dumps(dict(fields), indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    found = find_ids(text, b"prompt")
+    if any("\\" in json.dumps(key, ensure_ascii=False) for key, _ in fields):  # cannot be said for sure
+        assert found is None
+        return
+    assert found is not None
+    assert list(found[0]) == ids
+    assert json.loads(found[1]) == {**dict(fields), "prompt": []}
+
+
+@needs_compiler
+@given(BODIES)
+@settings(deadline=None)
+def test_what_is_found_is_what_a_parser_finds(body: dict[str, Any]) -> None:
+    text = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    found = find_ids(text, b"prompt")
+    if found is not None:
+        assert {**json.loads(found[1]), "prompt": list(found[0])} == body
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"prompt":[]}',
+        b'{"prompt":[1.5]}',
+        b'{"prompt":[1e3]}',
+        b'{"prompt":[-1]}',
+        b'{"prompt":[01]}',
+        b'{"prompt":[4294967296]}',
+        b'{"prompt":[99999999999999999999999]}',
+        b'{"prompt":[true]}',
+        b'{"prompt":["1"]}',
+        b'{"prompt":[[1]]}',
+        b'{"prompt":[1,]}',
+        b'{"prompt":[1',
+        b'{"prompt":[1]',
+        b'{"prompt":"[1]"}',
+        b'{"prompt":[1],"prompt":[2]}',
+        b'{"prompt":[1],"prompt":"x"}',
+        b'{"prompt":[1],"\\u0070rompt":"x"}',
+        b'{"a":{"prompt":[1]}}',
+        b'[{"prompt":[1]}]',
+        b'"prompt"',
+        b"",
+    ],
+)
+def test_what_is_no_list_of_ids_is_left_to_the_parser(text: bytes) -> None:
+    assert find_ids(text, b"prompt") is None
+
+
+@needs_compiler
+@given(st.binary(max_size=60) | st.text('{}[]":,\\ 0123456789promt', max_size=60).map(str.encode))
+@settings(deadline=None)
+def test_no_bytes_do_harm(text: bytes) -> None:
+    found = find_ids(text, b"prompt")
+    if found is not None:
+        try:
+            value = orjson.loads(found[1])
+        except orjson.JSONDecodeError:
+            return
+        assert value["prompt"] == []
+
+
+def test_without_a_compiler_nothing_changes_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_library", functools.cache(lambda: None))
+    assert find_ids(b'{"prompt":[1]}', b"prompt") is None
+    assert pack_ids(token_ids([1, 300])) == b"\x01\xac\x02"
+    assert max_id(token_ids([1, 300])) == 300
