@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import signal
 import socket
 import subprocess
@@ -426,17 +425,6 @@ async def _serving(address: str) -> bool:
     return True
 
 
-@pytest.fixture
-def _own_logging() -> Iterator[None]:
-    """``main`` sets up the process's logging: put the test run's back."""
-    root, level = logging.getLogger(), logging.getLogger().level
-    handlers = list(root.handlers)
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.mark.usefixtures("_own_logging")
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
@@ -457,7 +445,6 @@ def test_a_configuration_that_cannot_work_ends_with_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_a_port_in_use_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["--port", str(taken.getsockname()[1])]) == 2

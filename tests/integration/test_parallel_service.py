@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import signal
@@ -127,17 +126,6 @@ async def test_it_ends_with_one_clear_line_when_a_follower_dies_while_idle(servi
     assert not follower.is_running()
 
 
-@pytest.fixture
-def own_logging() -> Iterator[None]:
-    """A service sets up logging for its process; here that is everybody's."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
-
-
-@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(
     ("flags", "words"), [(["--tp", "3"], "2 KV heads cannot be divided over tp=3"), (["--pp", "0"], "pp must be")]
 )

@@ -220,7 +220,10 @@ class BlockFetcher:
                 if fresh:
                     raise
                 # The connection was an old one and may just have been idle for too long: once more on a new one.
-                log.info("the %s pipe to %s was gone (%s): connecting again", link.pipe.kind, source.instance_id, error)
+                # As text: a handler that keeps the record would keep the exception's frames, and their memory.
+                log.info(
+                    "the %s pipe to %s was gone (%s): connecting again", link.pipe.kind, source.instance_id, str(error)
+                )
             finally:
                 self._links.give(link)
 
