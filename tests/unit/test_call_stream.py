@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.api.v1 import common_pb2, worker_pb2
-from baton.rpc.call_stream import MAGIC, CallServer, FrameError, Frames, frame, hello
-from baton.rpc.many import Calls
+from baton.rpc.call_stream import CallServer
+from baton.rpc.frames import MAGIC, FrameError, Frames, frame, hello
+from baton.rpc.many import Calls, generate_many
 from baton.rpc.server import MAX_MESSAGE_BYTES
 
 EPOCH = b"e" * 16
@@ -164,3 +165,13 @@ async def test_what_is_no_message_ends_the_connection_and_its_calls(world: World
     await client.until_closed()
     async with asyncio.timeout(10):
         await world.engine.idle.wait()
+
+
+async def test_a_call_that_is_cancelled_before_it_began_is_forgotten() -> None:
+    async def requests() -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        message = worker_pb2.GenerateManyRequest(cancels=[1])
+        message.starts.add(call=1, request=worker_pb2.GenerateRequest(request_id="a"))
+        yield message
+
+    async with asyncio.timeout(10):  # the stream ends when the last call has
+        assert [message async for message in generate_many(Engine().generate, requests(), None)] == []

@@ -1,13 +1,14 @@
 """The router's streams to decode instances: of gRPC, or of frames on a connection of their own.
 
 One stream per instance carries the calls of all requests that run there (``baton_router.calls``). When it breaks, the
-next call opens another. What frames are, and why, says ``baton.rpc.call_stream``.
+next call opens another. What frames are, and why, says ``baton.rpc.frames``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,16 +17,15 @@ import grpc.aio
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, UnavailableError
-from baton.rpc.call_stream import Frames, frame, hello, quicken
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import MAX_MESSAGE_BYTES
+from baton.rpc.frame_client import FrameClient
+from baton.rpc.frames import hello
 from baton_router.calls import Call, CallEnded, CallStream, Reader, closed
 from baton_router.instance import Instance
 
 log = logging.getLogger(__name__)
 
 _METHOD = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/GenerateMany"
-_CONNECT_S = 5.0
 
 
 class GrpcSession(CallStream):
@@ -92,17 +92,12 @@ class GrpcSession(CallStream):
                     return  # the reader learns why
 
 
-class FrameSession(CallStream, asyncio.Protocol):
+class FrameSession(CallStream, FrameClient):
     """The stream of frames (see ``baton.rpc.call_stream``)."""
 
     def __init__(self, name: str, greeting: bytes) -> None:
-        super().__init__(name)
-        self._greeting = greeting
-        self._frames = Frames(MAX_MESSAGE_BYTES)
-        self._loop = asyncio.get_running_loop()
-        self.welcome: asyncio.Future[None] = self._loop.create_future()
-        """Done when the instance has let this router in; an ``OSError`` if it did not."""
-        self._flushing = self._paused = False
+        CallStream.__init__(self, name)
+        FrameClient.__init__(self, name, greeting)
         self._why = CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE)
 
     @classmethod
@@ -114,72 +109,28 @@ class FrameSession(CallStream, asyncio.Protocol):
         """
         info = instance.info
         assert info is not None  # it has said where it listens
-        greeting = hello(info.epoch, token)
-        host = instance.address.rpartition(":")[0].strip("[]")
-        async with asyncio.timeout(_CONNECT_S):
-            transport, session = await asyncio.get_running_loop().create_connection(
-                lambda: cls(instance.instance_id, greeting), host, info.calls_port
-            )
-            try:
-                await session.welcome
-            except BaseException:
-                transport.abort()
-                raise
-        return session
+        session = cls(instance.instance_id, hello(info.epoch, token))
+        return await session.connect(instance.address.rpartition(":")[0], info.calls_port)
 
     def close(self) -> None:
         """End the stream."""
         self._why = closed()
-        self._transport.abort()
+        self.abort()
 
-    # --- the connection ---
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say who this is."""
-        connection: Any = transport  # a Transport, which asyncio's types do not say
-        self._transport = connection
-        quicken(transport)
-        connection.write(self._greeting)
-
-    def data_received(self, data: bytes) -> None:
+    def receive(self, payloads: Sequence[bytes]) -> None:
         """Take what the instance says."""
-        try:
-            payloads = self._frames.feed(data)
-            if payloads and not self.welcome.done():
-                answer = payloads.pop(0)
-                if answer:
-                    self.welcome.set_exception(ConnectionRefusedError(f"refused: {answer[:200]!r}"))
-                else:
-                    self.welcome.set_result(None)
-            self._take(map(worker_pb2.GenerateManyResponse.FromString, payloads))
-        except Exception:
-            log.exception("what %s sent cannot be read", self.name)
-            self._transport.abort()
+        self._take(map(worker_pb2.GenerateManyResponse.FromString, payloads))
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def gather(self) -> bytes:
+        """Return starts and cancellations."""
+        return self._gather()
+
+    def lost(self) -> None:
         """Fail what still runs."""
-        if not self.welcome.done():
-            self.welcome.set_exception(ConnectionResetError("the connection was closed"))
         self._break(self._why)
 
-    def pause_writing(self) -> None:
-        """The instance does not keep up."""
-        self._paused = True
-
-    def resume_writing(self) -> None:
-        """It has caught up."""
-        self._paused = False
-        self._wake()
-
     def _wake(self) -> None:
-        if not (self._flushing or self._paused):
-            self._flushing = True
-            self._loop.call_soon(self._flush)  # together with what else this turn of the loop brings
-
-    def _flush(self) -> None:
-        self._flushing = False
-        while not (self._paused or self.broken) and (message := self._gather()):
-            self._transport.write(frame(message))
+        self.wake()
 
 
 class Sessions:

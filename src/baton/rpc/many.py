@@ -164,7 +164,13 @@ class Calls:
             code = grpc.StatusCode.ALREADY_EXISTS if call in self._tasks else grpc.StatusCode.RESOURCE_EXHAUSTED
             self.outbox.end(call, code.value[0], text)
             return
-        self._tasks[call] = asyncio.create_task(self._run(call, request))
+        task = self._tasks[call] = asyncio.create_task(self._run(call, request))
+        task.add_done_callback(lambda _: self._ended(call))
+
+    def _ended(self, call: int) -> None:
+        # Not the task's own last words: one that is cancelled before its first step says none.
+        self._tasks.pop(call, None)
+        self._close_if_done()
 
     async def _run(self, call: int, request: worker_pb2.GenerateRequest) -> None:
         outbox = self.outbox
@@ -181,9 +187,6 @@ class Calls:
         except Exception as error:
             log.exception("a call failed")
             outbox.end(call, grpc.StatusCode.INTERNAL.value[0], f"internal error: {type(error).__name__}: {error}")
-        finally:
-            self._tasks.pop(call, None)
-            self._close_if_done()
 
     def _close_if_done(self) -> None:
         if not self._reading and not self._tasks:
