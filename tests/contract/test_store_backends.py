@@ -579,6 +579,35 @@ async def test_a_node_killed_in_mid_load_costs_blocks_and_never_wrong_ones(repli
         assert short == (3 if replication == 1 else 0)
 
 
+async def test_no_lease_is_held_while_another_node_is_waited_for(stack: AsyncExitStack) -> None:
+    """Or two loads could each hold the memory that the other one waits for, until their time is up."""
+    rig = await several("three", stack)
+    client = await rig.client()
+    placement = Placement(node.address for node in rig.nodes)
+    owners = {seed: [placement.ranked(name, 1)[0] for name in chain(seed)[::32]] for seed in range(100)}
+    hashes, first = next((chain(seed), names[0]) for seed, names in owners.items() if len(set(names)) > 1)
+    await client.put(hashes)
+    holder = next(node for node in rig.nodes if node.address == first)
+    gate = asyncio.Event()
+    for node in (node for node in cluster_of(client).nodes if node.name != first):
+        lease = node.client.lease
+
+        async def late(*args: Any, lease: Any = lease, **options: Any) -> Any:
+            await gate.wait()
+            return await lease(*args, **options)
+
+        node.client.lease = late  # type: ignore[method-assign]
+    progress = LoadProgress()
+    load = asyncio.ensure_future(client.get(hashes, progress=progress))
+    await eventually(lambda: progress.num_blocks > 0 and not len(holder.store.leases))
+    assert progress.num_blocks < CHAIN
+    assert not load.done()
+    gate.set()
+    await load
+    assert progress.num_blocks == CHAIN
+    await rig.check()
+
+
 @needs_redis
 async def test_nodes_that_register_themselves_are_found_and_forgotten(stack: AsyncExitStack) -> None:
     redis = await stack.enter_async_context(redis_server())

@@ -1,4 +1,7 @@
-"""Long chains come from disk piece by piece: who asks reads the first blocks while the others are brought."""
+"""Long chains come from disk piece by piece: who asks reads the first blocks while the others are brought.
+
+And no lease stays that nobody knows of: it would hold memory that others wait for until its time is up.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from baton.errors import DeadlineError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
@@ -23,6 +28,8 @@ from baton_kvstore import promotion
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.disk.format import Kind
 from baton_kvstore.disk.tier import DiskTier
+from baton_kvstore.leases import Lease
+from baton_kvstore.promotion import Ask
 from baton_kvstore.server import KVStoreServer
 
 KIND = Fingerprint.of(model="m", model_digest="m", rope="", layout=KVLayout((LayerShape(1, 32, 32),), 16, "float32"))
@@ -158,3 +165,55 @@ async def test_who_wants_blocks_from_disk_waits_while_others_read_all_there_is_r
         await load
         assert progress.num_blocks == LENGTH
         assert pool.holds(chain)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "deadline"])
+async def test_a_lease_that_comes_in_the_moment_its_get_ends_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    chain = names(1)
+    async with store(tmp_path, 2 * LENGTH) as (server, pool):
+        for start in (1, 50, 100, 150):
+            await pool.save(names(start))
+        grant, deadline = server.store.lease, time.monotonic() + (WAIT_S if end == "cancelled" else 0.5)
+
+        def lease(fingerprint: Fingerprint, hashes: Sequence[BlockHash], ttl_s: float) -> Lease | None:
+            granted = grant(fingerprint, hashes, ttl_s)
+            if end == "cancelled":
+                getting.cancel()
+            else:
+                time.sleep(max(0.0, deadline - time.monotonic()))  # the loop stands still, as on a busy machine
+            return granted
+
+        monkeypatch.setattr(server.store, "lease", lease)
+        getting = asyncio.ensure_future(server.tiers.get(KIND, chain, Ask(WAIT_S), deadline))
+        await asyncio.wait([getting], timeout=WAIT_S)
+        if end == "cancelled":
+            assert getting.cancelled()
+        elif (found := getting.result()[0]) is not None:
+            server.store.release(found.lease_id)
+        assert server.tiers.counters.promotions
+        assert not len(server.store.leases)
+
+
+async def test_a_lease_whose_answer_comes_too_late_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store(tmp_path, 2 * LENGTH) as (server, pool):
+        await pool.save(names(1))
+        answering, gate, get = asyncio.Event(), asyncio.Event(), server.tiers.get
+
+        async def late(*args: Any) -> tuple[Lease | None, bool]:
+            found = await get(*args)
+            answering.set()
+            await gate.wait()
+            return found
+
+        monkeypatch.setattr(server.tiers, "get", late)
+        monkeypatch.setattr(pool.client, "_call_timeout_s", 0.05)
+        with pytest.raises(DeadlineError):
+            await pool.client.lease(names(1), deadline=pool.deadline)
+        await answering.wait()
+        assert len(server.store.leases) == 1
+        gate.set()
+        await until(lambda: not len(server.store.leases))

@@ -51,6 +51,11 @@ class Promoter:
         self._line = asyncio.Lock()
         self._closed = False
 
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits for room already."""
+        return self._line.locked()
+
     def plan(self, kind: Kind, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], list[BlockHash]]:
         """Return the prefix that can be had at once, and what of it is not in memory: at most half the memory then."""
         limit = max(1, self._store.capacity_bytes // 2 // kind.block_bytes)
@@ -80,6 +85,31 @@ class Promoter:
         room = self._store.room() >= len(missing) * kind.block_bytes
         if missing and room and len(self._jobs) < _MAX_PREFETCHES and not self._others(kind, missing):
             self.begin(fingerprint, prefix, Ask(None, tenant), time.monotonic() + RETRY_S)
+
+    async def bring(
+        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: Ask, deadline: float
+    ) -> Lease | None:
+        """Bring a prefix to memory and lease (the first piece of) it; ``None``: it did not come.
+
+        Raises:
+            DeadlineError: Not in time.
+            QueueFullError: Too many leases, or no room.
+        """
+        own = Ask(wanted.ttl_s, wanted.tenant)
+        job = self.begin_pieces(fingerprint, prefix, own, deadline)
+        try:
+            # Not asyncio.timeout: it may go off in the loop's turn in which the lease comes, which would be nobody's.
+            await asyncio.wait([job], timeout=max(0.0, deadline - time.monotonic()))
+        except asyncio.CancelledError:
+            if job.done() and not job.cancelled() and not job.exception() and (lease := job.result()) is not None:
+                self._store.release(lease.lease_id)
+                self._saver.kick()
+            raise
+        finally:
+            own.ttl_s = None
+        if not job.done():
+            raise DeadlineError("the tiers behind are too slow")
+        return job.result()
 
     def begin_pieces(
         self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float

@@ -94,7 +94,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         with self._counted("Get"):
             ttl_s = min(request.lease_ms / 1000 or self._config.default_lease_s, self._config.max_lease_s)
             hashes = self._hashes(request.block_hashes)
-            left = context.time_remaining()
+            left = request.wait_ms / 1000 or context.time_remaining()
             wait_s = self._config.pull_timeout_s if left is None else min(_PATIENCE * left, self._config.pull_timeout_s)
             fingerprint = _fingerprint(request.fingerprint)
             ask = Ask(ttl_s, tenant_from_pb(request.tenant))

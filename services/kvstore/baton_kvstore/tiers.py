@@ -6,7 +6,6 @@ never waits for anybody.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -217,19 +216,15 @@ class Tiers:
             prefix, missing = promoter.plan(kind, hashes)
             if not missing or time.monotonic() >= deadline:
                 break
+            if prefix[0] != missing[0] and (promoter.crowded or promoter.brings(kind, missing[0])):
+                break  # what is there can be read meanwhile
             if promoter.brings(kind, missing[0]):
-                if prefix[0] != missing[0]:
-                    break  # what is there can be read meanwhile
                 await promoter.wait_for(kind, missing[0], deadline)
                 continue
-            own = Ask(wanted.ttl_s, wanted.tenant)
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    lease = await asyncio.shield(promoter.begin_pieces(fingerprint, prefix, own, deadline))
-            except (TimeoutError, DeadlineError, QueueFullError):
+                lease = await promoter.bring(fingerprint, prefix, wanted, deadline)
+            except (DeadlineError, QueueFullError):
                 break
-            finally:
-                own.ttl_s = None
             if lease is not None:
                 return lease
         return None

@@ -124,8 +124,11 @@ class GetRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """0: the store's default"""
+    wait_ms: _builtins.int
+    """the caller's patience; 0: until the call's deadline. An answer after it is still read, and its lease given back"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -143,10 +146,11 @@ class GetRequest(_message.Message):
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         lease_ms: _builtins.int = ...,
         tenant: _common_pb2.Tenant | None = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "lease_ms", b"lease_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "lease_ms", b"lease_ms", "tenant", b"tenant", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,7 +29,8 @@ from baton.types import BlockHash, BlockId, Tenant
 
 log = logging.getLogger(__name__)
 
-_RELEASE_TIMEOUT_S = 15.0
+_LATE_S = 15.0
+"""How long a store may take to hear that a lease is given back, or to answer a Get that nobody waits for any more."""
 _LEASE_MARGIN_S = 1.0
 
 
@@ -184,15 +185,22 @@ class StoreClient:
             BatonError: The store refused or was not reached.
         """
         left = _left(deadline)
+        patience = min(self._call_timeout_s, left)
         request = kvstore_pb2.GetRequest(
             fingerprint=self._fingerprint,
             block_hashes=hashes,
             lease_ms=round(1000 * (left + _LEASE_MARGIN_S)),
             tenant=tenant_to_pb(tenant),
+            wait_ms=max(1, round(1000 * patience)),
         )
-        call = asyncio.get_running_loop().create_task(self._call("Get", request, min(self._call_timeout_s, left)))
+        # The call outlives the patience: a lease whose answer nobody reads would hold the store's memory until it ends.
+        call = asyncio.get_running_loop().create_task(self._call("Get", request, patience + _LATE_S))
         try:
-            answer = await asyncio.shield(call)
+            async with asyncio.timeout(patience):
+                answer = await asyncio.shield(call)
+        except TimeoutError:
+            self._forgo(call)
+            raise DeadlineError("the store did not answer in time") from None
         except asyncio.CancelledError:
             self._forgo(call)
             raise
@@ -270,7 +278,7 @@ class StoreClient:
         async def release() -> None:
             request = kvstore_pb2.ReleaseRequest(lease_id=lease_id)
             try:
-                await self._stub.Release(request, timeout=_RELEASE_TIMEOUT_S)
+                await self._stub.Release(request, timeout=_LATE_S)
             except grpc.RpcError as error:
                 log.info("lease %d was not given back and runs out by itself: %s", lease_id, error.code().name)
 

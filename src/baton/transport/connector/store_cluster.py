@@ -3,8 +3,10 @@
 Save: a segment goes to its ``replication`` best nodes.
 
 Load: in rounds. Each asks, at the same time, every node that owns a part of what is missing which of it is there; then
-fetches, at the same time, what belongs to the longest prefix. Where a node does not answer, or has not got what it
-should, the next round asks the segment's next node: another replica, or who owned it before nodes came or went.
+fetches, at the same time, what belongs to the longest prefix. A node that is slow to answer is not waited for with the
+leases of others in hand: two loads that each hold what the other one waits for would wait for ever. Where a node does
+not answer, or has not got what it should, the next round asks the segment's next node: another replica, or who owned it
+before nodes came or went.
 
 A segment that was found elsewhere than where it should be is copied to where it should be, and one that is loaded often
 to further nodes; see :mod:`store_copies`.
@@ -21,9 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.errors import BatonError, DeadlineError, UnavailableError
 from baton.transport.blocks import BlockSource
+from baton.transport.connector.background import settle
 from baton.transport.connector.store_backend import ChainPart, LoadProgress
 from baton.transport.connector.store_client import StoreClient, StoreLease, leading
 from baton.transport.connector.store_copies import Copies, Copy, Heat
@@ -33,6 +37,9 @@ from baton.transport.connector.store_use import StoreOptions, StoreUse
 from baton.types import BlockId
 
 T = TypeVar("T")
+
+_TOGETHER_S = 0.02
+"""How long a lease is held for the answers of other nodes."""
 
 
 class StoreCluster:
@@ -219,23 +226,39 @@ class _Load:
         return groups
 
     async def _round(self, groups: dict[Node, _Group]) -> None:
+        asks = {asyncio.create_task(self._ask(node, group)): node for node, group in groups.items()}
+        pending, there = set(asks), self._valid.copy()
         try:
-            there = self._valid.copy()
-            answers = await _all(self._ask(node, group) for node, group in groups.items())
-            for (node, group), lease in zip(groups.items(), answers, strict=True):
-                if isinstance(lease, BatonError):
-                    self._failed(node, group.pieces, lease)
-                    continue
-                self._cluster.nodes.answered(node)
-                count = 0 if lease is None else len(lease)
-                there[group.at[:count]] = True
-                if count < len(group.at) and not (lease is not None and lease.more):
-                    self._missed(node, group, count)
-            await self._fetch_all(groups, leading(there))
+            while pending:
+                answered = await _some(pending)
+                pending -= answered
+                leased = {asks[ask]: groups[asks[ask]] for ask in answered}
+                for ask in answered:
+                    self._note_answer(asks[ask], ask, groups[asks[ask]], there)
+                hoped = there.copy()
+                hoped[[i for ask in pending for i in groups[asks[ask]].at]] = True
+                await self._fetch_all(leased, leading(hoped))
+                _release(leased)
         finally:
-            for node, group in groups.items():
-                if group.lease is not None:
-                    node.client.release(group.lease)
+            for ask in pending:
+                ask.cancel()
+            await settle(asks)
+            _release(groups)
+
+    def _note_answer(
+        self, node: Node, ask: asyncio.Task[StoreLease | None], group: _Group, there: npt.NDArray[np.bool_]
+    ) -> None:
+        """Take note of what a node leased, in ``there``, and of what it has not got or that it failed."""
+        try:
+            lease = ask.result()
+        except BatonError as error:
+            self._failed(node, group.pieces, error)
+            return
+        self._cluster.nodes.answered(node)
+        count = 0 if lease is None else len(lease)
+        there[group.at[:count]] = True
+        if count < len(group.at) and not (lease is not None and lease.more):
+            self._missed(node, group, count)
 
     async def _ask(self, node: Node, group: _Group) -> StoreLease | None:
         names = [self._hashes[i] for i in group.at]
@@ -314,6 +337,22 @@ class _Load:
                 if node is not piece.found and node.up and (lacks or is_new or rank >= replication):
                     names = self._part.hashes[segment.first : stop]
                     cluster.copies.add(Copy(segment.key, names, piece.found, node, self._part.tenant))
+
+
+async def _some(pending: set[asyncio.Task[T]]) -> set[asyncio.Task[T]]:
+    """Wait for an answer, and a moment longer for others; returns those that are there."""
+    answered, left = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    if left:
+        answered, _ = await asyncio.wait(pending, timeout=_TOGETHER_S)
+    return answered
+
+
+def _release(groups: dict[Node, _Group]) -> None:
+    """Give leases back, each once."""
+    for node, group in groups.items():
+        if group.lease is not None:
+            node.client.release(group.lease)
+            group.lease = None
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BatonError]:
