@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+from baton.testing.warm import WarmStarter
+
+hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes is the machine's business
+hypothesis.settings.load_profile("tests")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As of a shell's background job; what tests start would inherit it, and some of that is ended by Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[WarmStarter]:
+    """Starts instances and ranks that need not import torch each, for tests in which many die."""
+    starter = WarmStarter("baton.testing.cluster", "baton_router.main", "transformers.models.llama.modeling_llama")
+    yield starter
+    starter.close()
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def expected(model, prompts) -> list[list[int]]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployment(model):
+async def deployment(model, starter):
     lines: list[str] = []
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1200", "--prefill-chunk", "128")
     extra = ExtraArgs(worker=worker, decode=("--remote-prefill-threshold", "32", "--prefill-stall-s", "4"))
@@ -52,7 +52,9 @@ async def deployment(model):
 
     try:
         # Whoever dies here has done nothing wrong, so it may come back at once, however often that happens.
-        async with Supervisor(plan, emit, backoff_s=(0.05, 0.05)) as supervisor:
+        supervisor = Supervisor(plan, emit, backoff_s=(0.05, 0.05))
+        supervisor.spawn = starter.spawn
+        async with supervisor:
             yield supervisor
     finally:
         print("\n".join(lines[-500:]))  # noqa: T201  pytest shows it with a failure

@@ -7,8 +7,9 @@ import ctypes
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from baton.errors import UnavailableError
 from baton.rpc.channel import check_health
@@ -41,6 +42,48 @@ class ProcessSpec:
     env: dict[str, str] = field(default_factory=dict)
 
 
+class Child(Protocol):
+    """A started process, as ``asyncio`` has them; ``stdout`` has what it writes, errors too."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or ``None`` while it runs."""
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None:
+        """What it writes."""
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit status."""
+
+    def send_signal(self, signal: int) -> None:
+        """Send it a signal."""
+
+
+Start = Callable[[ProcessSpec, dict[str, str]], Awaitable[Child]]
+"""Starts what a spec says, in an environment."""
+
+
+async def start_python(spec: ProcessSpec, env: dict[str, str]) -> Child:
+    """Start a Python in a session of its own, so that a terminal's Ctrl-C reaches only us, who then end it in order."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        spec.module,
+        *spec.args,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
 class ManagedProcess:
     """A running child.
 
@@ -48,12 +91,20 @@ class ManagedProcess:
         spec: What to run.
         emit: Gets each line the child writes.
         tls: Certificates, if the services use some.
+        start: How it is started.
     """
 
-    def __init__(self, spec: ProcessSpec, emit: Callable[[str, str], None], *, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        emit: Callable[[str, str], None],
+        *,
+        tls: Tls | None = None,
+        start: Start = start_python,
+    ) -> None:
         self.spec, self._tls = spec, tls
-        self._emit = emit
-        self._process: asyncio.subprocess.Process | None = None
+        self._emit, self._start = emit, start
+        self._process: Child | None = None
         self._reader: asyncio.Task[None] | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
@@ -70,19 +121,8 @@ class ManagedProcess:
         return None if self._process is None else self._process.returncode
 
     async def start(self, env: dict[str, str]) -> None:
-        """Start it in a session of its own, so that a terminal's Ctrl-C reaches only us, who then end it in order."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self.spec.module,
-            *self.spec.args,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**env, **self.spec.env},
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        """Start it in an environment, beside the spec's own."""
+        self._process = await self._start(self.spec, {**env, **self.spec.env})
         self._reader = asyncio.create_task(self._read(self._process))
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -130,7 +170,7 @@ class ManagedProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, process: Child) -> None:
         stream = process.stdout
         if stream is None:
             return
@@ -146,6 +186,6 @@ class ManagedProcess:
             self._emit(self.spec.name, text)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel end the child if we are killed: nothing may be left running."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

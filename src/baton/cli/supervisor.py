@@ -14,7 +14,7 @@ import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.cli.plan import DeploymentPlan
-from baton.cli.process import ManagedProcess, ProcessSpec
+from baton.cli.process import ManagedProcess, ProcessSpec, Start, start_python
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import open_channel
 from baton.rpc.tls import Tls
@@ -36,6 +36,9 @@ class Supervisor:
         ready_timeout_s: How long a process may take to become ready.
         grace_s: How long a process may take to drain.
         backoff_s: Pause before the first restart of a process, and the longest pause when it dies again and again.
+
+    Attributes:
+        spawn: How a process is started; may be replaced before any is.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Supervisor:
         backoff_s: tuple[float, float] = (FIRST_BACKOFF_S, LAST_BACKOFF_S),
     ) -> None:
         self.plan = plan
+        self.spawn: Start = start_python
         self._emit = emit
         self._restart, self._token, self._tls = restart, token, tls
         self._ready_timeout_s, self._grace_s = ready_timeout_s, grace_s
@@ -116,7 +120,7 @@ class Supervisor:
         self.processes[name].send(signal.SIGKILL)
 
     async def _launch(self, spec: ProcessSpec) -> None:
-        process = ManagedProcess(spec, self._emit, tls=self._tls)
+        process = ManagedProcess(spec, self._emit, tls=self._tls, start=self.spawn)
         await process.start(self._env)
         self.processes[spec.name] = process
 

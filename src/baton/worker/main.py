@@ -15,6 +15,7 @@ from baton.errors import BatonError, ConfigError
 from baton.types import Role
 from baton.version import __version__
 from baton.worker.instance import RoleFactory, WorkerInstance
+from baton.worker.leave import leave
 from baton.worker.logs import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,16 @@ def main(role: Role, build: RoleFactory, argv: Sequence[str] | None = None) -> i
         argv: Command line; default: the process's.
 
     Returns:
-        The exit status: 0 after a clean end, 2 for a configuration that cannot work, 1 for any other failure.
+        The exit status: 0 after a clean end, 2 for a configuration that cannot work, 1 for any other failure. With the
+        process's own command line it does not return: the process ends with that status.
     """
+    code = _main(role, build, argv)
+    if argv is None:
+        leave(code)
+    return code
+
+
+def _main(role: Role, build: RoleFactory, argv: Sequence[str] | None) -> int:
     name = f"baton-{role}"
     parser = argparse.ArgumentParser(prog=name, description=f"Run a {role} instance.")
     parser.add_argument("--version", action="version", version=__version__)
