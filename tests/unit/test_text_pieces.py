@@ -67,8 +67,11 @@ def byte_level(pattern: str | None) -> tokenizers.Tokenizer:
 @pytest.fixture(scope="module", params=["demo", "gpt2", "llama3"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     if request.param == "demo":
-        return MODEL.tokenizer
-    return Tokenizer(byte_level(LLAMA3 if request.param == "llama3" else None))
+        tokenizer = Tokenizer(MODEL.tokenizer._backend)
+    else:
+        tokenizer = Tokenizer(byte_level(LLAMA3 if request.param == "llama3" else None))
+    tokenizer._words = None  # which would not cut a text
+    return tokenizer
 
 
 @given(TEXTS, st.booleans())
@@ -87,7 +90,7 @@ def test_a_shared_beginning_is_tokenized_once() -> None:
     seen: list[str] = []
     tokenizer = Tokenizer(byte_level(None))
     assert tokenizer._pieces is not None
-    tokenizer._pieces._words = None  # which knows more than pieces
+    tokenizer._words = tokenizer._pieces._words = None  # which know more than pieces
     encode = tokenizer._pieces._encode
     tokenizer._pieces._encode = lambda texts: seen.extend(texts) or encode(texts)  # type: ignore[func-returns-value]
     beginning = "two words and some more of them " * 100
@@ -116,6 +119,8 @@ def test_pieces_are_the_text() -> None:
         {"model": {"type": "Unigram"}},
         {"added_tokens": [{"content": "<a>", "lstrip": True}]},
         {"added_tokens": [{"content": "<two words>"}]},
+        {"added_tokens": [{"content": "two "}]},
+        {"added_tokens": [{"content": " two", "single_word": True}]},
     ],
 )
 def test_others_are_left_whole(change: dict[str, Any]) -> None:

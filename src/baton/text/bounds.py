@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton.text.token_bytes import byte_level_chars
+
 _COMPOSED = 4
 """Characters that composition (NFC) makes one of, at most: a base and three marks, or three Hangul letters."""
 
@@ -63,7 +65,4 @@ def _covers_every_byte(model: dict[str, Any], tokenizer: dict[str, Any], vocab: 
     if model.get("byte_fallback"):
         return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
-    # GPT-2's alphabet: 188 printable bytes as themselves, the other 68 as the characters from U+0100 on.
-    alphabet = [chr(256 + at) for at in range(68)]
-    alphabet += map(chr, [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])
-    return any(step.get("type") == "ByteLevel" for step in steps) and vocab.issuperset(alphabet)
+    return any(step.get("type") == "ByteLevel" for step in steps) and vocab.issuperset(byte_level_chars())

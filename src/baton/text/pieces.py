@@ -15,9 +15,8 @@ import re
 import threading
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from baton.text.words import WordCache
 from baton.token_ids import TokenIds
 
 _BORDER = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
@@ -42,7 +41,13 @@ def is_cuttable(parts: dict[str, Any], split: Callable[[str], list[tuple[str, tu
     if (parts.get("normalizer") or {"type": "NFC"}).get("type") != "NFC":
         return False
     for token in parts.get("added_tokens") or ():
-        if token.get("lstrip") or token.get("rstrip") or _BORDER.search(token["content"]):
+        # Such a token may lie on both sides of a border, or take what stands beyond one to be found.
+        if (
+            token.get("lstrip")
+            or token.get("rstrip")
+            or token.get("single_word")
+            or _BORDER.search(token["content"] + "a")
+        ):
             return False
     steps = parts.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", ()) if steps.get("type") == "Sequence" else [steps]
@@ -50,6 +55,13 @@ def is_cuttable(parts: dict[str, Any], split: Callable[[str], list[tuple[str, tu
         return False
     begins = {place[0] for _, place in split(_PROBE)}
     return all(match.start() in begins for match in _BORDER.finditer(_PROBE))
+
+
+class Words(Protocol):
+    """Tokenizes text word by word."""
+
+    def encode(self, text: str, salt: str = "") -> TokenIds | None:
+        """Return the ids of a text; ``None``: it takes the library."""
 
 
 class PieceCache:
@@ -60,7 +72,7 @@ class PieceCache:
         words: Tokenizes what it can, faster.
     """
 
-    def __init__(self, encode: Callable[[list[str]], list[list[int]]], words: WordCache | None = None) -> None:
+    def __init__(self, encode: Callable[[list[str]], list[list[int]]], words: Words | None = None) -> None:
         self._encode = encode
         self._words = words
         self._known: dict[tuple[str, str], array[int]] = {}

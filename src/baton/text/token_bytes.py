@@ -62,12 +62,16 @@ def _sentencepiece(token: str) -> bytes:
     return bytes((int(match[1], 16),)) if match else token.replace("▁", " ").encode()
 
 
+def byte_level_chars() -> str:
+    """Return GPT-2's alphabet: the printable character that byte-level tokenizers write each byte as."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = iter(range(256, 512))
+    return "".join(chr(byte if byte in printable else next(hidden)) for byte in range(256))
+
+
 def _byte_level() -> Callable[[str], bytes]:
     """Return the inverse of GPT-2's mapping of bytes to printable characters."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in printable}
-    hidden = (byte for byte in range(256) if byte not in set(printable))
-    table.update({chr(256 + at): byte for at, byte in enumerate(hidden)})
+    table = {char: byte for byte, char in enumerate(byte_level_chars())}
 
     def to_bytes(token: str) -> bytes:
         try:

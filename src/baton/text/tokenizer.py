@@ -13,6 +13,7 @@ import tokenizers
 from baton.errors import ConfigError
 from baton.text.bounds import most_chars_per_token
 from baton.text.files import model_directory, read_json, token_content
+from baton.text.native_words import NativeWords, native_words
 from baton.text.pieces import PieceCache, is_cuttable
 from baton.text.token_bytes import ByteScheme, byte_scheme
 from baton.text.words import WordCache, word_pattern
@@ -56,13 +57,15 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._pieces: PieceCache | None = None
         self._whole_chars = 0
+        self._words: NativeWords | None = None
         if backend.pre_tokenizer is not None and is_cuttable(parts, backend.pre_tokenizer.pre_tokenize_str):
-            words = self._word_cache(parts)
+            self._words = native_words(parts, backend)
+            words = self._words or self._word_cache(parts)
             self._pieces = PieceCache(self._encode_all, words)
             self._whole_chars = _SHORT_CHARS if words is None else 0
         probe, bare = self._encode_all(["a"], add_special_tokens=True)[0], self._encode_all(["a"])[0]
         before = next((at for at in range(len(probe)) if probe[at : at + len(bare)] == bare), 0)
-        self._added = probe[:before], probe[before + len(bare) :]
+        self._added = array("I", probe[:before]), array("I", probe[before + len(bare) :])
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -108,8 +111,10 @@ class Tokenizer:
             salt: Whose text it is: what is remembered of one tenant's texts speeds up no other's.
         """
         if self._pieces is not None and len(text) > self._whole_chars:
-            ids = self._pieces.encode(text, salt)
-            return array("I", self._added[0]) + ids + array("I", self._added[1]) if add_special_tokens else ids
+            ids = None if self._words is None else self._words.encode(text, salt)
+            if ids is None:
+                ids = self._pieces.encode(text, salt)
+            return self._added[0] + ids + self._added[1] if add_special_tokens else ids
         if len(text) <= _SHORT_CHARS:
             return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         # The batch call without offsets takes half the time of encode() and gives up the GIL, which encode() does not;

@@ -1,11 +1,12 @@
-"""Tokenizing ASCII text word by word, with the words' ids remembered.
+"""Tokenizing ASCII text word by word in Python, with the words' ids remembered.
 
 Byte-level BPE splits a text by a regular expression and gives every word its ids by itself, so a text's ids are its
 words' ids, put together. Most words of a text were met before, and Python finds and looks them up in a quarter of the
-time that the library takes. The library's expression speaks of Unicode's categories, which Python's does not know;
-for text that is ASCII alone each of them is a set of ASCII characters, and the expressions then say the same. Whatever
-is not surely the same is left to the library: other characters, texts with tokens that are found before words are,
-expressions with categories that are not in the table, words that would be split again if they stood alone.
+time that the library takes. (Where a compiler is, :mod:`baton.text.native_words` does it in C, for the rules that it
+reads.) The library's expression speaks of Unicode's categories, which Python's does not know; for text that is ASCII
+alone each of them is a set of ASCII characters, and the expressions then say the same. Whatever is not surely the same
+is left to the library: other characters, texts with tokens that are found before words are, expressions with categories
+that are not in the table, words that would be split again if they stood alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 from array import array
 from collections.abc import Callable
 from typing import Any
+
+from baton.text.split_rule import split_source
 
 _ASCII = {
     "L": "A-Za-z",
@@ -29,8 +32,6 @@ _ASCII = {
     "No": "",
 }
 """The ASCII characters of Unicode's categories, as a part of a set."""
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What the library's ByteLevel splits by."""
 _CATEGORY = re.compile(r"\\p\{(\w+)\}")
 _PLAIN = re.compile(r"\\[srntdS'\\.\-/?*+|(){}\[\]]|\(\?(?:i?:|!|=|<=|<!)|\(\??|[^\\]", re.DOTALL)
 """A character, an escape, or the beginning of a group, of those that mean the same to both."""
@@ -56,7 +57,7 @@ def word_pattern(parts: dict[str, Any], split: Split) -> re.Pattern[str] | None:
     """
     if (parts.get("normalizer") or {"type": "NFC"}).get("type") != "NFC":  # which changes no ASCII
         return None
-    source = _source(parts.get("pre_tokenizer") or {})
+    source = split_source(parts.get("pre_tokenizer") or {})
     translated = None if source is None else _translate(source)
     if translated is None:
         return None
@@ -67,21 +68,6 @@ def word_pattern(parts: dict[str, Any], split: Split) -> re.Pattern[str] | None:
     if pattern.groups or [place for _, place in split(_PROBE)] != [word.span() for word in pattern.finditer(_PROBE)]:
         return None
     return pattern
-
-
-def _source(pre_tokenizer: dict[str, Any]) -> str | None:
-    """Return the expression of a pre-tokenizer that has one."""
-    steps = pre_tokenizer.get("pretokenizers", ()) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
-    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
-        return None
-    own = steps[-1].get("use_regex", True)
-    if len(steps) == 1:
-        return _GPT2 if own else None
-    step = steps[0]
-    if len(steps) > 2 or own or step.get("type") != "Split" or step.get("behavior") != "Isolated" or step.get("invert"):
-        return None
-    source: str | None = (step.get("pattern") or {}).get("Regex")
-    return source
 
 
 def _translate(source: str) -> str | None:

@@ -1,0 +1,265 @@
+/* From UTF-8 text to token ids, word by word, see native_words.py.
+
+   A split rule is an automaton over classes of characters, made by split_table.py. It finds a word's end as a
+   backtracking engine would: of all ways to match, the first one that the expression names. Words' ids are in a hash
+   table, one per tenant; keys are hashed with secret numbers, so that nobody can choose words that collide. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { DONE, MORE, FOREIGN };
+enum { MAX_KEPT = 64, MAX_WORD = 1024, MAX_PROBES = 64, MIN_BITS = 8, FEW = 4 };
+static const uint32_t NONE = UINT32_MAX, REFUSED = UINT32_MAX - 1;
+
+typedef struct {
+    const uint16_t *moves;  /* [row + class]: twice the next row, 0: none; plus 1 if a word may end before it */
+    const uint16_t *pages;  /* [character / 256]; those of ASCII are page 0 */
+    const uint8_t *classes; /* [page * 256 + character % 256]; 0: the rule does not know it */
+    const uint32_t *roots;  /* [byte]: the node of tokens that begin so; 0: none */
+    const uint32_t *nodes;  /* [3 * node]: the id of the token that ends here or NONE, first edge, number of edges */
+    const uint32_t *edges;  /* [2 * edge]: byte, node */
+    uint32_t start;         /* the row that a word begins in */
+    uint32_t end_class;     /* what the end of a text is */
+    uint32_t characters;    /* those from here on the rule does not know */
+    uint32_t only;          /* the one byte that all tokens begin with; 0: there are several */
+} rule;
+
+typedef struct {
+    uint64_t at;      /* bytes done */
+    uint64_t written; /* ids */
+    uint64_t missed;  /* words */
+    uint64_t border;  /* the next token that stands in the text by its name, or its end */
+    uint64_t size;    /* of that token */
+    uint64_t id;
+    uint32_t *out;    /* ids go here */
+    uint64_t room;    /* for so many */
+    uint32_t *misses; /* of words that are not in the table: ids written before it, where it begins, its size */
+    uint64_t miss_room;
+} progress;
+
+typedef struct {
+    uint64_t seed, factor;
+    uint64_t *buckets; /* upper half: a part of the hash; lower half: where in the records, plus 1; 0: empty */
+    uint64_t *records; /* size of the word + number of ids * 2^32, the word in eights of bytes, the ids in pairs */
+    uint64_t bits, count, used, room;
+    uint64_t most_words, most_room;
+} table;
+
+/* --- words' ids --- */
+
+/* Return up to eight bytes, zeros behind them; nothing from `end` on is read. */
+static inline uint64_t eight(const uint8_t *text, size_t size, const uint8_t *end) {
+    uint64_t value = 0;
+    if (size >= 8 || end - text >= 8) {
+        memcpy(&value, text, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+        return size >= 8 ? value : value & ~(~(uint64_t)0 >> 8 * size);
+#else
+        return size >= 8 ? value : value & ~(~(uint64_t)0 << 8 * size);
+#endif
+    }
+    memcpy(&value, text, size);
+    return value;
+}
+
+static inline size_t eights(size_t bytes) { return (bytes + 7) / 8; }
+
+/* Return how many eights a word takes in a record: nearly all words take two, and no branch is needed for them. */
+static inline size_t eights_kept(size_t size) { return size <= 16 ? 2 : eights(size); }
+
+static inline uint64_t mix(uint64_t a, uint64_t b) {
+    __uint128_t product = (__uint128_t)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* A word as it is looked up. */
+typedef struct {
+    const uint8_t *text, *end; /* nothing from `end` on is read */
+    size_t size;
+    uint64_t first, second, hash;
+} key;
+
+static inline key key_of(const table *t, const uint8_t *word, size_t size, const uint8_t *end) {
+    key k = {.text = word, .end = end, .size = size};
+    k.first = eight(word, size, end);
+    k.second = size > 8 ? eight(word + 8, size - 8, end) : 0;
+    k.hash = mix(k.first ^ t->seed ^ size, k.second ^ t->factor);
+    for (size_t i = 16; i < size; i += 8) k.hash = mix(k.hash ^ eight(word + i, size - i, end), t->factor);
+    return k;
+}
+
+/* Return the bucket of a word, or the empty one where it would be; NULL: neither is near. */
+static inline uint64_t *bucket_of(const table *t, const key *k) {
+    uint64_t mask = ((uint64_t)1 << t->bits) - 1;
+    for (uint64_t probe = 0; probe < MAX_PROBES; probe++) {
+        uint64_t *bucket = t->buckets + ((k->hash + probe) & mask);
+        if (*bucket == 0) return bucket;
+        if (*bucket >> 32 != k->hash >> 32) continue;
+        const uint64_t *record = t->records + (uint32_t)*bucket - 1;
+        size_t i = 16;
+        if (((record[0] ^ k->size) & UINT32_MAX) | (record[1] ^ k->first) | (record[2] ^ k->second)) continue;
+        while (i < k->size && record[1 + i / 8] == eight(k->text + i, k->size - i, k->end)) i += 8;
+        if (i >= k->size) return bucket;
+    }
+    return NULL;
+}
+
+static void forget(table *t) {
+    memset(t->buckets, 0, sizeof *t->buckets << t->bits);
+    t->count = t->used = 0;
+}
+
+/* Make twice as many buckets. Words that then have none near are forgotten: only somebody's bad luck does that. */
+static int widen(table *t) {
+    uint64_t *old = t->buckets, size = (uint64_t)1 << t->bits, *buckets = calloc(2 * size, sizeof *buckets);
+    if (!buckets) return -1;
+    t->buckets = buckets;
+    t->bits++;
+    for (uint64_t i = 0; i < size; i++) {
+        if (!old[i]) continue;
+        const uint64_t *record = t->records + (uint32_t)old[i] - 1;
+        const uint8_t *word = (const uint8_t *)(record + 1);
+        size_t bytes = (uint32_t)*record;
+        key k = key_of(t, word, bytes, word + 8 * eights_kept(bytes));
+        uint64_t *bucket = bucket_of(t, &k);
+        if (bucket) *bucket = old[i];
+    }
+    free(old);
+    return 0;
+}
+
+void baton_words_free(table *t) {
+    if (!t) return;
+    free(t->buckets);
+    free(t->records);
+    free(t);
+}
+
+/* Return a table of at most so many words and eights of bytes for them; NULL: no memory. */
+table *baton_words_new(uint64_t seed, uint64_t factor, uint64_t most_words, uint64_t most_room) {
+    table *t = calloc(1, sizeof *t);
+    if (!t) return NULL;
+    *t = (table){.seed = seed, .factor = factor | 1, .bits = MIN_BITS, .most_words = most_words, .most_room = most_room};
+    t->buckets = calloc((size_t)1 << MIN_BITS, sizeof *t->buckets);
+    if (t->buckets) return t;
+    baton_words_free(t);
+    return NULL;
+}
+
+uint64_t baton_words_count(const table *t) { return t->count; }
+
+/* Remember a word, unless it is long or has more ids than bytes. A full table is emptied first.
+   Returns -1: no memory. */
+int baton_words_add(table *t, const uint8_t *word, size_t size, const uint32_t *ids, size_t count) {
+    size_t need = 1 + eights_kept(size) + eights(4 * (count > FEW ? count : FEW));
+    if (size == 0 || size > MAX_KEPT || count > size || need > t->most_room) return 0;
+    if (t->count >= t->most_words || t->used + need > t->most_room) forget(t);
+    if (t->used + need > t->room) {
+        uint64_t room = t->room * 2 > t->used + need ? t->room * 2 : 1024 + need;
+        if (room > t->most_room) room = t->most_room;
+        uint64_t *records = realloc(t->records, room * sizeof *records);
+        if (!records) return -1;
+        t->records = records;
+        t->room = room;
+    }
+    if ((t->count + 1) * 2 > (uint64_t)1 << t->bits && widen(t)) return -1;
+    key k = key_of(t, word, size, word + size);
+    uint64_t *bucket = bucket_of(t, &k), *record = t->records + t->used;
+    if (!bucket || *bucket) return 0;
+    memset(record, 0, need * sizeof *record);
+    record[0] = size | (uint64_t)count << 32;
+    memcpy(record + 1, word, size);
+    memcpy(record + 1 + eights_kept(size), ids, 4 * count);
+    *bucket = (k.hash >> 32 << 32) | (t->used + 1);
+    t->used += need;
+    t->count++;
+    return 0;
+}
+
+/* --- text --- */
+
+/* Return where the word ends that begins at `at`; 0: the rule does not know, or the word is very long. */
+static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, size_t end) {
+    size_t behind = 0, stop = at + MAX_WORD;
+    uint32_t row = r->start;
+    for (; at <= stop;) {
+        uint32_t class, size = 1;
+        if (at == end) class = r->end_class;
+        else if (text[at] < 0x80) class = r->classes[text[at]];
+        else {
+            uint32_t character = text[at], more;
+            size = character < 0xe0 ? 2 : character < 0xf0 ? 3 : 4;
+            character &= 0xffu >> (size + 1);
+            for (more = 1; more < size; more++) character = character << 6 | (text[at + more] & 0x3f);
+            if (character >= r->characters) return 0;
+            class = r->classes[r->pages[character >> 8] * 256 + (character & 255)];
+        }
+        if (!class) return 0;
+        uint32_t move = r->moves[row + class];
+        if (move & 1) behind = at;
+        row = move >> 1;
+        if (!row) return behind;
+        at += size;
+    }
+    return 0;
+}
+
+/* Find the next token that stands in the text by its name: the longest one of those that begin first. */
+static void find_token(const rule *r, const uint8_t *text, size_t end, progress *p) {
+    p->size = 0;
+    for (p->border = p->at; p->border < end; p->border++) {
+        if (r->only) {
+            const uint8_t *next = memchr(text + p->border, (int)r->only, end - p->border);
+            if (!next) break;
+            p->border = (size_t)(next - text);
+        }
+        uint32_t node = r->roots[text[p->border]];
+        for (size_t behind = p->border + 1; node; behind++) {
+            const uint32_t *n = r->nodes + 3 * (size_t)node, *edge = r->edges + 2 * (size_t)n[1], *last = edge + 2 * n[2];
+            if (n[0] != NONE) p->size = behind - p->border, p->id = n[0];
+            if (behind == end) break;
+            while (edge < last && edge[0] != text[behind]) edge += 2;
+            node = edge < last ? edge[1] : 0;
+        }
+        if (p->size) return;
+    }
+    p->border = end;
+}
+
+/* Go on with a text. Returns DONE; MORE: no room is left; FOREIGN: the text has something that is not known here. */
+int baton_words_encode(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p) {
+    for (;;) {
+        while (p->at < p->border) {
+            size_t behind = word_end(r, text, p->at, p->border), length = behind - p->at;
+            if (!behind) return FOREIGN;
+            const uint64_t *bucket = NULL;
+            if (length <= MAX_KEPT) {
+                key k = key_of(t, text + p->at, length, text + size);
+                bucket = bucket_of(t, &k);
+            }
+            if (bucket && *bucket) {
+                const uint64_t *record = t->records + (uint32_t)*bucket - 1, *ids = record + 1 + eights_kept(length);
+                size_t count = record[0] >> 32;
+                if (p->written + (count > FEW ? count : FEW) > p->room) return MORE;
+                memcpy(p->out + p->written, ids, 4 * FEW); /* a few too many take less time than a choice */
+                if (count > FEW) memcpy(p->out + p->written, ids, 4 * count);
+                p->written += count;
+            } else {
+                if (p->missed == p->miss_room) return MORE;
+                uint32_t *miss = p->misses + 3 * p->missed++;
+                miss[0] = (uint32_t)p->written, miss[1] = (uint32_t)p->at, miss[2] = (uint32_t)length;
+            }
+            p->at = behind;
+        }
+        if (p->size) {
+            if (p->id == REFUSED) return FOREIGN;
+            if (p->written == p->room) return MORE;
+            p->out[p->written++] = (uint32_t)p->id;
+            p->at += p->size;
+        }
+        if (p->at == size) return DONE;
+        find_token(r, text, size, p);
+    }
+}

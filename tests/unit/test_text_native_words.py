@@ -1,0 +1,313 @@
+"""Ids of text, word by word in C: always the library's own ids; what is not surely the same is left to the library."""
+
+from __future__ import annotations
+
+import array
+import json
+import sys
+import threading
+import unicodedata
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.scripted import MODEL
+from tests.unit.test_text_words import PATTERNS, QWEN, backend_of
+
+from baton.text import Tokenizer, native_words
+from baton.text.native_words import NativeWords
+from baton.text.split_rule import GPT2, read_rule
+from baton.text.split_table import CHARACTERS, SplitTable, split_table
+from baton.text.words import WordCache
+
+pytestmark = pytest.mark.skipif(native_words._library() is None, reason="no compiler")
+
+QWEN35 = QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+RULES = {name: pattern or GPT2 for name, pattern in PATTERNS.items()} | {"qwen3.5": QWEN35}
+KNOWN = st.characters(max_codepoint=CHARACTERS - 1, exclude_categories=["Cs"])
+TRICKY = st.sampled_from(
+    [
+        *(
+            "a",
+            "The",
+            "iPhone",
+            "ABCde",
+            " x",
+            "def f(x):",
+            "return",
+            "_",
+            "==",
+            "/",
+            "..",
+            "'s",
+            "'LL",
+            "'\u017f",
+            "'",
+        ),
+        *(" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x85", "\u00a0", "\u2028", "\u3000", "\u200b", "    "),
+        *("1", "12345", "\u0663", "\u2163", "\u00bd", "\u0967"),
+        *("na\u00efve", "\u00c4", "\u4e2d\u6587", "\u01c5", "\u02b0", "\u00aa", "e\u0301", "\u0345", "\u1100\u1161"),
+        *("\U0001f600", "\U0001f469\u200d\U0001f467", "\ufe0f", "\u2019s", "\u212a", "\ufb06", "\x00", "\U00020000"),
+        *("<|bos|>", "<|bos|", "<|", "<", "<think>", "</think>", "word word"),
+    ]
+)
+TEXTS = st.lists(TRICKY | st.text(max_size=8), max_size=60).map("".join) | st.text(max_size=100)
+
+
+def with_tokens(backend: tokenizers.Tokenizer, **options: bool) -> tokenizers.Tokenizer:
+    names = ("<think>", "</think>", "<|", "<|bos|>\n")
+    backend.add_tokens([tokenizers.AddedToken(name, **{"normalized": False, **options}) for name in names])
+    return backend
+
+
+def words_of(backend: tokenizers.Tokenizer) -> NativeWords | None:
+    return native_words.native_words(json.loads(backend.to_str()), backend)
+
+
+def known_words(backend: tokenizers.Tokenizer) -> NativeWords:
+    words = words_of(backend)
+    assert words is not None
+    return words
+
+
+def library_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.fixture(scope="module", params=["demo", *RULES, "nfc"])
+def both(request: pytest.FixtureRequest) -> tuple[tokenizers.Tokenizer, NativeWords]:
+    if request.param == "demo":
+        backend = MODEL.tokenizer._backend
+    elif request.param == "nfc":
+        backend = with_tokens(backend_of(QWEN))
+        backend.normalizer = tokenizers.normalizers.NFC()
+    else:
+        backend = with_tokens(backend_of(RULES[request.param]))
+    return backend, known_words(backend)
+
+
+@given(TEXTS)
+@example("<|<|bos|><|bos|>\n<think></think>")
+@example("'\u017f it'S")
+@example("x" * 64 + " " + "y" * 65 + " " + "z" * 1025)
+@settings(max_examples=200, deadline=None)
+def test_words_give_the_librarys_ids(both: tuple[tokenizers.Tokenizer, NativeWords], text: str) -> None:
+    backend, words = both
+    text = text.encode(errors="replace").decode()
+    expected = library_ids(backend, text)
+    for _ in range(2):  # the second time from what is remembered
+        ids = words.encode(text)
+        assert ids is None or list(ids) == expected
+    if backend.normalizer is None and len(text) <= 1000 and all(ord(char) < CHARACTERS for char in text):
+        assert ids is not None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "o200k"])
+def test_every_character_is_what_it_is_to_the_library(name: str) -> None:
+    table = split_table(RULES[name], composes=False)
+    assert table is not None
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(RULES[name]), "isolated").pre_tokenize_str
+    characters = [chr(code) for code in range(CHARACTERS) if not 0xD800 <= code < 0xE000]
+    for at in range(0, len(characters), 2048):
+        text = "".join(char + "\n" for char in characters[at : at + 2048])  # most kinds of words go no further
+        assert table.words(text) == [word for word, _ in split(text)]
+
+
+def test_python_and_c_split_alike() -> None:
+    backend = backend_of(QWEN)
+    words = known_words(backend)
+    table: SplitTable = words._kept_alive[0]
+    text = Path(__file__).read_text().replace("<|bos|>", "") + "\u4e2d\u6587 na\u00efve \U0001f600\n" * 3
+    seen: list[str] = []
+    word_ids = words._word_ids
+    words._word_ids = lambda word: seen.append(word) or word_ids(word)  # type: ignore[func-returns-value]
+    words.encode(text)
+    spelt = [word.encode().decode("latin-1").translate(native_words._BYTE_CHARS) for word in table.words(text) or ()]
+    assert len(spelt) > 1000
+    assert set(seen) == set(spelt)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\p{L}++|[^\p{L}]",
+        r"\p{L}+?|[^\p{L}]",
+        r"(a)|[^a]+",
+        r"^a|.",
+        r"[[a-z]&&[^a]]+|.",
+        r"(?m:a)|[^a]",
+        r"(?<=a)b|.",
+        r"\s+(?!\S)a|[^a]",
+        r"\p{L}{1,3}+|.",
+        r"(?i:ss)|[^s]",
+        r"(?:a*)*|b",
+        r"a*",
+        r"(?=a)a|[^a]",
+        r"\bword|[^w]",
+        r"a|",
+        r"(?:a|b",
+        r"a)",
+        r"a{2000}|[^a]",
+    ],
+)
+def test_other_rules_are_not_read(pattern: str) -> None:
+    assert read_rule(pattern) is None
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(?:aa|ab|[ab]){2}x?|[^x]{1,2}|x(?!\w)|x", r"a{0,2}b|ab{2,}|a|[\s\S]", r"(?:ab?|b){3}|[^c]"]
+)
+@given(text=st.text("abx c", max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_rules_prefer_what_the_library_prefers(pattern: str, text: str) -> None:
+    table = split_table(pattern, composes=False)
+    assert table is not None
+    words = table.words(text)
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated").pre_tokenize_str
+    assert words is None or words == [word for word, _ in split(text)]
+    assert words is not None or "c" in text or "x" in text
+
+
+def test_rules_with_gaps_or_too_many_rows_are_left_to_the_library() -> None:
+    assert split_table(r"[ab]*a[ab]{12}|[\s\S]", composes=False) is None
+    assert words_of(backend_of(r"\p{L}+|\s+")) is None
+
+
+@pytest.mark.parametrize("options", [{"normalized": True}, {"single_word": True}, {"lstrip": True}, {"rstrip": True}])
+def test_tokens_that_take_more_than_their_names(options: dict[str, bool]) -> None:
+    backend = with_tokens(backend_of(QWEN), **options)
+    backend.add_special_tokens(["<other>"])  # which is not "normalized"
+    words = known_words(backend)
+    assert words.encode("a <think> b") is None
+    assert list(words.encode("a think b") or ()) == library_ids(backend, "a think b")
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("a <think> b", False) == library_ids(backend, "a <think> b")
+
+
+def test_tokens_of_one_kind_are_found_normalized_or_not() -> None:
+    backend = backend_of(None)
+    backend.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in ("ab", "abcd", "bc", "\u00e9<")])
+    words = known_words(backend)
+    for text in ("abc", "abcd", "abcabcdbc", "xbcd \u00e9<<", "\u00e9 a b"):
+        assert list(words.encode(text) or ()) == library_ids(backend, text)
+    backend = backend_of(None)
+    backend.add_tokens([tokenizers.AddedToken("\u00e9<", normalized=True)])
+    assert words_of(backend) is None
+
+
+def test_what_composition_may_change_is_left_to_the_library() -> None:
+    backend = backend_of(QWEN)
+    backend.normalizer = tokenizers.normalizers.NFC()
+    words = known_words(backend)
+    for text in ("e\u0301", "\u1100\u1161", "\uac00\u11a8", "\u212b", "a\u0378", "\U00020000"):
+        assert words.encode(text) is None
+    for text in ("\u00e9", "\uac00\uac01", "\u4e2d\u6587", "\U0001f600", "\u043f\u0440"):
+        assert list(words.encode(text) or ()) == library_ids(backend, text)
+    table: SplitTable = words._kept_alive[0]
+    known = "".join(chr(code) for code in range(CHARACTERS) if table._class(code))
+    assert unicodedata.is_normalized("NFC", known)
+    backend.normalizer = tokenizers.normalizers.Lowercase()
+    assert words_of(backend) is None
+
+
+def test_words_of_one_salt_are_not_known_to_another() -> None:
+    words = known_words(backend_of(None))
+    asked: list[str] = []
+    word_ids = words._word_ids
+    words._word_ids = lambda word: asked.append(word) or word_ids(word)  # type: ignore[func-returns-value]
+    words.encode("one two two", "a")
+    words.encode("one two three", "a")
+    assert asked == ["one", "\u0120two", "\u0120three"]
+    words.encode("one two", "b")
+    assert asked[3:] == ["one", "\u0120two"]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_words, "_MAX_WORDS", 50)
+    monkeypatch.setattr(native_words, "_MAX_SALTS", 3)
+    backend = backend_of(None)
+    words = known_words(backend)
+    for at in range(60):
+        text = f"a b c {chr(97 + at % 26)}{at} w{at}x{at}y{at} " + "x" * 65
+        assert list(words.encode(text, f"salt {at % 5}") or ()) == library_ids(backend, text)
+        assert all(0 < len(table) <= 50 for table in words._known.values())
+    assert len(words._known) == 3
+    for room in (1, 40):  # none, and a few
+        monkeypatch.setattr(native_words, "_MAX_BYTES", 8 * room)
+        words = known_words(backend)
+        text = " ".join(f"{chr(97 + at % 26)}{at}" for at in range(100))
+        for _ in range(2):
+            assert list(words.encode(text) or ()) == library_ids(backend, text)
+        assert len(words._known[""]) <= room // 5
+
+
+def test_words_that_collide_cost_a_bounded_search() -> None:
+    library = native_words._library()
+    same = b"\x01345678"
+    table = native_words._Table.__new__(native_words._Table)
+    table._library, table.address = library, library.baton_words_new(5, int.from_bytes(same, "little"), 1000, 10**5)
+    for at in range(100):  # whose second half takes the hash to nought
+        table.add(b"%08d%s" % (at, same), array.array("I", [at]))
+    assert len(table) == 64
+
+
+def test_long_texts_are_done_piece_by_piece() -> None:
+    backend = MODEL.tokenizer._backend
+    words = known_words(backend)
+    source = Path(__file__).read_text() + "<|im_end|>" + Path(json.__file__).read_text()
+    text = source * (1 + 100_000 // len(source))
+    expected = library_ids(backend, text)
+    assert len(expected) > native_words._MAX_IDS
+    for _ in range(2):
+        assert list(words.encode(text) or ()) == expected
+    assert words.encode("x" * 2**20) is None
+    assert words.encode("\n" + " " * 2000 + "a") is None
+
+
+def test_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_words, "_MAX_WORDS", 300)  # so that it begins anew all the time
+    backend = MODEL.tokenizer._backend
+    words = known_words(backend)
+    source = Path(__file__).read_text()
+    texts = [source[at : at + 3000] for at in range(0, 9000, 1000)]
+    expected = [library_ids(backend, text) for text in texts]
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        for at in range(first, first + 40):
+            ids = words.encode(texts[at % len(texts)], f"{at % 2}")
+            if ids is None or list(ids) != expected[at % len(texts)]:
+                wrong.append(at)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
+def test_a_tokenizer_uses_them_and_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "<|im_start|>user\nWords of na\u00efve text, \u4e2d\u6587 " * 40
+    tokenizer = Tokenizer(MODEL.tokenizer._backend)
+    assert tokenizer._words is not None
+    expected = MODEL.tokenizer._backend.encode(text).ids
+    assert tokenizer.encode(text) == expected
+    assert len(tokenizer._words._known[""]) > 5
+    assert tokenizer._pieces is not None
+    assert not tokenizer._pieces._known
+    assert native_words._library.__wrapped__(("no-such-compiler",)) is None
+    monkeypatch.setattr(native_words, "_library", lambda: None)
+    tokenizer = Tokenizer(MODEL.tokenizer._backend)
+    assert tokenizer._words is None
+    assert tokenizer._pieces is not None
+    assert isinstance(tokenizer._pieces._words, WordCache)
+    assert tokenizer.encode(text) == expected
