@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ hypothesis.settings.load_profile("tests")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As of a shell's background job; what tests start would inherit it, and some of that is ended by Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """No collection need look again at the modules of everything: tests that hunt leaks collect often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

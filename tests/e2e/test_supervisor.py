@@ -13,6 +13,7 @@ from baton.cli.process import ManagedProcess, ProcessSpec
 from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient
 from baton.errors import ConfigError, UnavailableError
+from baton.testing.warm import WarmStarter
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +22,15 @@ def plan(model: str):
     return make_plan(ratio=Ratio(0, 1), port=0, extra=ExtraArgs(worker=("--model", model, "--kv-blocks", "200")))
 
 
-async def test_an_instance_that_dies_is_restarted_and_registers_again(model):
+def warm(starter: WarmStarter, model: str, lines: list[str], **options) -> Supervisor:
+    supervisor = Supervisor(plan(model), lambda name, line: lines.append(f"{name} | {line}"), **options)
+    supervisor.spawn = starter.spawn
+    return supervisor
+
+
+async def test_an_instance_that_dies_is_restarted_and_registers_again(model, starter):
     lines: list[str] = []
-    async with Supervisor(plan(model), lambda name, line: lines.append(f"{name} | {line}")) as supervisor:
+    async with warm(starter, model, lines) as supervisor:
         async with AsyncClient(supervisor.plan.grpc_address, timeout=60) as client:
             assert (await client.generate("import os", max_tokens=4, ignore_eos=True)).token_ids
             first = supervisor.processes["decode-0"].pid
@@ -40,8 +47,8 @@ async def test_an_instance_that_dies_is_restarted_and_registers_again(model):
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-async def test_no_restart_ends_the_whole(model):
-    async with Supervisor(plan(model), lambda *_: None, restart=False) as supervisor:
+async def test_no_restart_ends_the_whole(model, starter):
+    async with warm(starter, model, [], restart=False) as supervisor:
         supervisor.kill("decode-0")
         async with asyncio.timeout(30):
             assert "decode-0" in await supervisor.wait()

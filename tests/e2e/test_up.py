@@ -257,7 +257,7 @@ def test_health_and_tokenize(up):
 
 def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    running = start("--model", str(tmp_path))
+    running = start("--ratio", "0P1D", "--no-kvstore", "--model", str(tmp_path))
     text = running.end()
     assert running.process.returncode not in (0, None)
     assert "config.json" in text

@@ -133,6 +133,7 @@ async def test_equality_between_block_sizes(checkpoint, sizes):
         await cluster.check_integrity()
 
 
+@pytest.mark.usefixtures("warm_followers")
 @pytest.mark.parametrize(
     ("checkpoint", "prefill", "decode"),
     [

@@ -9,19 +9,22 @@ import asyncio
 import contextlib
 import random
 import re
-import sys
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import grpc.aio
 import pytest
+from tests.child_env import child_env
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
+from baton.cli.process import ManagedProcess, ProcessSpec
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
 from baton.testing.checkpoints import make_checkpoint
 from baton.testing.tcp_proxy import TcpProxy
+from baton.testing.warm import WarmStarter
 from baton.types import SamplingParams
 from baton_router.config import RouterConfig
 from baton_router.instance import Instance
@@ -37,30 +40,35 @@ class Worker:
     """A decode process; its pool holds a few prompts only, so that it evicts."""
 
     path: str
+    starter: WarmStarter
     flags: tuple[str, ...] = ()
     port: int = 0
     asked: list[list[int]] = field(default_factory=list)
-    process: asyncio.subprocess.Process | None = None
+    process: ManagedProcess | None = None
     num_requests: int = 0
 
     async def start(self) -> None:
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton_decode.main", "--model", self.path, "--port", str(self.port)),
-            *("--dtype", "float32", "--kv-blocks", "40", "--threads", "1", "--instance-id", "d0", *self.flags),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert self.process.stderr is not None
-        async with asyncio.timeout(240):
-            while line := (await self.process.stderr.readline()).decode():
-                if found := re.search(r"listening on 127\.0\.0\.1:(\d+)", line):
-                    self.port = int(found[1])
-                    return
-        raise AssertionError("the worker did not start")
+        args = ("--model", self.path, "--port", str(self.port), "--dtype", "float32", "--kv-blocks", "40")
+        args += ("--threads", "1", "--instance-id", "d0", *self.flags)
+        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_line(_: str, line: str) -> None:
+            if (found := re.search(r"listening on 127\.0\.0\.1:(\d+)", line)) and not listens.done():
+                listens.set_result(int(found[1]))
+
+        spec = ProcessSpec("d0", "baton_decode.main", args, "", "decode")
+        self.process = ManagedProcess(spec, on_line, start=self.starter.spawn)
+        await self.process.start(child_env())
+        ended = asyncio.ensure_future(self.process.wait())
+        await asyncio.wait([listens, ended], timeout=240, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        assert listens.done(), list(self.process.tail)
+        self.port = listens.result()
 
     async def kill(self) -> None:
         if self.process is not None:
-            self.process.kill()
-            await self.process.communicate()
+            self.process.send(signal.SIGKILL)
+            await self.process.wait()
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[worker_pb2_grpc.WorkerServiceAsyncStub]:
@@ -167,9 +175,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextlib.asynccontextmanager
-async def rig_for(path: str, *flags: str) -> AsyncIterator[Rig]:
+async def rig_for(path: str, starter: WarmStarter, *flags: str) -> AsyncIterator[Rig]:
     async with contextlib.AsyncExitStack() as stack:
-        worker = Worker(path, flags)
+        worker = Worker(path, starter, flags)
         stack.push_async_callback(worker.kill)
         await worker.start()
         rig = Rig(worker, TcpProxy(worker.port), stack)
@@ -178,9 +186,9 @@ async def rig_for(path: str, *flags: str) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def test_a_cut_is_seen_and_made_up_for(path: str) -> None:
+async def test_a_cut_is_seen_and_made_up_for(path: str, starter: WarmStarter) -> None:
     """One router's connections break, another's fall silent; both wait for the same ten seconds."""
-    async with rig_for(path) as rig:
+    async with rig_for(path, starter) as rig:
         worker, silent = rig.worker, await rig.another_proxy()
         routers = [rig.router(), rig.router(silent)]
         await worker.generate(some_prompts(4, seed=1))
@@ -212,8 +220,8 @@ async def test_a_cut_is_seen_and_made_up_for(path: str) -> None:
             await router.until_equal(worker)
 
 
-async def test_a_restarted_worker_is_another_one(path: str) -> None:
-    async with rig_for(path) as rig:
+async def test_a_restarted_worker_is_another_one(path: str, starter: WarmStarter) -> None:
+    async with rig_for(path, starter) as rig:
         router, worker = rig.router(), rig.worker
         await worker.generate(some_prompts(3, seed=1))
         await router.until_equal(worker)
@@ -228,8 +236,8 @@ async def test_a_restarted_worker_is_another_one(path: str) -> None:
         assert not old <= await worker.truth()
 
 
-async def test_a_worker_without_events_is_known_by_what_was_sent_there(path: str) -> None:
-    async with rig_for(path, "--no-kv-events") as rig:
+async def test_a_worker_without_events_is_known_by_what_was_sent_there(path: str, starter: WarmStarter) -> None:
+    async with rig_for(path, starter, "--no-kv-events") as rig:
         router = rig.router()
         await router.until(lambda: bool(router.registry.ready(router.instance.role)))
         async with rig.worker.stub() as stub:

@@ -14,6 +14,7 @@ from baton.cli.plan import DeploymentPlan, ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient, Generation
 from baton.testing.equality import hf_greedy, mixed_prompts
+from baton.testing.warm import WarmStarter
 from baton.types import PrefillPath
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
@@ -36,10 +37,12 @@ def plan() -> DeploymentPlan:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployment() -> AsyncIterator[Supervisor]:
+async def deployment(starter: WarmStarter) -> AsyncIterator[Supervisor]:
     lines: list[str] = []
+    supervisor = Supervisor(plan(), lambda name, line: lines.append(f"{name} | {line}"))
+    supervisor.spawn = starter.spawn
     try:
-        async with Supervisor(plan(), lambda name, line: lines.append(f"{name} | {line}")) as supervisor:
+        async with supervisor:
             yield supervisor
     finally:
         print("\n".join(lines[-100:]))  # noqa: T201  pytest shows it with a failure

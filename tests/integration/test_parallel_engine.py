@@ -10,28 +10,28 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine import model_runner
 from baton.engine.batch import ForwardBatch, RunnerLostError
 from baton.engine.build import make_arena
 from baton.engine.llm import LLM
 from baton.engine.model_runner import ModelRunner
 from baton.engine.parallel import peers, team
-from baton.engine.parallel.team import Team
 from baton.errors import ConfigError, InternalError
-from baton.kv.shards import KVShards, ShardSpec, shard_layout, shard_specs
+from baton.kv.shards import KVShards, ShardSpec, shard_layout
 from baton.testing.equality import References, mixed_prompts
 from baton.types import SamplingParams
 
 VOCAB = 512
 BLOCK = 16
 NEW_TOKENS = 48
+
+pytestmark = pytest.mark.usefixtures("warm_followers")
 CASES = [
     *((name, *sizes) for name in ("qwen3", "mistral", "gemma3", "mixtral") for sizes in ((2, 1), (1, 2))),
     *(("gpt_oss", 2, 1), ("gpt_oss", 1, 3), ("deepseek_v3", 2, 1), ("deepseek_v3", 1, 2)),
@@ -53,48 +53,23 @@ def case_config(references: References, case: tuple[str, int, int]) -> EngineCon
     return engine_config(references, name, tp=tp, pp=pp, **pool, **steps)
 
 
-class Spares:
-    """Starts the followers of the next cases while one runs: most of their start is importing torch."""
-
-    def __init__(self, references: References) -> None:
-        self._references = references
-        self._waiting: dict[tuple[str, int, int], Team] = {}
-
-    def take(self, case: tuple[str, int, int]) -> Team:
-        for other in CASES[CASES.index(case) :][:3]:
-            if other not in self._waiting:
-                self._waiting[other] = Team(case_config(self._references, other), shard_specs(*other[1:]))
-        return self._waiting.pop(case)
-
-    def close(self) -> None:
-        for waiting in self._waiting.values():
-            waiting.close()
-
-
 @pytest.fixture(scope="module")
-def spares(references: References) -> Iterator[Spares]:
-    spares = Spares(references)
-    yield spares
-    spares.close()
-
-
-@pytest.fixture(scope="module")
-def square(references: References) -> Iterator[LLM]:
+def square(references: References, warm_followers: None) -> Iterator[LLM]:
     """An engine of 2 x 2 ranks; its last test kills one of them."""
     with LLM(case_config(references, SQUARE)) as llm:
         yield llm
 
 
 def children() -> set[int]:
-    return {int(pid) for path in Path("/proc/self/task").iterdir() for pid in (path / "children").read_text().split()}
+    """Processes that descend from this one, but for the one that ranks are forked from."""
+    found = psutil.Process().children(recursive=True)
+    return {x.pid for x in found if x.ppid() != os.getpid() or "baton.testing.warm" not in x.cmdline()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-tp{case[1]}-pp{case[2]}")
 def test_equality_of_mixed_batches_with_chunks_and_preemption(
-    spares: Spares, references: References, case: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch
+    references: References, case: tuple[str, int, int]
 ) -> None:
-    spare = spares.take(case)
-    monkeypatch.setattr(model_runner, "Team", lambda config, shards: spare)
     with LLM(case_config(references, case)) as llm:
         check_equality(references, case[0], llm)
 

@@ -6,9 +6,8 @@ Tokens are those of Hugging Face ``generate``. Which way the KV took is read fro
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
-import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,16 +16,18 @@ import pytest
 from tests.child_env import child_env
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.cli.process import ManagedProcess, ProcessSpec
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.hashing import block_hashes, root_hash
 from baton.kv.fingerprint import Fingerprint
-from baton.rpc.channel import check_health, open_channel
+from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_from_pb, sampling_to_pb
 from baton.testing.checkpoints import make_checkpoint
 from baton.testing.cluster import LocalCluster
 from baton.testing.equality import hf_greedy, mixed_prompts
 from baton.testing.store_process import store_processes
+from baton.testing.warm import WarmStarter
 from baton.transport.connector.store_backend import ChainPart
 from baton.transport.connector.store_placement import Placement, segments_of
 from baton.types import BlockHash, SamplingParams
@@ -68,25 +69,19 @@ def decoders(path: Path, kvstore: str, **changes: object) -> LocalCluster:
 
 
 @asynccontextmanager
-async def prefill_process(path: Path, *flags: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+async def prefill_process(starter: WarmStarter, path: Path, *flags: str) -> AsyncIterator[tuple[str, ManagedProcess]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton_prefill.main", "--model", str(path), "--port", str(port), *ENGINE_FLAGS, *flags),
-        env=child_env(),
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    args = ("--model", str(path), "--port", address.rpartition(":")[2], *ENGINE_FLAGS, *flags)
+    spec = ProcessSpec("p0", "baton_prefill.main", args, address, "prefill")
+    process = ManagedProcess(spec, lambda *_: None, start=starter.spawn)
+    await process.start(child_env())
     try:
-        deadline = time.monotonic() + START_S
-        while not await check_health(f"127.0.0.1:{port}"):
-            assert process.returncode is None
-            assert time.monotonic() < deadline
-            await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=0.1)
-        yield f"127.0.0.1:{port}", process
+        await process.wait_ready(START_S)
+        yield address, process
     finally:
-        if process.returncode is None:
-            process.kill()
+        process.send(signal.SIGKILL)
         await process.wait()
 
 
@@ -131,14 +126,16 @@ def check_trace(trace: common_pb2.RequestTrace) -> None:
     assert trace.cached_tokens + trace.transferred_tokens + trace.recomputed_tokens == trace.prompt_tokens
 
 
-async def test_equality_through_the_store_alone_with_prefill_killed_before_decode_starts(workload) -> None:
+async def test_equality_through_the_store_alone_with_prefill_killed_before_decode_starts(
+    workload, starter: WarmStarter
+) -> None:
     path, prompts, expected = workload
     async with store_processes(1, *STORE) as (store,):
-        async with prefill_process(path, "--kvstore", store.address) as (address, process):
+        async with prefill_process(starter, path, "--kvstore", store.address) as (address, process):
             await prefill(address, prompts)
             await wait_for_blocks([store.address], num_blocks(prompts))
-            process.kill()
-            await process.wait()
+            process.send(signal.SIGKILL)
+            assert await process.wait() == -signal.SIGKILL
         async with decoders(path, store.address) as cluster:
             decode = cluster.decode[0]
             results = await asyncio.gather(*(cluster.generate(decode, prompt, SAMPLING) for prompt in prompts))

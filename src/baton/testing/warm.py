@@ -8,6 +8,7 @@ command line, environment and output of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import json
@@ -71,7 +72,8 @@ class WarmProcess:
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end is about to be told
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it by SIGKILL."""

@@ -7,10 +7,12 @@ import dataclasses
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from baton.config import EngineConfig
 from baton.engine.batch import RunnerLostError
@@ -20,6 +22,27 @@ from baton.kv.shards import ShardSpec
 
 END_TIMEOUT_S = 10.0
 """How long (seconds) a process may take to end after its line was closed."""
+
+
+class Process(Protocol):
+    """What is needed of a started process; ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; returns its status, negative for a signal, or raises ``subprocess.TimeoutExpired``."""
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+
+
+def start_follower(line: socket.socket) -> Process:
+    """Start a follower that serves whoever has the other end of a line."""
+    command = [sys.executable, "-m", "baton.engine.parallel.follower", str(line.fileno())]
+    # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
+    return subprocess.Popen(command, pass_fds=[line.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 class FollowerProcess:
@@ -34,11 +57,7 @@ class FollowerProcess:
         self.spec = spec
         self.line, theirs = open_line()
         try:
-            command = [sys.executable, "-m", "baton.engine.parallel.follower", str(theirs.fileno())]
-            # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
-            self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            self.process = start_follower(theirs)
         except BaseException:
             self.line.close()
             raise
