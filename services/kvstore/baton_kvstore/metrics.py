@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -19,11 +21,15 @@ from baton_kvstore.tiers import Tiers
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_LOOK_S = 1.0
+"""How long a scrape waits for the event loop."""
+
 
 class StoreMetrics(Collector):
     """Everything a store counts. ``registry`` is its own, so that several can live in one process.
 
-    The store belongs to the event loop and scrapes come from another thread, so they see the snapshot taken last.
+    The store belongs to the event loop and scrapes come from another thread, so they have the loop take a snapshot. Of
+    a loop that is busy for too long they see the one taken last.
     """
 
     _GAUGES: ClassVar = {
@@ -80,8 +86,17 @@ class StoreMetrics(Collector):
         self.refused_blocks = Counter(
             "baton_kvstore_stale_blocks", "Blocks that changed while they were fetched", registry=to
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.refresh()
         self.registry.register(self)
+
+    def start(self) -> None:
+        """From now on the store changes in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        """The store does not change any more."""
+        self._loop = None
 
     def refresh(self) -> None:
         """Take a new snapshot; called in the store's thread."""
@@ -91,7 +106,8 @@ class StoreMetrics(Collector):
         self._tier_counts = dataclasses.replace(counts, hits=counts.hits.copy(), misses=counts.misses.copy())
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the snapshot (scrape thread)."""
+        """Yield a snapshot (scrape thread)."""
+        self._look()
         stats = self._stats
         for name, text in self._GAUGES.items():
             yield GaugeMetricFamily(f"baton_kvstore_{name.removeprefix('num_')}", text, value=getattr(stats, name))
@@ -99,6 +115,21 @@ class StoreMetrics(Collector):
             yield CounterMetricFamily(f"baton_kvstore_{name}", text, value=getattr(stats, name))
         yield from tenant_metrics(self._shares)
         yield from self._tiers_metrics()
+
+    def _look(self) -> None:
+        """Have the event loop take a snapshot, if it finds the time."""
+        loop, taken = self._loop, threading.Event()
+
+        def look() -> None:
+            self.refresh()
+            taken.set()
+
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(look)
+            except RuntimeError:  # it was closed a moment ago
+                return
+            taken.wait(_LOOK_S)
 
     def _tiers_metrics(self) -> Iterable[Metric]:
         counts = self._tier_counts

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFullError
 from baton.hashing import HASH_BYTES
 from baton.kv.fingerprint import Fingerprint
-from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
+from baton.rpc.convert import tenant_from_pb
 from baton.transport.blocks import BlockSource
-from baton.transport.connector.source_pb import source_from_pb, source_to_pb
+from baton.transport.connector.source_pb import source_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
@@ -24,6 +24,7 @@ from baton_kvstore.lanes import Lanes
 from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.promotion import Ask
 from baton_kvstore.tiers import Tiers
+from baton_kvstore.wire import Sources, read_fingerprint
 
 _MAX_LISTED = 10_000
 _PATIENCE = 0.8
@@ -46,7 +47,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     ) -> None:
         self._config, self._instance_id, self._epoch = config, instance_id, epoch
         self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
-        self._events = events
+        self._events, self._sources = events, Sources(lanes)
+        self.calls_port = 0
+        """Where calls are served without gRPC; 0: nowhere."""
         self._turns = asyncio.Semaphore(config.pull_workers)
         self._num_puts = 0
 
@@ -66,7 +69,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         with self._counted("Put"):
             if request.ttl_s and request.durable:
                 raise InvalidRequestError("blocks with a time to live are kept in memory only", field="ttl_s")
-            fingerprint = _fingerprint(request.fingerprint)
+            fingerprint = read_fingerprint(request.fingerprint)
             hashes = self._hashes(request.block_hashes)
             source = source_from_pb(request.source)
             _check_source(request, fingerprint, source)
@@ -96,7 +99,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             hashes = self._hashes(request.block_hashes)
             left = request.wait_ms / 1000 or context.time_remaining()
             wait_s = self._config.pull_timeout_s if left is None else min(_PATIENCE * left, self._config.pull_timeout_s)
-            fingerprint = _fingerprint(request.fingerprint)
+            fingerprint = read_fingerprint(request.fingerprint)
             ask = Ask(ttl_s, tenant_from_pb(request.tenant))
             lease, more = await self._tiers.get(fingerprint, hashes, ask, time.monotonic() + wait_s)
             if lease is None:
@@ -105,7 +108,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             slots = [entry.slot for entry in lease.entries]
             return kvstore_pb2.GetResponse(
                 lease_id=lease.lease_id,
-                source=source_to_pb(self._lanes.source(pool)),
+                source=self._sources.of(pool),
                 block_ids=slots,
                 generations=pool.arena.generations[slots].tolist(),
                 lease_ms=round(1000 * ttl_s),
@@ -122,9 +125,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Contains(self, request: kvstore_pb2.ContainsRequest, context: Any) -> kvstore_pb2.ContainsResponse:
         """Count the leading blocks that are there."""
         with self._counted("Contains"):
-            found = await self._tiers.contains(
-                _fingerprint(request.fingerprint), self._hashes(request.block_hashes), tenant_from_pb(request.tenant)
-            )
+            fingerprint, hashes = read_fingerprint(request.fingerprint), self._hashes(request.block_hashes)
+            found = await self._tiers.contains(fingerprint, hashes, tenant_from_pb(request.tenant))
             return kvstore_pb2.ContainsResponse(num_blocks=found)
 
     async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
@@ -135,13 +137,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             if request.tenant:
                 return kvstore_pb2.DeleteResponse(num_deleted=await self._tiers.delete_tenant(request.tenant))
             hashes = None if request.all else self._hashes(request.block_hashes)
-            deleted = await self._tiers.delete(_fingerprint(request.fingerprint), hashes)
+            deleted = await self._tiers.delete(read_fingerprint(request.fingerprint), hashes)
             return kvstore_pb2.DeleteResponse(num_deleted=deleted)
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
         """Keep blocks in memory, or keep them no more."""
         with self._counted("Pin"):
-            fingerprint, hashes = _fingerprint(request.fingerprint), self._hashes(request.block_hashes)
+            fingerprint, hashes = read_fingerprint(request.fingerprint), self._hashes(request.block_hashes)
             _check_distinct(hashes)
             if request.unpin:
                 unkeep(self._store, fingerprint, hashes)
@@ -184,6 +186,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             num_misses=stats.misses,
             num_evictions=stats.evictions,
             num_leases=stats.num_leases,
+            calls_port=self.calls_port,
         )
 
     async def _put(
@@ -256,7 +259,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         finally:
             self._metrics.calls.labels(method, code).inc()
             self._metrics.seconds.labels(method).observe(time.perf_counter() - started)
-            self._metrics.refresh()
 
     def _hashes(self, values: Sequence[bytes]) -> list[BlockHash]:
         limit = self._config.max_blocks_per_call
@@ -268,12 +270,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                     f"a block hash has {HASH_BYTES} bytes, got {len(value)}", field=f"block_hashes[{i}]"
                 )
         return [BlockHash(value) for value in values]
-
-
-def _fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
-    if not message.block_bytes:
-        raise InvalidRequestError("a fingerprint is needed, with block_bytes", field="fingerprint")
-    return fingerprint_from_pb(message).undivided()  # however its owners divide it, it is kept whole
 
 
 def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, source: BlockSource) -> None:

@@ -182,7 +182,7 @@ class _Opened:
         if method in ("shm", "tcp", "disk"):
             store, kind = ("disk", "shm") if method == "disk" else ("dram", method)
             if op == "contains":
-                return Contains(str(getattr(where, store)), self._fingerprint)
+                return Contains(self._pipe(store, kind))
             return Get(self._pipe(store, kind)) if op == "get" else Put(self._pipe(f"{store}_put", kind))
         if method == "memcpy":
             return Memcpy(self._arena, _COPY_BYTES)

@@ -10,14 +10,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import ConfigError, TransferError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
-from baton.rpc.channel import open_channel
-from baton.rpc.convert import fingerprint_to_pb
 from baton.transport.block_types import Bytes
 from baton.transport.blocks import BlockFetcher, BlockServer
 from baton.transport.connector.store_backend import ChainPart, LoadProgress
@@ -85,6 +82,10 @@ class StorePipe:
         deadline = time.monotonic() + CALL_S
         return (await self._client.save(self._server.source, part, ids, generations, deadline=deadline))[0]
 
+    async def contains(self, names: Sequence[BlockHash]) -> int:
+        """Ask how many leading blocks of a chain the store holds."""
+        return await self._client.contains(names)
+
     async def settle(self) -> None:
         """Have the leases given back that are on their way: they go out while the event loop runs, before this call."""
         await self._client.ping()
@@ -134,19 +135,15 @@ class Put:
 class Contains:
     """Asks how long a prefix the store holds."""
 
-    def __init__(self, address: str, fingerprint: Fingerprint) -> None:
-        self._channel = open_channel(address)
-        self._stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
-        self._fingerprint = fingerprint_to_pb(fingerprint)
+    def __init__(self, pipe: StorePipe) -> None:
+        self._pipe = pipe
 
     async def once(self, names: Sequence[BlockHash], turn: int) -> int:
         """Ask; see :meth:`Method.once`."""
-        request = kvstore_pb2.ContainsRequest(fingerprint=self._fingerprint, block_hashes=names)
-        return int((await self._stub.Contains(request, timeout=CALL_S)).num_blocks)
+        return await self._pipe.contains(names)
 
     async def close(self) -> None:
-        """Hang up."""
-        await self._channel.close(None)
+        """Nothing is its own."""
 
 
 class Memcpy:

@@ -1,4 +1,4 @@
-"""The KV store as its clients see it: calls over gRPC, bytes over pipes."""
+"""The KV store as its clients see it: calls as frames or over gRPC (``store_calls``), bytes over pipes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
 import numpy.typing as npt
 
-from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.api.v1 import common_pb2, kvstore_pb2
 from baton.errors import DeadlineError, TransferError
 from baton.kv.fingerprint import Fingerprint
-from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, tenant_to_pb
-from baton.rpc.errors import from_rpc_error
 from baton.rpc.tls import Tls
 from baton.transport.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.transport.connector.store_backend import ChainPart, LoadProgress
+from baton.transport.connector.store_calls import StoreCalls
 from baton.types import BlockHash, BlockId, Tenant
 
 log = logging.getLogger(__name__)
@@ -80,13 +77,17 @@ class StoreClient:
         call_timeout_s: float,
         blocks_per_call: int,
     ) -> None:
-        self._address, self._token, self._tls = address, token, tls
+        self._calls = StoreCalls(address, token=token, tls=tls)
         self._fingerprint = fingerprint_to_pb(fingerprint)
         self._fetcher = fetcher
         self._call_timeout_s, self._blocks_per_call = call_timeout_s, blocks_per_call
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
-        self._releases: set[asyncio.Task[Any]] = set()
+        self._forgone: set[asyncio.Future[Any]] = set()
+        self._source: tuple[bytes, BlockSource] | None = None  # the latest; a store of one kind of KV has only one
+
+    @property
+    def over_frames(self) -> bool:
+        """Whether calls go over frames now; else over gRPC."""
+        return self._calls.over_frames
 
     async def save(
         self,
@@ -166,10 +167,26 @@ class StoreClient:
             generations=generations,
             tenant=tenant_to_pb(tenant),
         )
-        response = await self._call("Put", request, _left(deadline))
+        response = await self._calls.begin("Put", request, _left(deadline), posts_first=True)
         if len(response.stored) != len(hashes):
             raise TransferError(f"the store answered of {len(response.stored)} blocks for {len(hashes)}")
         return list(response.stored), response.bytes
+
+    async def contains(self, hashes: Sequence[BlockHash], *, tenant: Tenant | None = None) -> int:
+        """Return how many leading blocks of a chain the store holds, which it begins to bring to memory.
+
+        Args:
+            hashes: At most ``blocks_per_call``.
+            tenant: Whose blocks these are; ``None``: nobody's.
+
+        Raises:
+            BatonError: The store refused or was not reached.
+        """
+        request = kvstore_pb2.ContainsRequest(
+            fingerprint=self._fingerprint, block_hashes=hashes, tenant=tenant_to_pb(tenant)
+        )
+        answer: kvstore_pb2.ContainsResponse = await self._calls.begin("Contains", request, self._call_timeout_s)
+        return answer.num_blocks
 
     async def lease(
         self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None
@@ -194,7 +211,7 @@ class StoreClient:
             wait_ms=max(1, round(1000 * patience)),
         )
         # The call outlives the patience: a lease whose answer nobody reads would hold the store's memory until it ends.
-        call = asyncio.get_running_loop().create_task(self._call("Get", request, patience + _LATE_S))
+        call = self._calls.begin("Get", request, patience + _LATE_S)
         try:
             async with asyncio.timeout(patience):
                 answer = await asyncio.shield(call)
@@ -212,7 +229,7 @@ class StoreClient:
                 raise TransferError(f"the store answered with {count} blocks of {len(hashes)}")
             return StoreLease(
                 answer.lease_id,
-                source_from_pb(answer.source),
+                self._source_of(answer.source),
                 np.fromiter(answer.block_ids, np.int64, count),
                 np.fromiter(answer.generations, np.uint64, count),
                 answer.more,
@@ -242,7 +259,7 @@ class StoreClient:
         return await self._fetcher.fetch_async(lease.source, blocks, deadline=deadline, cancelled=cancelled)
 
     def release(self, lease: StoreLease) -> None:
-        """Give a lease back in the background: nobody needs to wait for it."""
+        """Give a lease back in the background: nobody needs to wait for it, and the next call may take it along."""
         self._give_back(lease.lease_id)
 
     async def ping(self) -> None:
@@ -251,51 +268,35 @@ class StoreClient:
         Raises:
             BatonError: None came in time.
         """
-        await self._call("GetStoreInfo", kvstore_pb2.GetStoreInfoRequest(), self._call_timeout_s)
+        await self._calls.begin("GetStoreInfo", kvstore_pb2.GetStoreInfoRequest(), self._call_timeout_s)
 
     async def close(self) -> None:
         """Close the connection; leases not given back yet run out by themselves."""
-        for task in self._releases:
-            task.cancel()
-        if self._releases:
-            await asyncio.wait(self._releases)
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
+        for call in self._forgone:
+            call.cancel()
+        if self._forgone:
+            await asyncio.wait(self._forgone)
+        await self._calls.close()
 
-    def _forgo(self, call: asyncio.Task[Any]) -> None:
+    def _forgo(self, call: asyncio.Future[Any]) -> None:
         """Give the lease back that a call may still bring; nobody waits for it any more."""
 
-        def ended(call: asyncio.Task[Any]) -> None:
-            self._releases.discard(call)
+        def ended(call: asyncio.Future[Any]) -> None:
+            self._forgone.discard(call)
             if not call.cancelled() and call.exception() is None and call.result().lease_id:
                 self._give_back(call.result().lease_id)
 
-        self._releases.add(call)
+        self._forgone.add(call)
         call.add_done_callback(ended)
 
     def _give_back(self, lease_id: int) -> None:
-        async def release() -> None:
-            request = kvstore_pb2.ReleaseRequest(lease_id=lease_id)
-            try:
-                await self._stub.Release(request, timeout=_LATE_S)
-            except grpc.RpcError as error:
-                log.info("lease %d was not given back and runs out by itself: %s", lease_id, error.code().name)
+        self._calls.post("Release", kvstore_pb2.ReleaseRequest(lease_id=lease_id), _LATE_S)
 
-        task = asyncio.get_running_loop().create_task(release(), name="release lease")
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _call(self, name: str, request: Any, timeout: float) -> Any:
-        if self._channel is None:
-            self._channel = open_channel(self._address, token=self._token, tls=self._tls)
-            self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
-        try:
-            return await getattr(self._stub, name)(request, timeout=timeout)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        except grpc.aio.UsageError as error:  # the channel was closed under us
-            raise TransferError(f"the connection to the store was closed: {error}") from error
+    def _source_of(self, message: common_pb2.KvSource) -> BlockSource:
+        data = message.SerializeToString()
+        if self._source is None or self._source[0] != data:
+            self._source = data, source_from_pb(message)
+        return self._source[1]
 
 
 def leading(valid: npt.NDArray[np.bool_]) -> int:
