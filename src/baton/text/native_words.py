@@ -34,7 +34,8 @@ _DONE, _MORE = 0, 1
 _MAX_WORDS = 32_768
 """Per salt."""
 _MAX_BYTES = 2**21
-"""Per salt, beside 8 to 16 bytes per word."""
+"""Per salt, beside 16 to 32 bytes per word; most words take a record of 32."""
+_RECORD_BYTES = 32
 _MAX_SALTS = 64
 _MAX_MISSES = 256
 _MAX_IDS = 16_384
@@ -138,7 +139,7 @@ class _Table:
     def __init__(self, library: Any) -> None:
         self._library = library
         seeds = secrets.randbits(64), secrets.randbits(64)
-        self.address: int | None = library.baton_words_new(*seeds, _MAX_WORDS, _MAX_BYTES // 8)
+        self.address: int | None = library.baton_words_new(*seeds, _MAX_WORDS, _MAX_BYTES // _RECORD_BYTES)
         if self.address is None:
             raise MemoryError("no memory for words")
 

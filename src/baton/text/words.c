@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { DONE, MORE, FOREIGN };
-enum { MAX_KEPT = 64, MAX_WORD = 1024, MAX_PROBES = 64, MIN_BITS = 8, FEW = 4 };
+enum { MAX_KEPT = 64, MAX_WORD = 1024, MAX_PROBES = 64, MIN_BITS = 8, FEW = 3, BATCH = 32 };
 static const uint32_t NONE = UINT32_MAX, REFUSED = UINT32_MAX - 1;
 
 typedef struct {
@@ -39,10 +39,18 @@ typedef struct {
     uint64_t miss_room;
 } progress;
 
+/* A word that is known: half a line of the processor's cache. Behind it, if there are more, lie the other bytes of the
+   word in eights, and all of its ids. */
+typedef struct {
+    uint8_t size, count;
+    uint32_t ids[FEW];
+    uint64_t bytes[2]; /* the first 16, zeros behind them */
+} record;
+
 typedef struct {
     uint64_t seed, factor;
-    uint64_t *buckets; /* upper half: a part of the hash; lower half: where in the records, plus 1; 0: empty */
-    uint64_t *records; /* size of the word + number of ids * 2^32, the word in eights of bytes, the ids in pairs */
+    uint64_t *buckets; /* upper half: a part of the hash; lower half: which record, plus 1; 0: empty */
+    record *records;
     uint64_t bits, count, used, room;
     uint64_t most_words, most_room;
 } table;
@@ -66,23 +74,27 @@ static inline uint64_t eight(const uint8_t *text, size_t size, const uint8_t *en
 
 static inline size_t eights(size_t bytes) { return (bytes + 7) / 8; }
 
-/* Return how many eights a word takes in a record: nearly all words take two, and no branch is needed for them. */
-static inline size_t eights_kept(size_t size) { return size <= 16 ? 2 : eights(size); }
+static inline const uint8_t *behind(const record *known) { return (const uint8_t *)(known + 1); }
+
+/* Return where all ids of a word lie that has more of them than its record holds. */
+static inline const uint8_t *all_ids(const record *known) {
+    return behind(known) + (known->size > 16 ? 8 * eights(known->size - 16u) : 0);
+}
 
 static inline uint64_t mix(uint64_t a, uint64_t b) {
     __uint128_t product = (__uint128_t)a * b;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* A word as it is looked up. */
+/* A word as it is looked up. Nothing from `end` on is read for it. */
 typedef struct {
-    const uint8_t *text, *end; /* nothing from `end` on is read */
+    const uint8_t *text;
     size_t size;
     uint64_t first, second, hash;
 } key;
 
 static inline key key_of(const table *t, const uint8_t *word, size_t size, const uint8_t *end) {
-    key k = {.text = word, .end = end, .size = size};
+    key k = {.text = word, .size = size};
     k.first = eight(word, size, end);
     k.second = size > 8 ? eight(word + 8, size - 8, end) : 0;
     k.hash = mix(k.first ^ t->seed ^ size, k.second ^ t->factor);
@@ -97,11 +109,9 @@ static inline uint64_t *bucket_of(const table *t, const key *k) {
         uint64_t *bucket = t->buckets + ((k->hash + probe) & mask);
         if (*bucket == 0) return bucket;
         if (*bucket >> 32 != k->hash >> 32) continue;
-        const uint64_t *record = t->records + (uint32_t)*bucket - 1;
-        size_t i = 16;
-        if (((record[0] ^ k->size) & UINT32_MAX) | (record[1] ^ k->first) | (record[2] ^ k->second)) continue;
-        while (i < k->size && record[1 + i / 8] == eight(k->text + i, k->size - i, k->end)) i += 8;
-        if (i >= k->size) return bucket;
+        const record *known = t->records + (uint32_t)*bucket - 1;
+        if ((known->size ^ k->size) | (known->bytes[0] ^ k->first) | (known->bytes[1] ^ k->second)) continue;
+        if (k->size <= 16 || memcmp(behind(known), k->text + 16, k->size - 16) == 0) return bucket;
     }
     return NULL;
 }
@@ -119,10 +129,11 @@ static int widen(table *t) {
     t->bits++;
     for (uint64_t i = 0; i < size; i++) {
         if (!old[i]) continue;
-        const uint64_t *record = t->records + (uint32_t)old[i] - 1;
-        const uint8_t *word = (const uint8_t *)(record + 1);
-        size_t bytes = (uint32_t)*record;
-        key k = key_of(t, word, bytes, word + 8 * eights_kept(bytes));
+        const record *known = t->records + (uint32_t)old[i] - 1;
+        uint8_t word[MAX_KEPT + 8] = {0};
+        memcpy(word, known->bytes, 16);
+        if (known->size > 16) memcpy(word + 16, behind(known), known->size - 16u);
+        key k = key_of(t, word, known->size, word + sizeof word);
         uint64_t *bucket = bucket_of(t, &k);
         if (bucket) *bucket = old[i];
     }
@@ -137,7 +148,7 @@ void baton_words_free(table *t) {
     free(t);
 }
 
-/* Return a table of at most so many words and eights of bytes for them; NULL: no memory. */
+/* Return a table of at most so many words and records; NULL: no memory. */
 table *baton_words_new(uint64_t seed, uint64_t factor, uint64_t most_words, uint64_t most_room) {
     table *t = calloc(1, sizeof *t);
     if (!t) return NULL;
@@ -150,28 +161,37 @@ table *baton_words_new(uint64_t seed, uint64_t factor, uint64_t most_words, uint
 
 uint64_t baton_words_count(const table *t) { return t->count; }
 
+/* Make room for more records, which begin where a line of the cache does. */
+static int reserve(table *t, uint64_t more) {
+    if (t->used + more <= t->room) return 0;
+    uint64_t room = t->room * 2 > t->used + more ? t->room * 2 : 256 + more;
+    if (room > t->most_room) room = t->most_room;
+    void *records;
+    if (posix_memalign(&records, 64, room * sizeof *t->records)) return -1;
+    if (t->used) memcpy(records, t->records, t->used * sizeof *t->records);
+    free(t->records);
+    t->records = records;
+    t->room = room;
+    return 0;
+}
+
 /* Remember a word, unless it is long or has more ids than bytes. A full table is emptied first.
    Returns -1: no memory. */
 int baton_words_add(table *t, const uint8_t *word, size_t size, const uint32_t *ids, size_t count) {
-    size_t need = 1 + eights_kept(size) + eights(4 * (count > FEW ? count : FEW));
-    if (size == 0 || size > MAX_KEPT || count > size || need > t->most_room) return 0;
+    if (size == 0 || size > MAX_KEPT || count > size) return 0;
+    size_t rest = (size > 16 ? 8 * eights(size - 16) : 0) + (count > FEW ? 4 * count : 0);
+    size_t need = 1 + (rest + sizeof(record) - 1) / sizeof(record);
+    if (need > t->most_room) return 0;
     if (t->count >= t->most_words || t->used + need > t->most_room) forget(t);
-    if (t->used + need > t->room) {
-        uint64_t room = t->room * 2 > t->used + need ? t->room * 2 : 1024 + need;
-        if (room > t->most_room) room = t->most_room;
-        uint64_t *records = realloc(t->records, room * sizeof *records);
-        if (!records) return -1;
-        t->records = records;
-        t->room = room;
-    }
-    if ((t->count + 1) * 2 > (uint64_t)1 << t->bits && widen(t)) return -1;
+    if (reserve(t, need) || ((t->count + 1) * 2 > (uint64_t)1 << t->bits && widen(t))) return -1;
     key k = key_of(t, word, size, word + size);
-    uint64_t *bucket = bucket_of(t, &k), *record = t->records + t->used;
+    uint64_t *bucket = bucket_of(t, &k);
     if (!bucket || *bucket) return 0;
-    memset(record, 0, need * sizeof *record);
-    record[0] = size | (uint64_t)count << 32;
-    memcpy(record + 1, word, size);
-    memcpy(record + 1 + eights_kept(size), ids, 4 * count);
+    record *new = t->records + t->used;
+    *new = (record){.size = (uint8_t)size, .count = (uint8_t)count, .bytes = {k.first, k.second}};
+    memcpy(new->ids, ids, 4 * (count < FEW ? count : FEW));
+    if (size > 16) memcpy(new + 1, word + 16, size - 16);
+    if (count > FEW) memcpy((uint8_t *)(new + 1) + (all_ids(new) - behind(new)), ids, 4 * count);
     *bucket = (k.hash >> 32 << 32) | (t->used + 1);
     t->used += need;
     t->count++;
@@ -228,30 +248,49 @@ static void find_token(const rule *r, const uint8_t *text, size_t end, progress 
     p->border = end;
 }
 
+/* Go on with the words before the border. Several are looked up at a time: their places in the table are then waited for
+   together. */
+static int encode_words(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p) {
+    uint64_t mask = ((uint64_t)1 << t->bits) - 1;
+    key keys[BATCH];
+    size_t count = 0;
+    for (size_t at = p->at; at < p->border && count < BATCH; count++) {
+        size_t end = word_end(r, text, at, p->border);
+        if (!end) return FOREIGN;
+        if (end - at <= MAX_KEPT) keys[count] = key_of(t, text + at, end - at, text + size);
+        else keys[count] = (key){.text = text + at, .size = end - at};
+        __builtin_prefetch(t->buckets + (keys[count].hash & mask));
+        at = end;
+    }
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bucket = t->buckets[keys[i].hash & mask];
+        if (bucket) __builtin_prefetch(t->records + (uint32_t)bucket - 1);
+    }
+    for (size_t i = 0; i < count; i++) {
+        const key *k = keys + i;
+        const uint64_t *bucket = k->size <= MAX_KEPT ? bucket_of(t, k) : NULL;
+        if (bucket && *bucket) {
+            const record *known = t->records + (uint32_t)*bucket - 1;
+            if (p->written + (known->count > FEW ? known->count : FEW) > p->room) return MORE;
+            memcpy(p->out + p->written, known->ids, sizeof known->ids); /* a few too many cost less than a choice */
+            if (known->count > FEW) memcpy(p->out + p->written, all_ids(known), 4u * known->count);
+            p->written += known->count;
+        } else {
+            if (p->missed == p->miss_room) return MORE;
+            uint32_t *miss = p->misses + 3 * p->missed++;
+            miss[0] = (uint32_t)p->written, miss[1] = (uint32_t)p->at, miss[2] = (uint32_t)k->size;
+        }
+        p->at += k->size;
+    }
+    return DONE;
+}
+
 /* Go on with a text. Returns DONE; MORE: no room is left; FOREIGN: the text has something that is not known here. */
 int baton_words_encode(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p) {
     for (;;) {
         while (p->at < p->border) {
-            size_t behind = word_end(r, text, p->at, p->border), length = behind - p->at;
-            if (!behind) return FOREIGN;
-            const uint64_t *bucket = NULL;
-            if (length <= MAX_KEPT) {
-                key k = key_of(t, text + p->at, length, text + size);
-                bucket = bucket_of(t, &k);
-            }
-            if (bucket && *bucket) {
-                const uint64_t *record = t->records + (uint32_t)*bucket - 1, *ids = record + 1 + eights_kept(length);
-                size_t count = record[0] >> 32;
-                if (p->written + (count > FEW ? count : FEW) > p->room) return MORE;
-                memcpy(p->out + p->written, ids, 4 * FEW); /* a few too many take less time than a choice */
-                if (count > FEW) memcpy(p->out + p->written, ids, 4 * count);
-                p->written += count;
-            } else {
-                if (p->missed == p->miss_room) return MORE;
-                uint32_t *miss = p->misses + 3 * p->missed++;
-                miss[0] = (uint32_t)p->written, miss[1] = (uint32_t)p->at, miss[2] = (uint32_t)length;
-            }
-            p->at = behind;
+            int result = encode_words(r, t, text, size, p);
+            if (result != DONE) return result;
         }
         if (p->size) {
             if (p->id == REFUSED) return FOREIGN;
