@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from baton.cli.process import ManagedProcess, ProcessSpec
@@ -90,8 +91,17 @@ def test_all_end_with_their_starter() -> None:
     process = starter.start(RUN, [SLEEP])
     starter.close()
     assert process.wait(20) == -signal.SIGKILL
-    with pytest.raises((RuntimeError, OSError)):
-        starter.start(RUN, [])
+
+
+def test_the_process_to_fork_from_is_replaced_when_it_was_killed(caplog: pytest.LogCaptureFixture) -> None:
+    starter = WarmStarter()
+    process = starter.start(RUN, [SLEEP])
+    (server,) = [x for x in psutil.Process().children() if x.pid == psutil.Process(process.pid).ppid()]
+    server.kill()
+    assert process.wait(20) == -signal.SIGKILL, "nobody is left who could tell its status"
+    assert output_of(starter, "print('again')") == ("again\n", 0)
+    assert "ended with status -9" in caplog.text
+    starter.close()
 
 
 def test_what_was_registered_for_the_end_runs_and_what_was_printed_is_written() -> None:

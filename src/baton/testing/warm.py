@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
@@ -27,6 +28,8 @@ from typing import Any, NoReturn
 
 from baton.cli.process import ProcessSpec, die_with_parent
 from baton.worker.leave import leave
+
+log = logging.getLogger(__name__)
 
 _MAX_REQUEST = 128 * 1024
 _STATUS_BYTES = 4
@@ -88,11 +91,14 @@ class WarmStarter:
     """
 
     def __init__(self, *modules: str) -> None:
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()
+        self._modules, self._lock = modules, threading.Lock()
+        self._line, self._server = self._launch()
+
+    def _launch(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "baton.testing.warm", str(theirs.fileno()), *modules]
-            self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            command = [sys.executable, "-m", "baton.testing.warm", str(theirs.fileno()), *self._modules]
+            return line, subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def start(
         self, module: str, args: Sequence[str], *, env: dict[str, str] | None = None, output: int = 1, errors: int = 2,
@@ -109,21 +115,33 @@ class WarmStarter:
             keep: One that it has under the same number.
 
         Raises:
-            RuntimeError: The process to fork from has ended.
+            RuntimeError: There is no process to fork from, not even a new one.
         """
         request = {"module": module, "args": list(args), "env": dict(os.environ if env is None else env), "keep": keep}
         status, theirs = os.pipe()
         try:
+            descriptors = [theirs, output, errors, *([] if keep is None else [keep])]
             with self._lock:
-                kept = [] if keep is None else [keep]
-                socket.send_fds(self._line, [json.dumps(request).encode()], [theirs, output, errors, *kept])
-                answer = self._line.recv(_STATUS_BYTES)
+                pid = self._ask(json.dumps(request).encode(), descriptors)
+                if pid == 0:  # somebody killed it: whoever started before is lost, but not who starts now
+                    self._line.close()
+                    log.warning("the process that others are forked from ended with status %d", self._server.wait())
+                    self._line, self._server = self._launch()
+                    pid = self._ask(json.dumps(request).encode(), descriptors)
         finally:
             os.close(theirs)
-        if not answer:
+        if pid == 0:
             os.close(status)
-            raise RuntimeError("the process that others are forked from has ended")
-        return WarmProcess(int.from_bytes(answer, "little"), status)
+            raise RuntimeError("the process that others are forked from ends at once")
+        return WarmProcess(pid, status)
+
+    def _ask(self, request: bytes, descriptors: list[int]) -> int:
+        """Have a process forked; returns its id, or 0 if there is nobody to fork it."""
+        try:
+            socket.send_fds(self._line, [request], descriptors)
+            return int.from_bytes(self._line.recv(_STATUS_BYTES), "little")
+        except (BrokenPipeError, ConnectionResetError):
+            return 0
 
     async def spawn(self, spec: ProcessSpec, env: dict[str, str]) -> WarmChild:
         """Start what a spec says, for :class:`baton.cli.supervisor.Supervisor`."""
