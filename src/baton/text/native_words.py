@@ -50,7 +50,7 @@ _PROBE = (
 class _Rule(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("moves", "pages", "classes", "roots", "nodes", "edges")),
-        *((name, ctypes.c_uint32) for name in ("start", "end_class", "characters", "only")),
+        *((name, ctypes.c_uint32) for name in ("start", "stride", "end_class", "characters", "only")),
     )
 
 
@@ -76,6 +76,7 @@ class NativeWords:
             address_of(table.classes),
             *(part.buffer_info()[0] for part in (tokens.roots, tokens.nodes, tokens.edges)),
             table.start,
+            table.moves.shape[1],
             END,
             CHARACTERS,
             tokens.only,

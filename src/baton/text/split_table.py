@@ -23,8 +23,7 @@ CHARACTERS = 0x20000
 FOREIGN, END = 0, 1
 """Classes: characters that are not known, and the end of the text."""
 _MAX_ATOMS = 60
-_MAX_CELLS = 0x7FFF
-"""What fits into the upper 15 bits of a move."""
+_MAX_ROWS = 4096
 _Bits = npt.NDArray[np.bool_]
 
 
@@ -35,9 +34,9 @@ class SplitTable:
     Attributes:
         pages: [CHARACTERS // 256], uint16: which page holds the characters with these upper bits.
         classes: [pages, 256], uint8: the characters' classes.
-        moves: [rows * width], uint16: at a row's first cell plus a class, twice the next row's first cell (0: there is
-            none), plus 1 if a word may end before the character.
-        start: First cell of the row that a word begins in.
+        moves: [classes, 2 * rows], uint16: for a character's class and the last move: twice the next row (0: there is
+            none), plus 1 if a word may end before the character. The last move is itself what the row is found by.
+        start: The move that a word begins after.
     """
 
     pages: npt.NDArray[np.uint16]
@@ -50,11 +49,11 @@ class SplitTable:
         known = [self._class(ord(char)) for char in text] + [END]
         words, at = [], 0
         while at < len(text):
-            behind, row, here = at, self.start, at
-            while row:
-                move = int(self.moves[row + known[here]])
+            behind, move, here = at, self.start, at
+            while move > 1:
+                move = int(self.moves[known[here], move])
                 behind = here if move & 1 else behind
-                row, here = move >> 1, here + 1
+                here += 1
             if behind == at or FOREIGN in known[at:here]:
                 return None
             words.append(text[at:behind])
@@ -93,8 +92,9 @@ def split_table(source: str, *, composes: bool) -> SplitTable | None:
     first = int(page_of[0])  # ASCII's page is to be page 0
     pages[[0, first]] = pages[[first, 0]]
     page_of = np.select([page_of == 0, page_of == first], [first, 0], page_of)
+    moves = np.repeat(np.array(automaton.moves, np.uint16).T, 2, axis=1)  # whether a word may end does not matter later
     return SplitTable(
-        page_of.astype(np.uint16), np.ascontiguousarray(pages), np.array(automaton.cells, np.uint16), automaton.start
+        page_of.astype(np.uint16), np.ascontiguousarray(pages), np.ascontiguousarray(moves), automaton.start
     )
 
 
@@ -108,29 +108,29 @@ class _Automaton:
         self._steps = program.steps
         self._bit = {atom: 1 << at for at, atom in enumerate(program.atoms)}
         self._kinds = kinds
-        self._width = END + 1 + len(kinds)
         self._rows: list[tuple[int, ...]] = [()]
-        self._first_cells: dict[tuple[int, ...], int] = {(): 0}
-        self.cells: list[int] = []
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
+        self.moves: list[list[int]] = []
         self.start = 0
 
     def build(self) -> bool:
-        """Fill :attr:`cells` and :attr:`start`; false: there would be too many."""
-        self.start = self._row(self._open([len(self._steps) - 1]))
+        """Fill :attr:`moves`, [rows, classes], and :attr:`start`; false: there would be too many."""
+        self.start = 2 * self._row([len(self._steps) - 1])
         for ways in self._rows:  # which grow meanwhile
-            if len(self._rows) * self._width > _MAX_CELLS:
+            if len(self._rows) > _MAX_ROWS:
                 return False
-            self.cells += [0] + [self._move(ways, kind) for kind in (None, *self._kinds)]
+            self.moves.append([0] + [self._move(ways, kind) for kind in (None, *self._kinds)])
         return True
 
-    def _row(self, ways: tuple[int, ...]) -> int:
-        cell = self._first_cells.setdefault(ways, len(self._rows) * self._width)
-        if cell == len(self._rows) * self._width:
+    def _row(self, steps: list[int]) -> int:
+        ways = self._open(steps)
+        number = self._numbers.setdefault(ways, len(self._rows))
+        if number == len(self._rows):
             self._rows.append(ways)
-        return cell
+        return number
 
     def _move(self, ways: tuple[int, ...], kind: int | None) -> int:
-        """Return the cell for a character of a kind, ``None``: the end of the text."""
+        """Return the move for a character of a kind, ``None``: the end of the text."""
         onward: list[int] = []
         for way in ways:
             step = self._steps[way]
@@ -138,8 +138,8 @@ class _Automaton:
                 if self._matches(step.atom, kind):
                     onward += step.then
             elif step.unless is None or not self._matches(step.unless, kind):
-                return 2 * self._row(self._open(onward)) + 1
-        return 2 * self._row(self._open(onward))
+                return 2 * self._row(onward) + 1
+        return 2 * self._row(onward)
 
     def _matches(self, atom: str, kind: int | None) -> bool:
         return kind is not None and bool(kind & self._bit[atom])

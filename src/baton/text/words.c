@@ -14,13 +14,14 @@ enum { MAX_KEPT = 64, MAX_WORD = 1024, MAX_PROBES = 64, MIN_BITS = 8, FEW = 3, B
 static const uint32_t NONE = UINT32_MAX, REFUSED = UINT32_MAX - 1;
 
 typedef struct {
-    const uint16_t *moves;  /* [row + class]: twice the next row, 0: none; plus 1 if a word may end before it */
+    const uint16_t *moves;  /* [class * stride + last move]: twice the next row, 0: none; plus 1 if a word may end here */
     const uint16_t *pages;  /* [character / 256]; those of ASCII are page 0 */
     const uint8_t *classes; /* [page * 256 + character % 256]; 0: the rule does not know it */
     const uint32_t *roots;  /* [byte]: the node of tokens that begin so; 0: none */
     const uint32_t *nodes;  /* [3 * node]: the id of the token that ends here or NONE, first edge, number of edges */
     const uint32_t *edges;  /* [2 * edge]: byte, node */
-    uint32_t start;         /* the row that a word begins in */
+    uint32_t start;         /* the move that a word begins after */
+    uint32_t stride;        /* twice the number of rows */
     uint32_t end_class;     /* what the end of a text is */
     uint32_t characters;    /* those from here on the rule does not know */
     uint32_t only;          /* the one byte that all tokens begin with; 0: there are several */
@@ -200,30 +201,35 @@ int baton_words_add(table *t, const uint8_t *word, size_t size, const uint32_t *
 
 /* --- text --- */
 
+/* Return a character of more than one byte, and its size; text is well formed. */
+static inline uint32_t decode(const uint8_t *text, size_t *size) {
+    uint32_t character = text[0];
+    *size = character < 0xe0 ? 2 : character < 0xf0 ? 3 : 4;
+    character &= 0xffu >> (*size + 1);
+    for (size_t i = 1; i < *size; i++) character = character << 6 | (text[i] & 0x3f);
+    return character;
+}
+
 /* Return where the word ends that begins at `at`; 0: the rule does not know, or the word is very long. */
 static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, size_t end) {
-    size_t behind = 0, stop = at + MAX_WORD;
-    uint32_t row = r->start;
-    for (; at <= stop;) {
-        uint32_t class, size = 1;
-        if (at == end) class = r->end_class;
-        else if (text[at] < 0x80) class = r->classes[text[at]];
+    size_t behind = 0, stop = end - at > MAX_WORD ? at + MAX_WORD : end;
+    uint32_t move = r->start;
+    while (at < stop) {
+        size_t size = 1;
+        uint32_t class;
+        if (text[at] < 0x80) class = r->classes[text[at]];
         else {
-            uint32_t character = text[at], more;
-            size = character < 0xe0 ? 2 : character < 0xf0 ? 3 : 4;
-            character &= 0xffu >> (size + 1);
-            for (more = 1; more < size; more++) character = character << 6 | (text[at + more] & 0x3f);
-            if (character >= r->characters) return 0;
-            class = r->classes[r->pages[character >> 8] * 256 + (character & 255)];
+            uint32_t character = decode(text + at, &size);
+            class = character < r->characters ? r->classes[r->pages[character >> 8] * 256 + (character & 255)] : 0;
+            if (!class) return 0;
         }
-        if (!class) return 0;
-        uint32_t move = r->moves[row + class];
+        move = r->moves[class * r->stride + move];
         if (move & 1) behind = at;
-        row = move >> 1;
-        if (!row) return behind;
+        if (move < 2) return behind;
         at += size;
     }
-    return 0;
+    if (at != end) return 0;
+    return r->moves[r->end_class * r->stride + move] & 1 ? at : behind;
 }
 
 /* Find the next token that stands in the text by its name: the longest one of those that begin first. */
