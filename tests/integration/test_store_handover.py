@@ -47,6 +47,8 @@ async def test_equality_when_the_prefill_instance_is_gone_before_decode_asks(wor
         first = await asyncio.gather(*(saving.generate(saving.decode[0], prompt, SAMPLING) for prompt in prompts))
         assert [result.token_ids for result in first] == expected
         await saving.check_integrity()
+        metrics = saving.prefill[0].context.metrics.registry
+        assert metrics.get_sample_value("baton_store_followed_blocks_total") > 0  # they came while they were computed
     # Everybody who computed is gone; only the store remembers.
     async with open_channel(store.address) as channel:
         info = await kvstore_pb2_grpc.KvStoreServiceStub(channel).GetStoreInfo(kvstore_pb2.GetStoreInfoRequest())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from baton.transport.blocks import (
 from baton.transport.blocks.kinds import resolve_kinds
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.following import MAX_FOLLOWED
 from baton_kvstore.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Lanes:
         source: BlockSource,
         reads: tuple[Sequence[int], Sequence[int], Sequence[int]],
         deadline: float,
+        ready: int | None = None,
     ) -> FetchResult:
         """Fetch blocks into a pool's slots. When this returns or raises, nobody writes into them any more.
 
@@ -74,11 +77,13 @@ class Lanes:
             source: Where the blocks live.
             reads: Remote block ids, their generations, and the slots to fill.
             deadline: ``time.monotonic()`` seconds.
+            ready: The source's progress before it computes them; ``None``: they are complete.
 
         Raises:
             BatonError: Nothing came.
         """
-        return await self._of(pool).fetcher.fetch_async(source, SequenceBlocks.pairs(*reads), deadline=deadline)
+        blocks = dataclasses.replace(SequenceBlocks.pairs(*reads), ready=ready)
+        return await self._of(pool).fetcher.fetch_async(source, blocks, deadline=deadline)
 
     def close_pool(self, pool: Pool) -> None:
         """Close a pool's lane and memory in the background."""
@@ -120,7 +125,7 @@ class Lanes:
                 pool.arena,
                 kind,
                 kinds=self.kinds,
-                max_threads=config.pull_workers,
+                max_threads=config.pull_workers + MAX_FOLLOWED,
                 links=LinkOptions(token=self._token, tls=self._tls),
             )
             lane = self._lanes[pool.key] = Lane(server, fetcher)

@@ -18,6 +18,7 @@ from baton.transport.connector.source_pb import source_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
+from baton_kvstore.following import Following
 from baton_kvstore.keeping import keep, unkeep
 from baton_kvstore.kinds import RETRY_AFTER_S
 from baton_kvstore.lanes import Lanes
@@ -27,6 +28,7 @@ from baton_kvstore.tiers import Tiers
 from baton_kvstore.wire import Sources, read_fingerprint
 
 _MAX_LISTED = 10_000
+_MAX_PROGRESS = 2**62
 _PATIENCE = 0.8
 """Share of a Get's time that may pass until blocks are back from disk: an answer with fewer is better than none."""
 
@@ -50,7 +52,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._events, self._sources = events, Sources(lanes)
         self.calls_port = 0
         """Where calls are served without gRPC; 0: nowhere."""
-        self._turns = asyncio.Semaphore(config.pull_workers)
+        self._turns, self._following = asyncio.Semaphore(config.pull_workers), Following(config.capacity_bytes)
         self._num_puts = 0
 
     async def StreamStoreEvents(
@@ -78,13 +80,16 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             _check_distinct(hashes)
             stored: list[bool] = []
             num_bytes = 0
-            async with self._turn(deadline):
+            follows = request.HasField("ready")
+            size = len(hashes) * fingerprint.block_bytes
+            async with self._following.turn(size) if follows else self._turn(deadline) as admitted:
                 step = self._tiers.piece(fingerprint, len(hashes))
-                while len(stored) < len(hashes):
+                while admitted and len(stored) < len(hashes):
                     piece = slice(len(stored), len(stored) + step)
                     results, count = await self._put(fingerprint, piece, request, source, deadline)
                     stored += results
                     num_bytes += count
+            stored += [False] * (len(hashes) - len(stored))
             if request.pin:
                 keep(self._store, fingerprint, [name for name, ok in zip(hashes, stored, strict=True) if ok])
             if request.durable:
@@ -125,8 +130,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Contains(self, request: kvstore_pb2.ContainsRequest, context: Any) -> kvstore_pb2.ContainsResponse:
         """Count the leading blocks that are there."""
         with self._counted("Contains"):
-            fingerprint, hashes = read_fingerprint(request.fingerprint), self._hashes(request.block_hashes)
-            found = await self._tiers.contains(fingerprint, hashes, tenant_from_pb(request.tenant))
+            found = await self._tiers.contains(
+                read_fingerprint(request.fingerprint),
+                self._hashes(request.block_hashes),
+                tenant_from_pb(request.tenant),
+            )
             return kvstore_pb2.ContainsResponse(num_blocks=found)
 
     async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
@@ -212,7 +220,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             if reservation.missing:
                 at = [piece.start + wanted[i] for i in reservation.missing]
                 reads = [request.block_ids[i] for i in at], [request.generations[i] for i in at], reservation.slots
-                result = await self._lanes.pull(reservation.pool, source, reads, deadline)
+                ready = request.ready if request.HasField("ready") else None
+                result = await self._lanes.pull(reservation.pool, source, reads, deadline, ready)
                 arrived, num_bytes = [bool(ok) for ok in result.valid], result.num_bytes
                 self._metrics.pulled_bytes.labels(result.pipe_kind).inc(num_bytes)
                 self._metrics.refused_blocks.inc(arrived.count(False))
@@ -224,8 +233,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         return behind, num_bytes
 
     @asynccontextmanager
-    async def _turn(self, deadline: float) -> AsyncIterator[None]:
-        """Wait for one of the pullers; no slot is taken before."""
+    async def _turn(self, deadline: float) -> AsyncIterator[bool]:
+        """Wait for one of the pullers, and say ``True``; no slot is taken before."""
         if self._num_puts >= self._config.max_pending_puts:
             raise QueueFullError(f"{self._num_puts} Puts are waiting", retry_after_s=RETRY_AFTER_S)
         self._num_puts += 1
@@ -236,7 +245,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             except TimeoutError:
                 raise DeadlineError("the Put had to wait too long for others") from None
             try:
-                yield
+                yield True
             finally:
                 self._turns.release()
         finally:
@@ -278,6 +287,8 @@ def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, sou
         count = len(getattr(request, name))
         if count != len(request.block_hashes):
             raise InvalidRequestError(f"{name} has {count} entries for {len(request.block_hashes)} hashes", field=name)
+    if request.ready > _MAX_PROGRESS:
+        raise InvalidRequestError(f"ready is at most {_MAX_PROGRESS}, got {request.ready}", field="ready")
     for i, block_id in enumerate(request.block_ids):
         if block_id >= source.num_blocks:
             raise InvalidRequestError(

@@ -39,7 +39,10 @@ class PrefillParts:
             layers=len(parts.runner.fingerprint.layer_shapes) if config.layerwise else 0,
         )
         self._fetcher = BlockFetcher(parts.shards, parts.runner.fingerprint, kinds=config.pipes, links=parts.links)
-        self._store = StoreSide(parts, self._fetcher)
+        offerer = self._offerer
+        self._store = StoreSide(
+            parts, self._fetcher, next_step=(lambda: offerer.next_step) if config.layerwise else None
+        )
         self._reuser = P2PReuser(
             fetcher=self._fetcher,
             loop=parts.loop,

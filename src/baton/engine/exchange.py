@@ -97,13 +97,20 @@ class KVExchange:
         """
         if self._connector is None:
             return
-        saves = [
-            PlannedSave(sequence.group.request.request_id, tuple(sequence.block_ids), sequence.num_computed + count)
-            for sequence, count in counts.items()
-            if sequence.pinned
-        ]
+        saves = [self._planned(sequence, count) for sequence, count in counts.items() if sequence.pinned]
         if saves:
             self._connector.step_begins(saves)
+
+    def _planned(self, sequence: Sequence, count: int) -> PlannedSave:
+        request, done = sequence.group.request, sequence.num_computed
+        return PlannedSave(
+            request.request_id,
+            tuple(sequence.block_ids),
+            done + count,
+            num_computed=done,
+            hashes=tuple(sequence.hash_blocks(done + count, self._block_size)),
+            tenant=request.tenant,
+        )
 
     def progress(self, sequence: Sequence) -> None:
         """Tell the connector how far a sequence's KV is, if it follows this one."""

@@ -115,11 +115,17 @@ class PlannedSave:
     Attributes:
         block_ids: All blocks of the request, from its first token on.
         num_tokens: Leading tokens whose KV will be complete after the step.
+        num_computed: Those of them whose KV is complete before it.
+        hashes: Of the blocks that will be complete.
+        tenant: Whose blocks these are; ``None``: nobody's.
     """
 
     request_id: RequestId
     block_ids: Sequence[BlockId]
     num_tokens: int
+    num_computed: int = 0
+    hashes: Sequence[BlockHash] = ()
+    tenant: Tenant | None = None
 
 
 class SchedulerSide:

@@ -129,6 +129,7 @@ class _StoreCollector(Collector):
         "saves": "Puts that the store answered",
         "save_failures": "Puts that failed",
         "saved_blocks": "Blocks that the store held after a Put, new or not",
+        "followed_blocks": "Those of them that it copied while they were computed",
         "saved_bytes": "KV bytes that the store pulled",
         "skipped_loads": "Requests not looked for: too many were, or the store was left alone",
         "skipped_saves": "Saves left out for the same reasons",

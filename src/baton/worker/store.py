@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.kv.connector import KVConnector
 from baton.transport.blocks import BlockFetcher
@@ -17,9 +17,11 @@ class StoreSide:
     Args:
         parts: The instance's parts.
         fetcher: Copies blocks into its pool; closed by the caller after :meth:`close`.
+        next_step: Returns the arena's progress before the step that begins next, for blocks to be saved layer by layer;
+            ``None``: they are saved when they are complete.
     """
 
-    def __init__(self, parts: Parts, fetcher: BlockFetcher) -> None:
+    def __init__(self, parts: Parts, fetcher: BlockFetcher, *, next_step: Callable[[], int] | None = None) -> None:
         self.connector: StoreConnector | None = None
         if parts.config.kvstore:
             self.connector = StoreConnector(
@@ -32,6 +34,8 @@ class StoreSide:
                 source=parts.source,
                 follows_all=parts.config.kvstore_decode_saves,
             )
+            if next_step is not None:
+                self.connector.follow_steps(next_step)
 
     @property
     def use(self) -> StoreUse:

@@ -33,12 +33,17 @@ class PutRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     PIN_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     durable: _builtins.bool
     """answer when the blocks would survive a crash of the store's host; wants a disk tier"""
     ttl_s: _builtins.int
     """forget what is stored now after so many seconds; 0: never. Such blocks are kept in memory only"""
     pin: _builtins.bool
     """as the call Pin would"""
+    ready: _builtins.int
+    """The source's progress before it computes these blocks: layer i is there at ready + i + 1. Unset: they are complete. A store may decline
+    (stored is false then): whoever waits for a computation holds memory meanwhile
+    """
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint:
         """what the blocks are; part of the key"""
@@ -75,12 +80,15 @@ class PutRequest(_message.Message):
         tenant: _common_pb2.Tenant | None = ...,
         ttl_s: _builtins.int = ...,
         pin: _builtins.bool = ...,
+        ready: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "fingerprint", b"fingerprint", "ready", b"ready", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_ids", b"block_ids", "durable", b"durable", "fingerprint", b"fingerprint", "generations", b"generations", "pin", b"pin", "source", b"source", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "durable", b"durable", "fingerprint", b"fingerprint", "generations", b"generations", "pin", b"pin", "ready", b"ready", "source", b"source", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ready: _TypeAlias = _typing.Literal["ready"]  # noqa: Y015
+    _WhichOneofArgType__ready: _TypeAlias = _typing.Literal["_ready", b"_ready"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ready) -> _WhichOneofReturnType__ready | None: ...
 
 Global___PutRequest: _TypeAlias = PutRequest  # noqa: Y015
 

@@ -5,10 +5,11 @@ except for the last token's, which has to be computed for its logits. ``start_lo
 background, and the update says how many leading tokens came, often none; the engine computes the rest.
 
 Save: as a prompt's blocks become complete the store is told their hashes and where they lie, and pulls those it does
-not hold (a Put answers at once for the ones it does, so nothing has to be asked first). A decode instance tells of what
-it generated when a request ends, so that the next turn of a conversation finds it. A request that ends earlier keeps
-its blocks until the pull has ended, at most ``save_timeout_s``. When that time is up the store may still be reading:
-generations, which change with a block's next use, keep what it reads then from being stored.
+not hold (a Put answers at once for the ones it does, so nothing has to be asked first). Where layers are announced as
+they are computed (``follow_steps``), the store is told before a step begins and copies along. A decode instance tells
+of what it generated when a request ends, so that the next turn of a conversation finds it. A request that ends earlier
+keeps its blocks until the pull has ended, at most ``save_timeout_s``. When that time is up the store may still be
+reading: generations, which change with a block's next use, keep what it reads then from being stored.
 
 The store is an optimization: whatever goes wrong with it costs a request bounded time and never fails it. After
 failures in a row it is left alone for a while.
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import QueueFullError
 from baton.kv.arena import KVArena
-from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
 from baton.transport.blocks import BlockSource
 from baton.transport.connector.background import BackgroundLoads, Outcome
 from baton.transport.connector.breaker import CircuitBreaker
@@ -93,6 +94,7 @@ class BackedConnector(KVConnector):
         self.follows_all = follows_all and pool.source is not None
         self._client, self._options, self._loop = client, options, loop
         self._block_size = pool.block_size
+        self._next_step: Callable[[], int] | None = None
         self._breaker = CircuitBreaker(options.failures, options.cooldown_s)
         self._saver: StoreSaver | None = None
         if pool.source is not None:
@@ -110,6 +112,15 @@ class BackedConnector(KVConnector):
         self._stored: dict[RequestId, int] = {}
         """Leading blocks of running requests that came from the store, and need not go back there."""
         self._closed = False
+
+    def follow_steps(self, next_step: Callable[[], int]) -> None:
+        """Begin to save blocks when they begin to be computed, where the store can follow that.
+
+        Args:
+            next_step: Returns the arena's progress before the first layer of the step that begins next. Whoever raises
+                that progress has to be told of a step after this.
+        """
+        self._next_step = next_step
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
         """Hope for every full block beyond the local ones; never asks, never blocks."""
@@ -150,6 +161,11 @@ class BackedConnector(KVConnector):
                 if update.num_valid_tokens == update.stats.transferred_tokens > 0:
                     self._stored[update.request_id] = update.num_valid_tokens // self._block_size
         return updates
+
+    def step_begins(self, saves: Sequence[PlannedSave]) -> None:
+        """Begin to save the blocks that the step will complete."""
+        if self._saver is not None and self._next_step is not None:
+            self._saver.begins(saves, self._next_step(), self._stored, self._block_size)
 
     def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
         """Take note of whose blocks are saved next."""

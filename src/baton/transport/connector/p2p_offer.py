@@ -133,6 +133,11 @@ class P2POfferer(KVConnector):
         """Open leases."""
         return len(self._leases)
 
+    @property
+    def next_step(self) -> int:
+        """The arena's progress before the first layer of the step that begins next, if it is told of that step."""
+        return self._step + self._num_layers
+
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
         """Offer the blocks that the step will complete, to be read layer by layer as they are computed."""
         if not self._layerwise:

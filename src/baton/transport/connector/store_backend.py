@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from baton.transport.blocks import BlockSource
 from baton.types import BlockHash, BlockId, Tenant
@@ -104,3 +104,38 @@ class StoreBackend(Protocol):
 
     async def close(self) -> None:
         """Close every connection. Nothing may be running."""
+
+
+@runtime_checkable
+class FollowingBackend(StoreBackend, Protocol):
+    """A store that can also take blocks while they are computed."""
+
+    async def save_computing(
+        self,
+        source: BlockSource,
+        part: ChainPart,
+        block_ids: Sequence[BlockId],
+        generations: Sequence[int],
+        ready: int,
+        *,
+        deadline: float,
+    ) -> tuple[int, int]:
+        """Let the store take blocks layer by layer, as a step of the source computes them; see :meth:`save`.
+
+        It may decline, and then says that it does not hold them. If the step fails the blocks' generations have to be
+        raised before the progress goes on: what was copied is not stored then.
+
+        Args:
+            source: This instance's pool.
+            part: Which blocks, at most ``blocks_per_call``.
+            block_ids: Parallel to the part.
+            generations: Parallel to the part.
+            ready: The pool's progress before the step's first layer: layer ``i`` is there at ``ready + i + 1``.
+            deadline: ``time.monotonic()`` seconds.
+
+        Returns:
+            Blocks that the store holds now, everywhere where they should be, and bytes that moved.
+
+        Raises:
+            BatonError: The store refused or was not reached.
+        """

@@ -104,6 +104,22 @@ class StoreClient:
         )
         return sum(stored), num_bytes
 
+    async def save_computing(
+        self,
+        source: BlockSource,
+        part: ChainPart,
+        block_ids: Sequence[BlockId],
+        generations: Sequence[int],
+        ready: int,
+        *,
+        deadline: float,
+    ) -> tuple[int, int]:
+        """Let the store pull blocks while they are computed; see :meth:`FollowingBackend.save_computing`."""
+        stored, num_bytes = await self.put(
+            source, part.wanted, block_ids, generations, deadline=deadline, tenant=part.tenant, ready=ready
+        )
+        return sum(stored), num_bytes
+
     async def load(
         self,
         part: ChainPart,
@@ -142,6 +158,7 @@ class StoreClient:
         *,
         deadline: float,
         tenant: Tenant | None = None,
+        ready: int | None = None,
     ) -> tuple[list[bool], int]:
         """Let the store pull blocks from a pool or from another store.
 
@@ -152,6 +169,7 @@ class StoreClient:
             generations: Parallel to ``hashes``; a block that changes meanwhile is not stored.
             deadline: ``time.monotonic()`` seconds.
             tenant: Whose blocks these are; ``None``: nobody's.
+            ready: The source's progress before it computes them; ``None``: they are complete.
 
         Returns:
             Per block whether the store holds it now, and bytes that moved.
@@ -166,6 +184,7 @@ class StoreClient:
             block_ids=block_ids,
             generations=generations,
             tenant=tenant_to_pb(tenant),
+            ready=ready,
         )
         response = await self._calls.begin("Put", request, _left(deadline), posts_first=True)
         if len(response.stored) != len(hashes):

@@ -83,6 +83,43 @@ class StoreCluster:
         deadline: float,
     ) -> tuple[int, int]:
         """Let each block's owners pull it; see :meth:`StoreBackend.save`. A node that fails costs its copy, no more."""
+        held = np.zeros(len(part), np.bool_)
+        moved = 0
+        for at, answer in await self._put(source, part, block_ids, generations, None, deadline=deadline):
+            if not isinstance(answer, BatonError):
+                held[at] |= answer[0]
+                moved += answer[1]
+        return int(held.sum()), moved
+
+    async def save_computing(
+        self,
+        source: BlockSource,
+        part: ChainPart,
+        block_ids: Sequence[BlockId],
+        generations: Sequence[int],
+        ready: int,
+        *,
+        deadline: float,
+    ) -> tuple[int, int]:
+        """Let owners pull blocks while they are computed; see :meth:`FollowingBackend.save_computing`."""
+        held = np.ones(len(part), np.bool_)
+        moved = 0
+        for at, answer in await self._put(source, part, block_ids, generations, ready, deadline=deadline):
+            held[at] &= False if isinstance(answer, BatonError) else answer[0]
+            moved += 0 if isinstance(answer, BatonError) else answer[1]
+        return int(held.sum()), moved
+
+    async def _put(
+        self,
+        source: BlockSource,
+        part: ChainPart,
+        block_ids: Sequence[BlockId],
+        generations: Sequence[int],
+        ready: int | None,
+        *,
+        deadline: float,
+    ) -> list[tuple[list[int], tuple[list[bool], int] | BatonError]]:
+        """Put blocks to all their owners; returns, per node, which of the part these were and what it answered."""
         await self._membership.start(self.nodes, deadline=deadline)
         hashes = part.wanted
         groups: dict[Node, list[int]] = {}
@@ -94,17 +131,16 @@ class StoreCluster:
 
         async def put(node: Node, at: list[int]) -> tuple[list[bool], int]:
             names, ids, marks = [hashes[i] for i in at], [block_ids[i] for i in at], [generations[i] for i in at]
-            return await node.client.put(source, names, ids, marks, deadline=deadline, tenant=part.tenant)
+            tenant = part.tenant
+            return await node.client.put(source, names, ids, marks, deadline=deadline, tenant=tenant, ready=ready)
 
-        held, moved = np.zeros(len(part), np.bool_), 0
-        for (node, at), answer in zip(groups.items(), await _all(put(n, a) for n, a in groups.items()), strict=True):
+        answers = await _all(put(node, at) for node, at in groups.items())
+        for node, answer in zip(groups, answers, strict=True):
             if isinstance(answer, BatonError):
                 self.nodes.failed(node, answer)
-                continue
-            self.nodes.answered(node)
-            held[at] |= answer[0]
-            moved += answer[1]
-        return int(held.sum()), moved
+            else:
+                self.nodes.answered(node)
+        return list(zip(groups.values(), answers, strict=True))
 
     async def load(
         self,

@@ -1,20 +1,32 @@
-"""The saving half of the store connector: tells the store of blocks as they become complete."""
+"""The saving half of the store connector: tells the store of blocks as they become complete, or a step earlier.
+
+Early: before a step the store is told which blocks it is going to complete, and copies a layer while the next one is
+computed. Nothing has to be said afterwards: the progress that the store follows says that a layer is there, and if the
+step fails the blocks' generations are raised before the progress goes on, so that what was copied is not stored. What a
+store does not take early, for whatever reason, it is told of once more when the step has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from baton.errors import BatonError, DeadlineError, QueueFullError
 from baton.kv.arena import KVArena
+from baton.kv.connector import PlannedSave
 from baton.transport.blocks import BlockSource
+from baton.transport.connector.background import settle
 from baton.transport.connector.breaker import CircuitBreaker
-from baton.transport.connector.store_backend import ChainPart, StoreBackend
+from baton.transport.connector.store_backend import ChainPart, FollowingBackend, StoreBackend
 from baton.transport.connector.store_use import StoreOptions, StoreUse
 from baton.types import BlockHash, BlockId, RequestId, Tenant
 
@@ -31,6 +43,10 @@ class _Save:
     Attributes:
         hashes: Of the leading blocks that were taken note of.
         todo: The last of these, not put yet.
+        num_computing: The last of those again, which a step is about to complete.
+        ready: The pool's progress before that step.
+        tried: Whether the store was told of them early.
+        following: The call that told it, while it lasts.
         running: Whether a task works on it.
         given_up: Nothing more of this request is saved.
         ends_at: Once the request has ended: ``time.monotonic()`` when its blocks are given back at the latest.
@@ -40,15 +56,46 @@ class _Save:
     tenant: Tenant | None = None
     hashes: Sequence[BlockHash] = ()
     todo: deque[_Item] = field(default_factory=deque)
+    num_computing: int = 0
+    ready: int = 0
+    tried: bool = False
+    following: asyncio.Task[tuple[int, int]] | None = None
     running: bool = False
     given_up: bool = False
     ends_at: float | None = None
 
 
-class StoreSaver:
-    """Puts blocks, one call per request at a time and ``max_puts`` in all.
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one call puts.
 
-    ``computed``, ``finished`` and ``releases`` are called in the engine's thread, everything else runs in the loop.
+    Attributes:
+        items: Parallel to the part.
+        ready: As ``_Save.ready`` where a step still computes them; ``None``: they are complete.
+        deadline: ``time.monotonic()`` seconds.
+    """
+
+    part: ChainPart
+    items: list[_Item]
+    ready: int | None
+    deadline: float
+
+    @property
+    def ids(self) -> list[BlockId]:
+        """The blocks."""
+        return [block_id for block_id, _ in self.items]
+
+    @property
+    def generations(self) -> list[int]:
+        """Parallel to :attr:`ids`."""
+        return [generation for _, generation in self.items]
+
+
+class StoreSaver:
+    """Puts blocks, one call per request at a time and ``max_puts`` in all, and as many early.
+
+    ``begins``, ``computed``, ``finished`` and ``releases`` are called in the engine's thread, everything else runs in
+    the loop.
     """
 
     def __init__(
@@ -64,12 +111,14 @@ class StoreSaver:
         source: Callable[[], BlockSource],
     ) -> None:
         self._options, self._arena, self._client = options, arena, client
+        self._follower = client if isinstance(client, FollowingBackend) else None
         self._breaker, self._use = breaker, use
         self._spawn, self._wake, self._source = spawn, wake, source
         self._lock = threading.Lock()
         self._saves: dict[RequestId, _Save] = {}
         self._releases: deque[RequestId] = deque()
-        self._turns = asyncio.Semaphore(options.max_puts)
+        self._turns, self._early_turns = asyncio.Semaphore(options.max_puts), asyncio.Semaphore(options.max_puts)
+        self._computing: dict[RequestId, list[BlockId]] = {}  # blocks that the running step writes; engine's thread
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._owner: tuple[RequestId, Tenant] | None = None
@@ -77,6 +126,34 @@ class StoreSaver:
     def belongs(self, request_id: RequestId, tenant: Tenant) -> None:
         """Take note of whose blocks :meth:`computed` tells of next."""
         self._owner = request_id, tenant
+
+    def begins(
+        self, saves: Sequence[PlannedSave], ready: int, stored: Mapping[RequestId, int], block_size: int
+    ) -> None:
+        """Tell the store of blocks that the next step is going to complete, if it can follow that.
+
+        Args:
+            saves: What the step computes.
+            ready: The pool's progress before the step's first layer.
+            stored: Leading blocks of requests that the store has.
+            block_size: Tokens per block.
+        """
+        self._give_up_computing(list(self._computing))
+        if self._follower is None:
+            return
+        for planned in saves:
+            first = stored.get(planned.request_id, 0)
+            with self._lock:
+                save = self._saves.get(planned.request_id)
+                if save is None and len(planned.hashes) > first:
+                    save = self._open(planned.request_id, planned.tenant, planned.hashes[:first])
+                if save is None or not self._add(save, planned.block_ids, planned.hashes):
+                    continue
+                save.num_computing = min(len(save.todo), len(planned.hashes) - planned.num_computed // block_size)
+                save.ready, save.tried = ready, False
+                blocks = planned.block_ids[planned.num_computed // block_size : len(planned.hashes)]
+                self._computing[planned.request_id] = list(blocks)
+                self._run_one(save)
 
     def computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_stored: int = 0
@@ -89,35 +166,25 @@ class StoreSaver:
             hashes: Of the complete ones.
             num_stored: Leading blocks that the store has, for this came from there.
         """
-        hashes = tuple(hashes)
         owner, self._owner = self._owner, None
         tenant = owner[1] if owner is not None and owner[0] == request_id else None
+        self._computing.pop(request_id, None)
         with self._lock:
             save = self._saves.get(request_id)
             if save is None:
                 if len(hashes) <= num_stored:
                     return
-                if self._closed or len(self._saves) >= self._options.max_saves or not self._breaker.allows():
+                save = self._open(request_id, tenant, hashes[:num_stored])
+                if save is None:
                     self._use.skipped_saves += 1
                     return
-                save = self._saves[request_id] = _Save(request_id, tenant, hashes[:num_stored])
-            first = len(save.hashes)
-            if first >= len(hashes) or save.given_up:
-                return
-            if save.hashes != hashes[:first]:  # another request of the same name, whose blocks are still on their way
-                self._use.skipped_saves += 1
-                return
-            save.hashes = hashes
-            ids = list(block_ids[first : len(hashes)])
-            generations = self._arena.generations[ids].tolist()
-            save.todo.extend(zip(ids, generations, strict=True))
-            if save.running:
-                return
-            save.running = True
-        self._spawn(lambda: self._start(save))
+            save.num_computing = 0
+            self._add(save, block_ids, hashes)
+            self._run_one(save)
 
     def finished(self, request_id: RequestId) -> bool:
         """Whether an ended request's blocks have to be held until :meth:`releases` names it."""
+        self._give_up_computing([request_id])
         with self._lock:
             save = self._saves.get(request_id)
             if save is None:
@@ -157,6 +224,50 @@ class StoreSaver:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
+    def _open(self, request_id: RequestId, tenant: Tenant | None, hashes: Sequence[BlockHash]) -> _Save | None:
+        """Begin to follow a request whose first blocks the store has, if there is room for it; lock held."""
+        if self._closed or len(self._saves) >= self._options.max_saves or not self._breaker.allows():
+            return None
+        save = self._saves[request_id] = _Save(request_id, tenant, tuple(hashes))
+        return save
+
+    def _add(self, save: _Save, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> bool:
+        """Take note of a request's blocks beyond those noted already; ``False``: there are none. Lock held."""
+        first, hashes = len(save.hashes), tuple(hashes)
+        if first >= len(hashes) or save.given_up:
+            return False
+        if save.hashes != hashes[:first]:  # another request of the same name, whose blocks are still on their way
+            self._use.skipped_saves += 1
+            return False
+        save.hashes = hashes
+        ids = list(block_ids[first : len(hashes)])
+        save.todo.extend(zip(ids, self._arena.generations[ids].tolist(), strict=True))
+        return True
+
+    def _run_one(self, save: _Save) -> None:
+        """Have a task see to what is to be done; lock held."""
+        if save.todo and not save.running and not save.given_up:
+            save.running = True
+            self._spawn(lambda: self._start(save))
+
+    def _give_up_computing(self, request_ids: Sequence[RequestId]) -> None:
+        """Of requests whose step has not said that it ended well: see to it that nothing of it is stored."""
+        for request_id in request_ids:
+            blocks = self._computing.pop(request_id, None)
+            if blocks is None:
+                continue
+            self._arena.generations[blocks] += np.uint64(1)
+            with self._lock:
+                save = self._saves.get(request_id)
+                if save is not None:
+                    save.given_up = True
+                    save.todo.clear()
+                    self._spawn(functools.partial(self._unfollow, save))
+
+    def _unfollow(self, save: _Save) -> None:
+        if save.following is not None:
+            save.following.cancel()
+
     def _cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -183,31 +294,85 @@ class StoreSaver:
     async def _run(self, save: _Save) -> None:
         while True:
             with self._lock:
-                count = min(len(save.todo), self._options.blocks_per_call)
-                start = len(save.hashes) - len(save.todo)
-                part = ChainPart(save.hashes, start, start + count, save.tenant)
-                batch = [save.todo.popleft() for _ in range(count)]
-                if not batch:
+                batch = self._next(save)
+                if batch is None:
                     held = save.ends_at is not None
                     self._end(save)
                     break
-                deadline = min(time.monotonic() + self._options.save_timeout_s, save.ends_at or float("inf"))
-            if not await self._put(save, part, batch, deadline):
+            if batch.ready is not None:
+                await self._follow(save, batch, batch.ready)
+            elif not await self._put(save, batch):
                 with self._lock:
                     save.given_up = True
                     save.todo.clear()
         if held:
             self._wake()
 
-    async def _put(self, save: _Save, part: ChainPart, batch: list[_Item], deadline: float) -> bool:
+    def _next(self, save: _Save) -> _Batch | None:
+        """Return what is to be put next: blocks that are complete, else those that are being computed. Lock held."""
+        if save.given_up:
+            return None
+        complete = len(save.todo) - save.num_computing
+        early = not complete and not save.tried
+        count = min(len(save.todo) if early else complete, self._options.blocks_per_call)
+        if not count:
+            return None
+        start = len(save.hashes) - len(save.todo)
+        part = ChainPart(save.hashes, start, start + count, save.tenant)
+        deadline = min(time.monotonic() + self._options.save_timeout_s, save.ends_at or float("inf"))
+        if early:  # they stay to be done until the store has them
+            save.tried = True
+            return _Batch(part, list(itertools.islice(save.todo, count)), save.ready, deadline)
+        return _Batch(part, [save.todo.popleft() for _ in range(count)], None, deadline)
+
+    async def _follow(self, save: _Save, batch: _Batch, ready: int) -> None:
+        """Let the store take blocks while they are computed; what it does not take it is told of again later."""
+        client, part, deadline = self._follower, batch.part, batch.deadline
+        if client is None or self._early_turns.locked():
+            return
+        async with self._early_turns:
+            if save.given_up:
+                return
+            work = client.save_computing(self._source(), part, batch.ids, batch.generations, ready, deadline=deadline)
+            call = save.following = asyncio.ensure_future(work)
+            try:
+                await asyncio.wait([call])
+            finally:
+                save.following = None
+                call.cancel()
+                await settle([call])
+        if call.cancelled():
+            return
+        if (error := call.exception()) is not None:
+            if not isinstance(error, BatonError):
+                raise error
+            log.info("%d blocks of %s were not saved early: %s", len(part), save.request_id, error.message)
+            return
+        held, num_bytes = call.result()
+        self._use.saved_bytes += num_bytes
+        if held < len(part):
+            return
+        self._breaker.succeeded()
+        self._use.saves += 1
+        self._use.saved_blocks += held
+        self._use.followed_blocks += held
+        with self._lock:
+            if not save.given_up:
+                for _ in range(len(part)):
+                    save.todo.popleft()
+                save.num_computing = min(save.num_computing, len(save.todo))
+
+    async def _put(self, save: _Save, batch: _Batch) -> bool:
+        part, deadline = batch.part, batch.deadline
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._turns.acquire()
         except TimeoutError:
             return self._not_saved(save, part, DeadlineError("no turn in time"))
-        block_ids, generations = zip(*batch, strict=True)
         try:
-            held, num_bytes = await self._client.save(self._source(), part, block_ids, generations, deadline=deadline)
+            held, num_bytes = await self._client.save(
+                self._source(), part, batch.ids, batch.generations, deadline=deadline
+            )
         except BatonError as error:
             if not isinstance(error, QueueFullError):
                 self._breaker.failed()

@@ -103,6 +103,8 @@ class StoreUse:
     save_failures: int = 0
     saved_blocks: int = 0
     """Blocks that the store held after a Put, new or not."""
+    followed_blocks: int = 0
+    """Those that it copied while they were computed."""
     saved_bytes: int = 0
     """Bytes that the store pulled."""
     skipped_loads: int = 0
