@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
@@ -31,6 +31,7 @@ from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error
 from baton.transport.blocks import BlockFetcher, BlockServer, LinkOptions, SequenceBlocks
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
+from baton.transport.connector.store_calls import StoreCalls
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.main import main
@@ -46,6 +47,37 @@ def names(*labels: object) -> list[bytes]:
     return [hashlib.sha256(str(label).encode()).digest() for label in labels]
 
 
+_WAY = {"frames": False}
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_WAY, "frames", request.param == "frames")
+
+
+def both_ways(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a test's calls go over gRPC, and once more as frames."""
+    twice = pytest.mark.parametrize("way", ["grpc", "frames"], indirect=True)
+    return cast("Callable[..., Any]", pytest.mark.usefixtures("way")(twice(test)))
+
+
+class FrameStub:
+    """The stub's methods, as frames."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        self._calls = StoreCalls(address, token=token, tls=None)
+        self.close = self._calls.close
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda request, *, timeout: asyncio.ensure_future(self._call(name, request, timeout))
+
+    async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
+        if not self._calls.over_frames:
+            await self._calls.begin("GetStoreInfo", kvstore_pb2.GetStoreInfoRequest(), WAIT_S)
+            await eventually(lambda: self._calls.over_frames)
+        return await self._calls.begin(name, request, timeout_s)
+
+
 class Instance:
     """An instance's pool with a stub of the store."""
 
@@ -57,7 +89,8 @@ class Instance:
         self.server = BlockServer(self.arena, kind, InstanceId("prefill-0"), kinds=pipes, token=token)
         self.fetcher = BlockFetcher(self.arena, kind, kinds=pipes, links=LinkOptions(token=token))
         self.channel = open_channel(address, token=token)
-        self.stub = kvstore_pb2_grpc.KvStoreServiceStub(self.channel)
+        self.frames = FrameStub(address, token)
+        self.stub: Any = self.frames if _WAY["frames"] else kvstore_pb2_grpc.KvStoreServiceStub(self.channel)
 
     def fill(self, hashes: Sequence[bytes], first: int = 0) -> None:
         for i, name in enumerate(hashes):
@@ -100,6 +133,7 @@ class Instance:
         return [bytes(block) for block in blocks] == list(hashes)
 
     async def close(self) -> None:
+        await self.frames.close()
         await self.channel.close(None)
         self.server.close()
         self.fetcher.close()
@@ -129,10 +163,14 @@ async def connected(server: KVStoreServer, kind: Fingerprint = KIND, **options: 
 
 @contextmanager
 def refused(code: str, field: str | None = None) -> Iterator[None]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises((grpc.aio.AioRpcError, BatonError)) as caught:
         yield
-    error = from_rpc_error(caught.value)
+    error = as_baton(caught.value)
     assert (error.code, error.field) == (code, field), error
+
+
+def as_baton(error: BaseException) -> BatonError:
+    return error if isinstance(error, BatonError) else from_rpc_error(error)  # type: ignore[arg-type]
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
@@ -149,6 +187,7 @@ def silent_listener() -> Iterator[common_pb2.KvEndpoint]:
 
 
 @pytest.mark.parametrize("pipe", ["shm", "tcp"])
+@both_ways
 async def test_bytes_come_back_as_they_went(pipe: str) -> None:
     async with store(pipes=(pipe,)) as server, connected(server, pipes=(pipe,)) as instance:
         response = await instance.stub.Put(instance.put_request(names(*range(5))), timeout=WAIT_S)
@@ -184,6 +223,7 @@ async def test_blocks_that_changed_at_their_source_are_not_stored() -> None:
         assert len((await instance.get(1, 2, 3)).block_ids) == 1
 
 
+@both_ways
 async def test_eviction_fences_late_readers() -> None:
     async with store() as server, connected(server) as instance:
         await instance.put(*range(8))
@@ -195,6 +235,7 @@ async def test_eviction_fences_late_readers() -> None:
         assert server.store.stats().evictions == 3
 
 
+@both_ways
 async def test_a_store_whose_blocks_are_all_leased_says_so() -> None:
     async with store() as server, connected(server) as instance:
         await instance.put(*range(8))
@@ -224,6 +265,7 @@ async def test_leases_end_by_themselves_and_are_capped() -> None:
         assert not released.found
 
 
+@both_ways
 async def test_contains_delete_and_info() -> None:
     async with store(instance_id="kv-7") as server, connected(server) as instance:
         await instance.put(1, 2, 3)
@@ -279,6 +321,7 @@ async def test_a_source_that_is_gone_costs_nothing() -> None:
         assert server.store.used_bytes == 0
 
 
+@both_ways
 async def test_a_put_that_is_cancelled_or_too_late_gives_its_slots_back() -> None:
     async with store() as server, connected(server) as instance:
         with silent_listener() as endpoint:
@@ -291,12 +334,12 @@ async def test_a_put_that_is_cancelled_or_too_late_gives_its_slots_back() -> Non
             assert (await instance.get(1)).lease_id == 0  # half a block is never found
             call.cancel()
             await eventually(lambda: server.store.used_bytes == 0)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with refused("deadline_exceeded"):
                 await instance.stub.Put(request, timeout=0.2)
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             await eventually(lambda: server.store.used_bytes == 0)
 
 
+@both_ways
 async def test_waiting_puts_are_bounded() -> None:
     options = {"pull_workers": 1, "max_pending_puts": 2, "pull_timeout_s": 0.5}
     async with store(**options) as server, connected(server) as instance:
@@ -307,13 +350,14 @@ async def test_waiting_puts_are_bounded() -> None:
             calls = [instance.stub.Put(instance.put_request(names(i), source=source), timeout=WAIT_S) for i in range(3)]
             codes = []
             for call in calls:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                with pytest.raises((grpc.aio.AioRpcError, BatonError)) as caught:
                     await call
-                codes.append(from_rpc_error(caught.value).code)
+                codes.append(as_baton(caught.value).code)
         assert sorted(codes) == ["deadline_exceeded", "deadline_exceeded", "queue_full"]
         assert await instance.put("later") == [True]
 
 
+@both_ways
 async def test_bad_requests_name_their_field() -> None:
     async with store(max_blocks_per_call=4) as server, connected(server) as instance:
         put, kind = instance.put_request, fingerprint_to_pb(KIND)
@@ -354,6 +398,7 @@ async def test_bad_requests_name_their_field() -> None:
         assert server.store.used_bytes == 0
 
 
+@both_ways
 async def test_the_token_guards_control_and_data(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret\n")
