@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from baton.config import add_flags, from_flags
 from baton.errors import ConfigError
 from baton.version import __version__
+from baton.worker.leave import leave
 from baton.worker.logs import set_up_logging
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
@@ -26,8 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line; default: the process's.
 
     Returns:
-        The exit status: 0 after a clean end, 2 for a configuration that cannot work.
+        The exit status: 0 after a clean end, 2 for a configuration that cannot work. With the
+        process's own command line it does not return: the process ends with that status.
     """
+    code = _main(argv)
+    if argv is None:
+        leave(code)
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="baton-kvstore", description="Run a store of KV blocks.")
     parser.add_argument("--version", action="version", version=__version__)
     add_flags(parser, KVStoreConfig)

@@ -15,6 +15,7 @@ import uvloop
 from baton.config import add_flags, from_flags
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
+from baton.worker.leave import leave
 from baton.worker.logs import set_up_logging
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
@@ -32,8 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line; default: the process's.
 
     Returns:
-        The exit status: 0 after a clean end, 2 for a configuration that cannot work, 1 for any other failure.
+        The exit status: 0 after a clean end, 2 for a configuration that cannot work, 1 for any other failure. With the
+        process's own command line it does not return: the process ends with that status.
     """
+    code = _main(argv)
+    if argv is None:
+        leave(code)
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="baton-router",
         description="Route requests to prefill and decode instances; OpenAI-compatible HTTP and gRPC.",
