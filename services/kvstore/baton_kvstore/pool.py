@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -168,6 +169,7 @@ class Pool:
             raise InternalError("backed slots of a pool do not add up")
 
 
+@functools.lru_cache(maxsize=256)  # asked for several times in every call
 def kind_of(fingerprint: Fingerprint) -> Kind:
     """Return what a tier behind needs to know of a kind of KV."""
     return Kind(fingerprint.digest(), fingerprint.content_key(), fingerprint.block_bytes)

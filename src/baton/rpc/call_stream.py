@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.api.v1 import worker_pb2
-from baton.rpc.frame_server import FrameServer
+from baton.rpc.frame_server import FrameServer, Outlet
 from baton.rpc.many import Outbox
 
 
@@ -37,17 +37,17 @@ class CallServer(FrameServer):
     """
 
     def __init__(self, handler: Callable[[], Handler], epoch: Callable[[], bytes], token: str | None) -> None:
-        super().__init__(lambda filled: _Framed(handler(), filled), epoch, token)
+        super().__init__(lambda outlet: _Framed(handler(), outlet), epoch, token)
 
 
 class _Framed:
     """What serves calls, with their messages as bytes."""
 
-    def __init__(self, handler: Handler, filled: Callable[[], None]) -> None:
+    def __init__(self, handler: Handler, outlet: Outlet) -> None:
         self._handler = handler
         self._take = handler.take
         self.close = handler.close
-        handler.outbox.on_filled = filled
+        handler.outbox.on_filled = outlet.filled
 
     def receive(self, payload: bytes) -> None:
         self._take(worker_pb2.GenerateManyRequest.FromString(payload))

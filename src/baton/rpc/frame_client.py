@@ -71,7 +71,13 @@ class FrameClient(asyncio.Protocol, ABC):
         """There is something to :meth:`gather`."""
         if not (self._flushing or self._paused):
             self._flushing = True
-            self._loop.call_soon(self._flush)  # together with what else this turn of the loop brings
+            self._loop.call_soon(self.flush)  # together with what else this turn of the loop brings
+
+    def flush(self) -> None:
+        """Send what there is to :meth:`gather` now."""
+        self._flushing = False
+        while not (self._paused or self.broken) and (payload := self.gather()):
+            self._transport.write(frame(payload))
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -117,8 +123,3 @@ class FrameClient(asyncio.Protocol, ABC):
         """It has caught up."""
         self._paused = False
         self.wake()
-
-    def _flush(self) -> None:
-        self._flushing = False
-        while not (self._paused or self.broken) and (payload := self.gather()):
-            self._transport.write(frame(payload))

@@ -35,8 +35,18 @@ class Handler(Protocol):
         """Cancel what still runs: the connection is gone."""
 
 
-Serve = Callable[[Callable[[], None]], Handler]
-"""Makes what serves a new connection of a function that it calls whenever there is something to ``gather``."""
+class Outlet(Protocol):
+    """A connection's way out."""
+
+    def filled(self) -> None:
+        """There is something to ``gather``: send it at the end of this turn of the event loop, with what else comes."""
+
+    def flush(self) -> None:
+        """Send what there is to ``gather`` at once."""
+
+
+Serve = Callable[[Outlet], Handler]
+"""Makes what serves a new connection."""
 
 
 class FrameServer:
@@ -128,15 +138,15 @@ class _Connection(asyncio.Protocol):
             raise FrameError(f"refused: {reason}")
         self._timer.cancel()
         self._frames.limit = MAX_MESSAGE_BYTES
-        self._handler = self._server.serve(self._filled)
+        self._handler = self._server.serve(self)
         self._transport.write(frame(b""))
 
-    def _filled(self) -> None:
+    def filled(self) -> None:
         if not (self._flushing or self._paused):
             self._flushing = True
-            self._loop.call_soon(self._flush)  # behind all others that the same step has woken
+            self._loop.call_soon(self.flush)  # behind all others that the same step has woken
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         self._flushing = False
         if self._handler is None or self._paused or self._transport.is_closing():
             return
@@ -149,7 +159,7 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused = False
-        self._filled()
+        self.filled()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -159,7 +169,7 @@ class _Connection(asyncio.Protocol):
 
     def finish(self) -> None:
         """Send what there is to send, and close the connection."""
-        self._flush()
+        self.flush()
         if self._paused:  # who does not read is not waited for
             self.abort()
         self._transport.close()

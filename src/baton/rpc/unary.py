@@ -25,6 +25,7 @@ from baton.api.v1 import calls_pb2
 from baton.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError
 from baton.rpc.errors import from_status, status_code, status_details
 from baton.rpc.frame_client import FrameClient
+from baton.rpc.frame_server import Outlet
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,9 +76,9 @@ class UnaryServer:
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
 
-    def connection(self, filled: Callable[[], None]) -> UnaryConnection:
+    def connection(self, outlet: Outlet) -> UnaryConnection:
         """Return what serves a connection of a ``FrameServer``."""
-        return UnaryConnection(self, filled)
+        return UnaryConnection(self, outlet)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""
@@ -93,8 +94,8 @@ class UnaryServer:
 class UnaryConnection:
     """The calls of one connection; a ``baton.rpc.frame_server.Handler``."""
 
-    def __init__(self, server: UnaryServer, filled: Callable[[], None]) -> None:
-        self._server, self._filled = server, filled
+    def __init__(self, server: UnaryServer, outlet: Outlet) -> None:
+        self._server, self._outlet = server, outlet
         self._loop = asyncio.get_running_loop()
         self._running: dict[int, _Running] = {}
         self._unanswered = itertools.count(-1, -1)  # keys of calls that want no answer
@@ -158,7 +159,7 @@ class UnaryConnection:
             response = await method.serve(_parsed(call, method), running)
             if call.call:
                 self._answers.answers.add(call=call.call, response=response.SerializeToString())
-                self._filled()
+                self._answered()
         except BatonError as error:
             self._end(call.call, status_code(error), error.message, status_details(error))
         except asyncio.CancelledError:
@@ -173,7 +174,13 @@ class UnaryConnection:
     def _end(self, call: int, code: grpc.StatusCode, message: str, details: bytes = b"") -> None:
         if call:
             self._answers.answers.add(call=call, code=code.value[0], message=message, details=details)
-            self._filled()
+            self._answered()
+
+    def _answered(self) -> None:
+        if len(self._running) <= 1:  # nothing else is about to be answered
+            self._outlet.flush()
+        else:
+            self._outlet.filled()
 
 
 class _Running:
@@ -243,7 +250,10 @@ class UnaryClient(FrameClient):
             self._posted = []
         timeout_ms = min(_MAX_TIMEOUT_MS, max(1, math.ceil(1000 * timeout_s)))
         self._later.append(calls_pb2.UnaryCall(call=key, method=method, timeout_ms=timeout_ms, request=request))
-        self.wake()
+        if len(self._calls) == 1:
+            self.flush()
+        else:
+            self.wake()  # there may be more to send
         timer = self._loop.call_later(timeout_s, self._expire, answer, method)
         answer.add_done_callback(lambda _: self._ended(key, timer))
         return answer
@@ -258,7 +268,7 @@ class UnaryClient(FrameClient):
     def close(self) -> None:
         """Send what waits, and end the connection; calls that run fail."""
         if not self.broken:
-            self._flush()
+            self.flush()
             self._transport.close()
 
     def receive(self, payloads: Sequence[bytes]) -> None:
