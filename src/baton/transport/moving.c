@@ -5,16 +5,16 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 
 #include "xxh3.h"
 
 enum { MAX_PIECES = 512 };
 /* Bytes that are hashed, then moved, in one go: they should stay in a core's own cache in between. */
 #define HASHED_BYTES (256u << 10)
-/* Naps of a receiver, a tick at most each, before its caller looks at the deadline. */
-enum { MAX_NAPS = 8 };
-/* A receiver is woken when so much is there, or all that is to come: waking it costs more than copying 16 KiB. */
-#define WAKE_BYTES (256 << 10)
+/* A receiver is woken when so much is there, or all that is to come: to wake a thread costs both ends as much as to copy
+ * a hundred KiB, where the other core of a virtual machine has gone to sleep. */
+#define WAKE_BYTES (1 << 20)
 
 struct span {
     uint64_t address, bytes;
@@ -93,6 +93,13 @@ static uint64_t total_of(const struct iovec *pieces, size_t count)
     return bytes;
 }
 
+static int64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
 /* Wait until enough can be received. Returns 0, EAGAIN (nothing within `tick_ms`) or the kernel's reason. */
 static int await_bytes(int fd, uint64_t left, int *mark, int tick_ms)
 {
@@ -148,14 +155,16 @@ int64_t baton_send_spans(int fd, const struct span *spans, struct state *s, stru
 }
 
 /* Fill spans as `baton_send_spans` sends them; `error` is also EPIPE if the peer ended, and EAGAIN if little came in a
- * tick. Several calls may be needed although there is no error. */
+ * tick. Several calls may be needed although there is no error: after a tick with waits the caller looks at its
+ * deadline. */
 int64_t baton_recv_spans(int fd, const struct span *spans, struct state *s, struct hasher *h, uint64_t limit, int tick_ms,
                          int *error)
 {
     uint64_t moved = 0;
-    int mark = 1, naps = 0;
+    int mark = 1;
+    int64_t look_at = 0;
     *error = 0;
-    while (s->left && moved < limit && !*error && naps < MAX_NAPS) {
+    while (s->left && moved < limit && !*error) {
         struct iovec pieces[MAX_PIECES];
         uint64_t most = h ? HASHED_BYTES : limit - moved;
         struct msghdr message = {.msg_iov = pieces, .msg_iovlen = gather(s, spans, most, pieces)};
@@ -168,8 +177,12 @@ int64_t baton_recv_spans(int fd, const struct span *spans, struct state *s, stru
         } else if (got == 0) {
             *error = EPIPE;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            int64_t now = now_ms();
+            if (!look_at)
+                look_at = now + tick_ms;
+            else if (now >= look_at)
+                break;
             *error = await_bytes(fd, s->left, &mark, tick_ms);
-            naps++;
         } else if (errno != EINTR) {
             *error = errno;
         }

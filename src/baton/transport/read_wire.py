@@ -55,6 +55,7 @@ MAX_READ_BYTES = (
 Checksums = npt.NDArray[np.uint64]
 Spans = npt.NDArray[np.uint64]
 """uint64 [n, 2]: address and bytes."""
+Numbers = npt.NDArray[np.int64]
 
 
 class Request(NamedTuple):
@@ -238,13 +239,13 @@ def parse_tail(reads: BlockReads, sent: Buffer, data: Buffer, *, checksums: bool
 
 
 def source_spans(blocks: Bytes, ids: Ids, steps: Sequence[Segments]) -> Spans:
-    """Return where what is read lies, step by step and block by block, neighbours of a step joined."""
-    return np.concatenate([_spans(blocks, ids, segments[:, 0], segments[:, 2]) for segments in steps])
+    """Return where what is read lies, step by step and block by block, neighbours joined."""
+    return _spans(blocks, ids, [each[:, 0] for each in steps], [each[:, 2] for each in steps])
 
 
 def target_spans(blocks: Bytes, ids: Ids, steps: Sequence[Segments]) -> Spans:
-    """Return where it goes, step by step and block by block, neighbours of a step joined."""
-    return np.concatenate([_spans(blocks, ids, segments[:, 1], segments[:, 2]) for segments in steps])
+    """Return where it goes, step by step and block by block, neighbours joined."""
+    return _spans(blocks, ids, [each[:, 1] for each in steps], [each[:, 2] for each in steps])
 
 
 def step_sizes(steps: Sequence[Segments]) -> npt.NDArray[np.uint64]:
@@ -252,25 +253,26 @@ def step_sizes(steps: Sequence[Segments]) -> npt.NDArray[np.uint64]:
     return np.array([int(segments[:, 2].sum()) for segments in steps], np.uint64)
 
 
-def _views(blocks: Bytes, ids: Ids, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[memoryview]:
-    begins, ends = _runs(blocks, ids, offsets, sizes)
+def _views(blocks: Bytes, ids: Ids, offsets: Numbers, sizes: Numbers) -> list[memoryview]:
+    begins, ends = _runs(ids * blocks.shape[1], [offsets], [sizes])
     flat = blocks.reshape(-1).data
     return [flat[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
-def _spans(blocks: Bytes, ids: Ids, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Spans:
-    begins, ends = _runs(blocks, ids, offsets, sizes)
-    return np.stack((begins + address_of(blocks), ends - begins), axis=1).astype(np.uint64)
+def _spans(blocks: Bytes, ids: Ids, offsets: Sequence[Numbers], sizes: Sequence[Numbers]) -> Spans:
+    begins, ends = _runs(ids * blocks.shape[1] + address_of(blocks), offsets, sizes)
+    return np.stack((begins, ends - begins), axis=1).astype(np.uint64)
 
 
-def _runs(
-    blocks: Bytes, ids: Ids, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """First and end byte, within the pool, of each run of neighbours."""
-    begins = (ids[:, None] * blocks.shape[1] + offsets).ravel()
-    ends = begins + np.broadcast_to(sizes, (len(ids), len(sizes))).ravel()
-    if not len(begins):
+def _runs(bases: Numbers, offsets: Sequence[Numbers], sizes: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
+    """First and end byte of each run of neighbours, step by step and block by block; ``bases``: where blocks begin."""
+    if len({len(each) for each in offsets}) == 1:  # as a rule: all steps at once
+        begins = (bases[:, None] + np.stack(offsets)[:, None, :]).ravel()
+        ends = begins + np.repeat(np.stack(sizes)[:, None, :], len(bases), axis=1).ravel()
+    else:
+        begins = np.concatenate([(bases[:, None] + each).ravel() for each in offsets])
+        ends = begins + np.concatenate([np.tile(each, len(bases)) for each in sizes])
+    inner = begins[1:] != ends[:-1]
+    if inner.all():
         return begins, ends
-    first = np.flatnonzero(np.concatenate(([True], begins[1:] != ends[:-1])))
-    last = np.concatenate((first[1:], [len(begins)])) - 1
-    return begins[first], ends[last]
+    return begins[np.concatenate(([True], inner))], ends[np.concatenate((inner, [True]))]

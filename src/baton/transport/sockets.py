@@ -62,6 +62,14 @@ class Stream:
         """The socket, for passing file descriptors and reading credentials."""
         return self._sock
 
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether both ends of a TCP connection have one address, that is: are processes of one host."""
+        try:
+            return self._sock.family != socket.AF_UNIX and self._sock.getpeername()[0] == self._sock.getsockname()[0]
+        except OSError:  # it is gone: whoever uses it will be told
+            return False
+
     def detach(self) -> socket.socket:
         """Give the socket away; nobody else may be using the stream, which is closed afterwards."""
         with self._state:

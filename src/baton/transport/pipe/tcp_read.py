@@ -137,12 +137,11 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
         if most > MAX_BLOCKS_PER_READ:
             raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
         size = sum(len(each.reads) * each.reads.bytes_per_block(each.local.shape[1]) for each in reads)
-        # Half of the connections: a chunk that cannot keep pace still travels when the next one begins.
-        parts = self._num_shares(self._options.streams // 2, most, size)
+        parts = self._num_shares(self._streams_of_chunk(), most, size)
         if parts == 1:
-            return self._follow(reads, wait)
+            return self._follow(reads, wait, 1)
         cut = [[LayerRead(share, each.local) for share in _shares(each.reads, parts)] for each in reads]
-        came = self._together(lambda i, wait: self._follow([shares[i] for shares in cut], wait), parts, wait)
+        came = self._together(lambda i, wait: self._follow([shares[i] for shares in cut], wait, parts), parts, wait)
         valid = [np.concatenate(each) for each in zip(*(share for share, _ in came), strict=True)]
         return valid, max(waited_s for _, waited_s in came)
 
@@ -150,8 +149,18 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
         return request_blocks(connection.stream, reads, local, wait, options=self._options)
 
-    def _follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
-        """Follow over one connection."""
+    def _streams_of_chunk(self) -> int:
+        """Connections for a chunk that is followed: a chunk that cannot keep pace still travels when the next begins.
+
+        Between hosts half of them. On one host the two ends compete for its processors, and each connection more costs
+        processor time for every layer, so chunks get a quarter: as many chunks travel at once as fetches are made.
+        """
+        with self._changed:
+            connection = next(iter(self._open), None)
+        return self._options.streams // (4 if connection is not None and connection.stream.stays_on_host else 2)
+
+    def _follow(self, reads: Sequence[LayerRead], wait: Wait, parts: int) -> tuple[list[Valid], float]:
+        """Follow over one connection of so many that share the reads."""
         connection = self._take(wait)
         stream, valid, waited_s = connection.stream, list[Valid](), 0.0
         ahead: deque[tuple[LayerRead, int]] = deque()
@@ -159,7 +168,7 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
         try:
             while True:
                 while (not ahead or under_way < _ASKED_BYTES) and (each := next(coming, None)) is not None:
-                    ahead.append((each, _ask(stream, each.reads, wait, options=self._options)))
+                    ahead.append((each, _ask(stream, each.reads, wait, self._options.checksums, parts)))
                     under_way += ahead[-1][1]
                 if not ahead:
                     break
@@ -231,7 +240,7 @@ def request_blocks(
 
     ``recv``: another way for the blocks than the stream.
     """
-    _ask(stream, reads, wait, options=options)
+    _ask(stream, reads, wait, options.checksums, options.streams)
     return _Answer(stream, reads, local, options).receive(wait, recv)
 
 
@@ -240,9 +249,9 @@ def _shares(reads: BlockReads, parts: int) -> list[BlockReads]:
     return [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
 
 
-def _ask(stream: Stream, reads: BlockReads, wait: Wait, *, options: TcpOptions) -> int:
+def _ask(stream: Stream, reads: BlockReads, wait: Wait, checksums: bool, streams: int) -> int:
     """Send a request; returns its size in bytes."""
-    payload = pack_request(reads, checksums=options.checksums, streams=options.streams)
+    payload = pack_request(reads, checksums=checksums, streams=streams)
     stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
     return len(payload)
 
