@@ -42,6 +42,10 @@ class Fingerprint:
     hash_scheme: str = HASH_SCHEME
     unsplit_layers: tuple[int, ...] = ()
 
+    def __hash__(self) -> int:
+        # Looked up with every call of a store: the layers, which are most of it, are left to the comparison.
+        return hash((self.model_digest, self.kv_dtype, self.block_size, self.block_bytes, self.adapter, self.tp_size))
+
     @classmethod
     def of(cls, *, model: str, model_digest: str, rope: str, layout: KVLayout) -> Fingerprint:
         """Build the fingerprint of an instance with one rank."""
