@@ -269,7 +269,8 @@ def become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Import what the command line names, then fork whatever the other end of the inherited socket asks for."""
-    die_with_parent()
+    # Not die_with_parent: the kernel means the thread that started us, which may end long before its process does. When
+    # the process ends, so does the line.
     line = socket.socket(fileno=int(argv[1]))
     for module in argv[2:]:
         importlib.import_module(module)
