@@ -25,7 +25,7 @@ class WorkerConfig:
     redis: str = option("", "URL of a Redis to register in, for routers with --discover redis")
     redis_prefix: str = option("baton", "put before every key in Redis")
     pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
-    layerwise: bool = option(True, "prefill: offer KV layer by layer while it is computed")
+    layerwise: bool = option(True, "prefill: offer KV, and save it, layer by layer while it is computed")
     kv_streams: int = option(4, "TCP connections that one big fetch is split over")
     kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
     fetch_threads: int = option(16, "fetches of KV at once")
