@@ -31,6 +31,7 @@ from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, add_replicas, create_app, watch
 from baton_router.http.protocol import BoundedProtocol
 from baton_router.metrics import RouterMetrics
+from baton_router.preload import Preload
 from baton_router.registry import Registry
 from baton_router.renewal import Renewal
 from baton_router.replicas.metrics import ReplicaMetrics
@@ -77,6 +78,7 @@ class RouterApp:
         self.replica = Replica(config, self.registry, ReplicaMetrics(self.metrics.registry)) if config.redis else None
         self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)
+        self._preload = Preload(self._tokenizers, self.registry)
         self.pipeline = TextPipeline(
             self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
         )
@@ -115,7 +117,7 @@ class RouterApp:
 
     def is_ready(self) -> bool:
         """Whether requests can be served now."""
-        return not self._http.should_exit and bool(self.registry.ready(Role.DECODE))
+        return not self._http.should_exit and bool(self.registry.ready(Role.DECODE)) and self._preload.over
 
     async def start(self) -> None:
         """Listen, connect to the instances, and answer health checks with SERVING.
@@ -134,6 +136,7 @@ class RouterApp:
             sock.close()
             raise
         self.registry.start()
+        self._preload.start()
         self.tickets.start()
         for discovery in self.discoveries:
             discovery.start()
@@ -174,6 +177,7 @@ class RouterApp:
             ends.append(self._grpc.stop(self._config.drain_timeout_s + _CUT_OFF_S))
         await asyncio.gather(*ends)
         time_is_up.cancel()
+        await self._preload.close()
         await self.tickets.close()
         await self._renewal.close()
         for discovery in self.discoveries:

@@ -127,7 +127,7 @@ class Health:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Serve ``GET /readyz``: a decode instance is ready."""
+        """Serve ``GET /readyz``: a decode instance is ready, and its model's tokenizer is loaded."""
         try:
             ready = self._ready()
         except BatonError:
