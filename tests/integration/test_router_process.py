@@ -116,7 +116,9 @@ async def test_life_of_a_router() -> None:
         async with httpx.AsyncClient(base_url=f"http://{process.http}") as http:
             assert (await http.get("/readyz")).status_code == 503
             lease = await register(stub, worker)
-            assert (await http.get("/readyz")).status_code == 200
+            async with asyncio.timeout(10):  # its tokenizer is loaded first
+                while (await http.get("/readyz")).status_code != 200:
+                    await asyncio.sleep(0.01)
             assert 'baton_router_instance_healthy{instance="d0",role="decode"} 1.0' in (await http.get("/metrics")).text
 
             worker.state.pause_after = 4
