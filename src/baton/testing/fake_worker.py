@@ -269,8 +269,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.state.event_subscriptions.append(request.from_sequence)
         position = request.from_sequence
         if request.epoch != self.epoch or not self._first_kept <= position <= self._sequence + 1:
-            yield worker_pb2.StreamKvEventsResponse(batch=self._snapshot())
-            position = self._sequence + 1
+            snapshot = self._snapshot()
+            yield worker_pb2.StreamKvEventsResponse(batch=snapshot)
+            self.state.event_position = snapshot.sequence
+            position = snapshot.sequence + 1
         while True:
             changed = self._changed
             for batch in self._log[max(0, position - self._first_kept) :]:

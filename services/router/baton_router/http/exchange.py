@@ -84,8 +84,13 @@ class Exchange:
         self._end()
 
     def start(self, status: int, headers: bytes) -> None:
-        """Begin an answer in pieces; its head leaves with the first one."""
+        """Begin an answer in pieces; its head leaves with the first one, or with :meth:`send_head`."""
         self._head = self._begin(status, headers + b"transfer-encoding: chunked\r\n")
+
+    def send_head(self) -> None:
+        """Send the head of an answer whose first piece is not there yet."""
+        head, self._head = self._head, b""
+        self._write(head)
 
     def send(self, piece: bytes) -> None:
         """Send a piece, which is not empty."""

@@ -287,11 +287,14 @@ class _Stream(_Serving):
 
     def _take(self, chunk: TextChunk) -> None:
         data = self._writer.add(0, chunk)
-        if not self._started:
+        first = not self._started
+        if first:
             self._started = True
             self._exchange.start(200, self._head() + _EVENT_HEADERS)
         if data:
             self._exchange.send(data)
+        elif first:  # a token that is half a character: the client may wait for its headers, not for its text
+            self._exchange.send_head()
 
     def _finish(self) -> None:
         self._exchange.finish(self._writer.end())

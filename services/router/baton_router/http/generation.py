@@ -141,7 +141,7 @@ class GenerationRun:
 
 
 class EventResponse(Response):
-    """A stream of events. It begins with the first piece of text, so that errors before it have their own status."""
+    """A stream of events. It begins with the first token, so that errors before it have their own status."""
 
     media_type = "text/event-stream"
 
@@ -159,10 +159,10 @@ class EventResponse(Response):
                     async for at, chunk in chunks:
                         self._run.note(at, chunk)
                         data = self._writer.add(at, chunk)
-                        if not started:
-                            started = True
+                        first, started = not started, True
+                        if first:
                             await guard.send(send, self._start())
-                        if data:
+                        if data or first:  # the client may wait for its headers, not for the first whole character
                             await guard.send(send, _body(data))
                 await guard.send(send, _body(self._writer.end(), more=False))
         except ClientGone:
