@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.watched import PROMPT, TINY, watched_router
 
 from baton.testing.fake_worker import expected_tokens
 from baton.text.tokenizer import Tokenizer
-from tests.watched import PROMPT, TINY, watched_router
 
 
 def half_a_character() -> int:
