@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 import redis
 
-from baton.testing.redis_server import redis_server
+from baton.testing.redis_server import RedisServer
 from baton.types import BlockHash
 from baton_kvstore.disk.format import Kind
 from baton_kvstore.moves import copies_of
@@ -40,7 +40,7 @@ async def main() -> None:
     parser.add_argument("--block-bytes", type=int, default=2 << 20)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    async with redis_server() as server:
+    async with RedisServer() as server:
         for name, (tier, plain) in (await asyncio.to_thread(_measure, args, server.url)).items():
             sys.stdout.write(f"{name}: tier {tier:.2f} GB/s, redis-py {plain:.2f} GB/s, {tier / plain:.2f} x\n")
 

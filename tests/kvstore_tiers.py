@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis as redis_client
 
-from baton.testing.redis_server import RedisServer, missing_redis, redis_server
+from baton.testing.redis_server import RedisServer, missing_redis
 
 needs_redis = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
 MAKE_UPS = [
@@ -33,7 +33,7 @@ class RedisThread:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self._stack = contextlib.AsyncExitStack()
-        self.server: RedisServer = self._run(self._stack.enter_async_context(redis_server()))
+        self.server: RedisServer = self._run(self._stack.enter_async_context(RedisServer()))
 
     def kill(self) -> None:
         """Kill it, with everything in it."""

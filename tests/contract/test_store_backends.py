@@ -26,8 +26,8 @@ from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
 from baton.kv.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
 from baton.rpc.redis_client import open_redis
-from baton.testing.mooncake import MooncakeMaster, missing_mooncake, mooncake_master
-from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster, redis_server
+from baton.testing.mooncake import MooncakeMaster, missing_mooncake
+from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster
 from baton.testing.store_process import store_processes
 from baton.transport.blocks import BlockFetcher, BlockServer
 from baton.transport.connector.store_backend import ChainPart, LoadProgress, StoreBackend
@@ -141,7 +141,7 @@ class Rig:
 
     async def start(self, folder: Path, masters: Sequence[RedisServer] = ()) -> None:
         if self.kind == "redis":
-            self.redis = [await self._stack.enter_async_context(redis_server())]
+            self.redis = [await self._stack.enter_async_context(RedisServer())]
             self.address = self.redis[0].url
         elif self.kind == "redis-cluster":
             self.redis = list(masters) or await self._stack.enter_async_context(redis_cluster(folder))
@@ -151,7 +151,7 @@ class Rig:
                 await client.aclose()
             self.address = self.redis[0].url.replace("redis://", "redis+cluster://").removesuffix("/0")
         elif self.kind == "mooncake":
-            self.master = await self._stack.enter_async_context(mooncake_master())
+            self.master = await self._stack.enter_async_context(MooncakeMaster())
             self.address = f"{self.master.url}?segment_bytes={32 << 20}"
         else:
             for _ in range(1 if self.kind == "node" else 3):
@@ -610,7 +610,7 @@ async def test_no_lease_is_held_while_another_node_is_waited_for(stack: AsyncExi
 
 @needs_redis
 async def test_nodes_that_register_themselves_are_found_and_forgotten(stack: AsyncExitStack) -> None:
-    redis = await stack.enter_async_context(redis_server())
+    redis = await stack.enter_async_context(RedisServer())
     rig = Rig("three", stack)
     names = {"register_redis": redis.url, "register_prefix": "test"}
     rig.nodes = [await rig.node(instance_id="a", **names)]

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import baton
+from baton.rpc.ports import free_port
 from baton.testing.equality import hf_greedy
 from baton.text.tokenizer import Tokenizer
 
@@ -40,12 +41,6 @@ class Running:
         self.process.wait(60)
         self.reader.join(10)
         return "".join(self.lines)
-
-
-def free_port() -> int:
-    with socket.socket() as item:
-        item.bind(("127.0.0.1", 0))
-        return item.getsockname()[1]
 
 
 def start(*args: str) -> Running:

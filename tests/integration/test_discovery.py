@@ -19,7 +19,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.rpc.redis_client import instance_key, open_redis
 from baton.testing.fake_worker import FakeWorker
-from baton.testing.redis_server import missing_redis, redis_server
+from baton.testing.redis_server import RedisServer, missing_redis
 from baton.types import InstanceId, Role
 from baton.worker.redis_registration import RedisRegistration
 from baton.worker.registration import Identity
@@ -78,7 +78,7 @@ def known(registry: Registry) -> set[str]:
 
 @pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
 async def test_instances_are_found_through_redis_and_kept_while_it_is_away(world: World) -> None:
-    redis = await world.stack.enter_async_context(redis_server())
+    redis = await world.stack.enter_async_context(RedisServer())
     registry = await world.registry(redis=redis.url, discover=("redis",))
     workers = [await world.worker(Role.DECODE, "d0"), await world.worker(Role.PREFILL, "p0")]
     registrations = []

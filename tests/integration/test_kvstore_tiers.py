@@ -26,7 +26,7 @@ from tests.kvstore_tiers import needs_redis
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb
-from baton.testing.redis_server import redis_server
+from baton.testing.redis_server import RedisServer
 from baton_kvstore.main import main
 from baton_kvstore.remote.tier import RemoteTier
 from baton_kvstore.server import KVStoreServer
@@ -59,7 +59,7 @@ async def contains(instance: Instance, *labels: object) -> int:
 
 @needs_redis
 async def test_stores_that_share_a_redis_find_what_the_others_wrote() -> None:
-    async with redis_server() as redis:
+    async with RedisServer() as redis:
         shared = {"redis_url": redis.url, "redis_write": "all", **LOOKUPS}
         async with store(**shared) as one, store(**shared) as two, connected(one) as a, connected(two) as b:
             assert await load(b, 1, 2, 3) == 0
@@ -78,7 +78,7 @@ async def test_stores_that_share_a_redis_find_what_the_others_wrote() -> None:
 @needs_redis
 async def test_a_redis_killed_under_load_costs_misses_and_nothing_else() -> None:
     """Of a store whose memory holds 20 of 240 blocks; Redis is killed and started again, empty, four times."""
-    async with redis_server() as redis:
+    async with RedisServer() as redis:
         shared = {"redis_url": redis.url, "redis_timeout_s": 0.5, **LOOKUPS}
         async with store(capacity_bytes=20 * BLOCK, **shared) as server:
             tier_of(server, "redis").breaker._cooldown_s = 0.02
@@ -121,7 +121,7 @@ async def test_a_redis_killed_under_load_costs_misses_and_nothing_else() -> None
 
 @needs_redis
 async def test_a_damaged_value_in_redis_is_a_miss_and_is_mended_by_the_next_put() -> None:
-    async with redis_server() as redis:
+    async with RedisServer() as redis:
         shared = {"redis_url": redis.url, "redis_write": "all", **LOOKUPS}
         async with store(**shared) as server, connected(server) as instance:
             await instance.put(1, 2)
@@ -142,7 +142,7 @@ async def test_a_damaged_value_in_redis_is_a_miss_and_is_mended_by_the_next_put(
 @needs_redis
 async def test_a_deletion_that_redis_did_not_hear_of_is_an_error() -> None:
     async with (
-        redis_server() as redis,
+        RedisServer() as redis,
         store(redis_url=redis.url, redis_write="all") as server,
         connected(server) as instance,
     ):
@@ -157,7 +157,7 @@ async def test_a_deletion_that_redis_did_not_hear_of_is_an_error() -> None:
 
 @needs_redis
 async def test_a_put_is_not_told_that_blocks_are_kept_which_redis_has_lost() -> None:
-    async with redis_server() as redis:
+    async with RedisServer() as redis:
         shared = {"redis_url": redis.url, "redis_write": "all", "capacity_bytes": 8 * BLOCK, **LOOKUPS}
         async with store(**shared) as server, connected(server) as instance:
             for first in range(0, 12, 4):
@@ -177,7 +177,7 @@ async def test_a_put_is_not_told_that_blocks_are_kept_which_redis_has_lost() -> 
 
 @needs_redis
 async def test_a_chain_of_all_tiers_keeps_everything_over_a_restart(tmp_path: Path) -> None:
-    async with redis_server() as redis:
+    async with RedisServer() as redis:
         tiers = {
             "capacity_bytes": 8 * BLOCK,
             "disk_path": str(tmp_path / "kv"),

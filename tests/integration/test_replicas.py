@@ -16,7 +16,7 @@ from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
 from baton.testing.fake_worker import FakeWorker, expected_tokens
-from baton.testing.redis_server import RedisServer, missing_redis, redis_server
+from baton.testing.redis_server import RedisServer, missing_redis
 from baton.types import Role
 
 pytestmark = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
@@ -90,7 +90,7 @@ async def all_are(routers: list[Replica], state: str) -> bool:
 
 
 async def test_three_replicas_never_place_more_than_the_capacity_while_redis_dies_and_comes_back() -> None:
-    async with redis_server() as redis, workers(2) as decodes:
+    async with RedisServer() as redis, workers(2) as decodes:
         flags = ("--decode", ",".join(x.address for x in decodes), "--max-inflight-per-instance", str(CAPACITY))
         async with replicas(3, redis, *flags) as routers:
             await until(lambda: all_are(routers, "shared"))
@@ -148,7 +148,7 @@ async def test_three_replicas_never_place_more_than_the_capacity_while_redis_die
 
 
 async def test_replicas_share_loads_and_registrations_and_one_that_dies_loses_both() -> None:
-    async with redis_server() as redis, workers(1) as (worker,), replicas(3, redis) as routers:
+    async with RedisServer() as redis, workers(1) as (worker,), replicas(3, redis) as routers:
         first, second, third = routers
         lease = await first.stub.Register(
             router_pb2.RegisterRequest(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from baton.hashing import block_hashes, root_hash
 from baton.kv.fingerprint import Fingerprint
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_from_pb, sampling_to_pb
+from baton.rpc.ports import free_port
 from baton.testing.checkpoints import make_checkpoint
 from baton.testing.cluster import LocalCluster
 from baton.testing.equality import hf_greedy, mixed_prompts
@@ -70,9 +70,7 @@ def decoders(path: Path, kvstore: str, **changes: object) -> LocalCluster:
 
 @asynccontextmanager
 async def prefill_process(starter: WarmStarter, path: Path, *flags: str) -> AsyncIterator[tuple[str, ManagedProcess]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     args = ("--model", str(path), "--port", address.rpartition(":")[2], *ENGINE_FLAGS, *flags)
     spec = ProcessSpec("p0", "baton_prefill.main", args, address, "prefill")
     process = ManagedProcess(spec, lambda *_: None, start=starter.spawn)

@@ -18,7 +18,7 @@ from baton.api.v1 import events_pb2, kvstore_pb2
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.testing.cluster import LocalCluster
-from baton.testing.redis_server import missing_redis, redis_server
+from baton.testing.redis_server import RedisServer, missing_redis
 from baton.testing.store_process import store_processes
 from baton.types import Epoch
 from baton_kvstore.server import KVStoreServer
@@ -158,7 +158,7 @@ needs_redis = pytest.mark.skipif(missing_redis() is not None, reason=str(missing
 @needs_redis
 async def test_a_router_finds_nodes_that_register_and_forgets_those_that_die() -> None:
     async with contextlib.AsyncExitStack() as stack:
-        redis = await stack.enter_async_context(redis_server())
+        redis = await stack.enter_async_context(RedisServer())
         config = RouterConfig(
             kvstore=("discover",), redis=redis.url, redis_prefix="test", replica_name="r", reconnect_max_s=0.2
         )

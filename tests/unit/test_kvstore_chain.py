@@ -16,7 +16,7 @@ import numpy as np
 import redis as redis_client
 from tests.kvstore_tiers import needs_redis
 
-from baton.testing.redis_server import redis_server
+from baton.testing.redis_server import RedisServer
 from baton.testing.tcp_proxy import TcpProxy
 from baton.types import BlockHash
 from baton_kvstore.chain import Chain, Link
@@ -239,7 +239,7 @@ async def test_durable_is_what_the_disk_or_an_object_store_has(tmp_path: Path) -
 
 @needs_redis
 async def test_what_redis_has_no_room_for_goes_to_the_object_store(tmp_path: Path) -> None:
-    async with redis_server() as server:
+    async with RedisServer() as server:
         probe = RedisBackend(RedisOptions(server.url, "t"))
         used = await asyncio.to_thread(probe.used_bytes)
         await asyncio.to_thread(probe.close)
@@ -255,7 +255,7 @@ async def test_what_redis_has_no_room_for_goes_to_the_object_store(tmp_path: Pat
 
 @needs_redis
 async def test_what_redis_refuses_goes_to_the_object_store_unless_it_was_deleted_meanwhile(tmp_path: Path) -> None:
-    async with redis_server() as server:
+    async with RedisServer() as server:
         first, second, third = redis_tier(server.url), objects(tmp_path), objects(tmp_path, "all")
         async with chain_of(first, second, Link(third, write_all=True)) as chain:
             assert await write(chain, 1) == [True]
@@ -279,7 +279,7 @@ async def test_what_redis_refuses_goes_to_the_object_store_unless_it_was_deleted
 
 @needs_redis
 async def test_a_redis_that_is_away_is_passed_by_and_what_others_wrote_is_found(tmp_path: Path) -> None:
-    async with redis_server() as server:
+    async with RedisServer() as server:
         mine, theirs = redis_tier(server.url), redis_tier(server.url)
         async with chain_of(mine, objects(tmp_path)) as chain, chain_of(theirs) as others:
             assert await write(others, 1, 2) == [True] * 2
@@ -301,7 +301,7 @@ async def test_a_redis_that_is_away_is_passed_by_and_what_others_wrote_is_found(
 @needs_redis
 async def test_a_redis_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     """Frozen: connections stay, nothing is answered. Whoever waits is given a miss, and the event loop goes on."""
-    async with redis_server() as server:
+    async with RedisServer() as server:
         proxy = TcpProxy(server.port)
         url = f"redis://127.0.0.1:{await proxy.start()}/0"
         tier = redis_tier(url, timeout_s=0.2)

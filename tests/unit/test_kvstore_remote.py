@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster, redis_server
+from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster
 from baton.types import BlockHash
 from baton_kvstore.disk.format import Kind
 from baton_kvstore.remote.format import HEADER_BYTES, decode_block, decode_kind, encode_header
@@ -122,7 +122,7 @@ class Place:
 async def place_of(kind: str, folder: Path, servers: Sequence[RedisServer] = ()) -> AsyncIterator[Place]:
     async with contextlib.AsyncExitStack() as stack:
         if kind == "redis" and not servers:
-            servers = [await stack.enter_async_context(redis_server())]
+            servers = [await stack.enter_async_context(RedisServer())]
         place = Place(
             kind, f"memory://{folder}" if kind in ("memory", "async") else f"file://{folder}/objects", servers
         )
@@ -143,7 +143,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
         stack = contextlib.AsyncExitStack()
 
         async def start() -> dict[str, list[RedisServer]]:
-            alone = await stack.enter_async_context(redis_server())
+            alone = await stack.enter_async_context(RedisServer())
             cluster = await stack.enter_async_context(redis_cluster(tmp_path_factory.mktemp("cluster")))
             return {"redis": [alone], "redis-cluster": cluster}
 

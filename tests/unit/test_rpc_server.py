@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -23,6 +24,7 @@ from baton.errors import (
 from baton.rpc.auth import is_loopback, read_token
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import DETAILS_KEY, from_rpc_error
+from baton.rpc.ports import free_port, free_ports
 from baton.rpc.server import GrpcServer
 
 SERVICE = "baton.api.v1.RouterService"
@@ -140,11 +142,19 @@ async def test_reflection_lists_the_service(server):
 
 
 async def test_nobody_there_is_unavailable():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     assert isinstance(await call(f"127.0.0.1:{port}"), UnavailableError)
     assert not await check_health(f"127.0.0.1:{port}")
+
+
+def test_free_ports_are_none_that_a_connection_could_take():
+    ports = free_ports(50)
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len(set(ports)) == 50
+    assert max(ports) < first
+    for port in ports:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
 
 
 async def test_a_port_in_use_is_one_clear_error():

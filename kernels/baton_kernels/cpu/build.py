@@ -91,7 +91,7 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise BuildError(f"another process has been building {path.stem} for too long") from None
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)  # flock knows no deadline, and an alarm belongs to the main thread alone
         yield
 
 

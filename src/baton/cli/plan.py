@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.cli.process import ProcessSpec
 from baton.config.pipes import AUTO
 from baton.errors import ConfigError
+from baton.rpc.ports import free_ports
 
 HOST = "127.0.0.1"
 MAX_INSTANCES = 64
@@ -96,7 +96,7 @@ def make_plan(
     """
     more = extra or ExtraArgs()
     num_workers = ratio.prefill + ratio.decode
-    free = iter(_free_ports(2 * num_workers + 4))
+    free = iter(free_ports(2 * num_workers + 4))
     http = f"{HOST}:{port or next(free)}"
     grpc = f"{HOST}:{grpc_port or next(free)}"
     token = ("--token-file", token_file) if token_file else ()
@@ -134,15 +134,3 @@ def _kvstore_spec(port: int, metrics_port: int, args: Sequence[str]) -> ProcessS
     own = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", "kvstore")
     listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
     return ProcessSpec("kvstore", "baton_kvstore.main", (*own, *args), address, "kvstore", listens)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Distinct ports that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for item in sockets:
-            item.bind((HOST, 0))
-        return [item.getsockname()[1] for item in sockets]
-    finally:
-        for item in sockets:
-            item.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import importlib.util
-import socket
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from pathlib import Path
+
+from baton.rpc.ports import free_port
+from baton.testing.listening import ListeningProcess
 
 
 @functools.cache
@@ -24,66 +24,17 @@ def missing_mooncake() -> str | None:
     return None
 
 
-class MooncakeMaster:
-    """One master, on a free port of 127.0.0.1."""
-
-    def __init__(self) -> None:
-        self.port = _free_port()
-        self._process: asyncio.subprocess.Process | None = None
+class MooncakeMaster(ListeningProcess):
+    """One master."""
 
     @property
     def url(self) -> str:
         """Where it is."""
         return f"mooncake://127.0.0.1:{self.port}"
 
-    async def start(self) -> None:
-        """Start it and wait until it listens.
-
-        Raises:
-            RuntimeError: It ended instead.
-        """
+    def _command(self) -> Sequence[str]:
         spec = importlib.util.find_spec("mooncake")
         if spec is None or spec.origin is None:
             raise RuntimeError(str(missing_mooncake()))
-        flags = ("-rpc_address", "127.0.0.1", "-rpc_port", str(self.port), "-metrics_port", str(_free_port()))
-        self._process = await asyncio.create_subprocess_exec(
-            str(Path(spec.origin).with_name("mooncake_master")),
-            *flags,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        while self._process.returncode is None:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-            except ConnectionRefusedError:
-                await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=0.02)
-                continue
-            writer.close()
-            await writer.wait_closed()
-            return
-        raise RuntimeError("mooncake_master ended")
-
-    async def kill(self) -> None:
-        """End it by SIGKILL."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-            self._process = None
-
-
-@contextlib.asynccontextmanager
-async def mooncake_master() -> AsyncIterator[MooncakeMaster]:
-    """Run one for the time of a block."""
-    master = MooncakeMaster()
-    await master.start()
-    try:
-        yield master
-    finally:
-        await master.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+        flags = ("-rpc_address", "127.0.0.1", "-rpc_port", str(self.port), "-metrics_port", str(free_port()))
+        return (str(Path(spec.origin).with_name("mooncake_master")), *flags)

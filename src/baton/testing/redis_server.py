@@ -1,16 +1,17 @@
-"""A redis-server of a test's own: on a free port of 127.0.0.1, without persistence, ended by its process."""
+"""A redis-server of a test's own, without persistence."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import shutil
-import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from baton.rpc.ports import free_port
 from baton.rpc.redis_client import open_redis
+from baton.testing.listening import ListeningProcess
 
 
 def missing_redis() -> str | None:
@@ -20,66 +21,25 @@ def missing_redis() -> str | None:
     return None
 
 
-class RedisServer:
-    """One redis-server; :meth:`start` again after :meth:`kill` brings back an empty one on the same port.
+class RedisServer(ListeningProcess):
+    """One redis-server.
 
     Args:
         options: More of its command line.
     """
 
     def __init__(self, *options: str) -> None:
+        super().__init__()
         self.options = options
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
-        self._process: asyncio.subprocess.Process | None = None
 
     @property
     def url(self) -> str:
         """Where it is."""
         return f"redis://127.0.0.1:{self.port}/0"
 
-    async def start(self) -> None:
-        """Start it and wait until it listens.
-
-        Raises:
-            RuntimeError: It ended instead.
-        """
-        self._process = await asyncio.create_subprocess_exec(
-            *("redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
-            *self.options,
-            stdout=asyncio.subprocess.DEVNULL,
-            cwd="/tmp",
-        )
-        while self._process.returncode is None:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-            except ConnectionRefusedError:
-                await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=0.01)
-                continue
-            writer.close()
-            await writer.wait_closed()
-            return
-        raise RuntimeError("redis-server ended")
-
-    async def kill(self) -> None:
-        """End it by SIGKILL: everything in it is lost."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-            self._process = None
-
-
-@contextlib.asynccontextmanager
-async def redis_server() -> AsyncIterator[RedisServer]:
-    """Run one for the time of a block."""
-    server = RedisServer()
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.kill()
+    def _command(self) -> Sequence[str]:
+        where = ("--port", str(self.port), "--bind", "127.0.0.1")
+        return ("redis-server", *where, "--save", "", "--appendonly", "no", *self.options)
 
 
 _SLOTS = 16384
@@ -96,18 +56,8 @@ async def redis_cluster(folder: Path, count: int = 3) -> AsyncIterator[list[Redi
     servers = []
     for i in range(count):
         # The port of their own bus is bound to loopback with the rest; by default it is the other plus 10000.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            bus = str(free.getsockname()[1])
-        options = (
-            "--cluster-enabled",
-            "yes",
-            "--cluster-port",
-            bus,
-            "--cluster-config-file",
-            str(folder / f"{i}.conf"),
-        )
-        servers.append(RedisServer(*options))
+        options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+        servers.append(RedisServer(*options, "--cluster-config-file", str(folder / f"{i}.conf")))
     try:
         for server in servers:
             await server.start()
