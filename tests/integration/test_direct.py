@@ -25,7 +25,8 @@ from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, sign
 from baton.testing.cluster import LocalCluster
-from baton.testing.fake_worker import FakeWorker, expected_tokens
+from baton.testing.fake_tokens import expected_tokens
+from baton.testing.fake_worker import FakeWorker
 from baton.text import Tokenizer
 from baton.types import Role
 

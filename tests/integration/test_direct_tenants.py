@@ -23,7 +23,8 @@ from baton.errors import UnauthenticatedError
 from baton.rpc.channel import open_channel
 from baton.rpc.ticket import Bearer, sign
 from baton.testing.cluster import LocalCluster
-from baton.testing.fake_worker import FakeWorker, expected_tokens
+from baton.testing.fake_tokens import expected_tokens
+from baton.testing.fake_worker import FakeWorker
 from baton.types import Role
 
 NAMES = {key: f"key-{hashlib.sha256(key.encode()).hexdigest()[:8]}" for key in ("sk-one", "sk-two")}

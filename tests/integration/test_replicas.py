@@ -15,7 +15,8 @@ from tests.integration.test_router_process import Process, router
 from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
-from baton.testing.fake_worker import FakeWorker, expected_tokens
+from baton.testing.fake_tokens import expected_tokens
+from baton.testing.fake_worker import FakeWorker
 from baton.testing.redis_server import RedisServer, missing_redis
 from baton.types import Role
 

@@ -20,7 +20,8 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.convert import role_to_pb
-from baton.testing.fake_worker import FINGERPRINT, FakeWorker, expected_tokens
+from baton.testing.fake_tokens import expected_tokens
+from baton.testing.fake_worker import FINGERPRINT, FakeWorker
 from baton.testing.tcp_proxy import TcpProxy
 from baton.token_ids import token_ids
 from baton.types import FinishReason, RequestId, Role, SamplingParams

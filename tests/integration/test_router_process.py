@@ -16,7 +16,8 @@ import pytest
 from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import role_to_pb
-from baton.testing.fake_worker import FakeWorker, expected_tokens
+from baton.testing.fake_tokens import expected_tokens
+from baton.testing.fake_worker import FakeWorker
 from baton.types import Role
 from baton_router.app import listen
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.watched import PROMPT, TINY, watched_router
 
-from baton.testing.fake_worker import expected_tokens
+from baton.testing.fake_tokens import expected_tokens
 from baton.text.tokenizer import Tokenizer
 
 

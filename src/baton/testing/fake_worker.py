@@ -1,8 +1,6 @@
 """A worker without a model: the real protocol over real sockets, with tokens, events, load and faults on command.
 
-Its tokens are a function of everything that decides a real engine's next token: prompt, output so far, and the seed of
-the sequence. A router that continues a request with a token missing, repeated or out of place, or with another seed,
-gets other tokens from it; :func:`expected_tokens` says which ones are right.
+What its tokens are says :mod:`baton.testing.fake_tokens`.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import xxhash
 
 from baton.api.v1 import common_pb2, events_pb2, worker_pb2, worker_pb2_grpc
 from baton.errors import BatonError, InvalidRequestError, QueueFullError, UnavailableError
-from baton.hashing import as_token_array, block_hashes, root_hash
+from baton.hashing import block_hashes, root_hash
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
 from baton.rpc.call_stream import CallServer
@@ -28,11 +25,10 @@ from baton.rpc.many import Calls, generate_many
 from baton.rpc.server import GrpcServer
 from baton.rpc.ticket import Bearer, TicketCheck
 from baton.seeds import sequence_seed
+from baton.testing.fake_tokens import EOS, VOCAB_SIZE, next_token
 from baton.types import BlockHash, Epoch, FinishReason, Role
 
 SERVICE = "baton.api.v1.WorkerService"
-VOCAB_SIZE = 1000
-EOS = 999
 
 FINGERPRINT = Fingerprint(
     model="fake",
@@ -42,20 +38,6 @@ FINGERPRINT = Fingerprint(
     layer_shapes=(LayerShape(1, 4, 4),),
     block_bytes=128,
 )
-
-
-def next_token(prompt: Sequence[int], output: Sequence[int], seed: int) -> int:
-    """Return the token that follows; never EOS."""
-    data = as_token_array([len(prompt), *prompt, *output]).tobytes()
-    return int(xxhash.xxh3_64_intdigest(data, seed=seed % 2**64) % (VOCAB_SIZE - 1))
-
-
-def expected_tokens(prompt: Sequence[int], num_tokens: int, *, seed: int = 0, index: int = 0) -> list[int]:
-    """Return what sequence ``index`` of an uninterrupted request generates."""
-    output: list[int] = []
-    for _ in range(num_tokens):
-        output.append(next_token(prompt, output, sequence_seed(seed, index)))
-    return output
 
 
 @dataclass

@@ -203,3 +203,14 @@ async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
                 continue
         if not task.cancelled():
             task.exception()  # retrieved: whoever waited tells the story
+
+
+async def run_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BatonError]:
+    """Run calls at the same time. When this returns or raises, all have ended; other errors than Baton's are raised."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[T | BatonError] = []
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, BatonError):
+            raise answer
+        found.append(answer)
+    return found
