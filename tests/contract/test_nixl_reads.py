@@ -12,9 +12,12 @@ from tests.transport_rig import Rig, soon
 from baton.errors import PipeClosedError
 from baton.transport.block_types import BlockReads
 from baton.transport.handshake import Facts
+from baton.transport.pipe import nixl_read
+from baton.transport.pipe.base import FollowingReadPipe, LayerRead
 from baton.transport.pipe.nixl_agent import NixlAgent
 from baton.transport.pipe.tcp_read import dial_reader
 from baton.transport.read_wire import pack_request
+from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait
 from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_control, recv_header
 
@@ -70,7 +73,15 @@ def test_arenas_that_are_elsewhere_than_described_cannot_be_read(rig: Rig, monke
     assert rig.same([1], [2])
 
 
-@pytest.mark.parametrize("instead", [b"garbage, and no frame of ours", pack_header(FrameKind.READ, 8) + b"\0" * 8, b""])
+@pytest.mark.parametrize(
+    "instead",
+    [
+        b"garbage, and no frame of ours",
+        pack_header(FrameKind.READ, 8) + b"\0" * 8,
+        pack_header(FrameKind.WAIT, 4) + b"\0" * 4,
+        b"",
+    ],
+)
 def test_a_reader_who_does_not_say_it_is_done_loses_its_connection_alone(rig: Rig, instead: bytes) -> None:
     source = rig.server.source
     facts = Facts(source.epoch, source.fingerprint, source.num_blocks)
@@ -86,6 +97,95 @@ def test_a_reader_who_does_not_say_it_is_done_loses_its_connection_alone(rig: Ri
             recv_header(stream, {FrameKind.BLOCKS: 1}, Wait(soon()))
     stream.close()
     assert rig.fetch([1], [2]).valid.all()
+
+
+def followed(rig: Rig, layers: int) -> LayerRead:
+    """Ten blocks of the rig's, cut into so many layers, the first of which is there at 1."""
+    ids, size = np.arange(10), rig.target.block_bytes // layers
+    segments = np.array([[layer * size, layer * size, size] for layer in range(layers)])
+    steps = np.array([[layer + 1, 1] for layer in range(layers)])
+    generations = rig.source_arena.generations[ids]
+    return LayerRead(BlockReads(ids, generations, ids, segments, 0, steps), rig.target.blocks)
+
+
+def test_layers_that_are_there_are_read_at_once_and_the_next_are_asked_for_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.fetch([1], [1])
+    pipe = next(iter(rig.fetcher._links._links.values())).pipe
+    assert isinstance(pipe, FollowingReadPipe)
+    progress, rows, asked = rig.source_arena.progress, list[int](), list[int]()
+    real_read, real_ask = NixlAgent.read, nixl_read.ask_progress
+
+    def read(agent: NixlAgent, peer: str, where: Any, *args: Any) -> None:
+        rows.append(int(where[0][:, 1].sum()))
+        assert asked[-1] == 4  # for what the source computes while we read
+        real_read(agent, peer, where, *args)
+        progress.advance(8)
+
+    def ask(stream: Stream, value: int, wait: Wait) -> None:
+        asked.append(value)
+        real_ask(stream, value, wait)
+
+    monkeypatch.setattr(NixlAgent, "read", read)
+    monkeypatch.setattr(nixl_read, "ask_progress", ask)
+    progress.advance(3)
+    (valid,), waited_s = pipe.follow([followed(rig, 8)], Wait(soon()))
+    assert valid.all()
+    assert waited_s >= 0
+    size = rig.target.block_bytes // 8 * 10
+    assert (rows, asked) == ([3 * size, 5 * size], [1, 4])
+    assert rig.same(np.arange(10), np.arange(10))
+
+
+def test_blocks_that_are_stale_from_the_start_are_not_waited_for(rig: Rig) -> None:
+    rig.fetch([1], [1])
+    pipe = next(iter(rig.fetcher._links._links.values())).pipe
+    assert isinstance(pipe, FollowingReadPipe)
+    each = followed(rig, 8)
+    rig.source_arena.generations[:10] += np.uint64(1)
+    (valid,), _ = pipe.follow([each], Wait(soon()))
+    assert not valid.any()
+
+
+def test_the_owner_drives_its_agent_while_a_reader_waits_for_layers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.fetch([1], [1])
+    pipe = next(iter(rig.fetcher._links._links.values())).pipe
+    assert isinstance(pipe, FollowingReadPipe)
+    source = rig.server._nixl
+    assert source is not None
+    calls, progress = [0], rig.source_arena.progress
+    real = source._agent.progress
+
+    def drive() -> None:
+        calls[0] += 1
+        if calls[0] == 20:  # the last layers come when the owner has driven its agent for a while
+            progress.advance(8)
+        real()
+
+    monkeypatch.setattr(source._agent, "progress", drive)
+    progress.advance(1)
+    (valid,), waited_s = pipe.follow([followed(rig, 8)], Wait(soon()))
+    assert valid.all()
+    assert waited_s > 0
+    assert rig.same(np.arange(10), np.arange(10))
+
+
+def test_connections_take_turns_at_several_agents() -> None:
+    targets = nixl_read.NixlTargets()
+    first = [targets.agent("127.0.0.1") for _ in range(nixl_read.AGENTS)]
+    assert len(set(first)) == nixl_read.AGENTS
+    assert [targets.agent("127.0.0.1") for _ in range(nixl_read.AGENTS)] == first
+    blocks = np.zeros((4, 4096), np.uint8)
+    regions = [targets.region(agent, blocks) for agent in first]
+    assert [targets.region(agent, blocks) for agent in first] == regions  # registered once each
+    assert regions[0] is not regions[1]
+    first[0].close()
+    again = {targets.agent("127.0.0.1") for _ in range(nixl_read.AGENTS)}
+    assert first[0] not in again
+    assert first[1] in again
+    targets.close()
+    assert all(agent.closed for agent in again)
 
 
 def test_an_agent_that_ends_is_replaced(rig: Rig) -> None:

@@ -230,7 +230,7 @@ class LayerRead:
 
 
 class FollowingReadPipe(ReadPipe):
-    """A pipe whose source waits for its own computation and sends each layer as soon as it is there, unasked."""
+    """A pipe that takes one request for all layers of what is being computed, and reads each as soon as it is there."""
 
     @abstractmethod
     def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:

@@ -2,8 +2,9 @@
 
 A connection beside it carries the handshake, what NIXL must know of the arenas, and per read::
 
-    READ       as over TCP, without checksums
+    READ       as over TCP, without steps and checksums
     BLOCKS     sent: bitmap (which blocks had the generation asked for; these may be read now)
+    WAIT, PROGRESS  as over TCP, any number of times: a reader of what is being computed asks for its next layers
     READ_DONE  (empty) the reader has them
     BLOCKS     unchanged: bitmap
 
@@ -13,23 +14,26 @@ no one-sided reads of its own (sockets), and to get two agents acquainted. Other
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from baton.errors import InvalidRequestError
+from baton.kv.reshard import merge_segments
 from baton.kv.shards import KVShards
-from baton.transport.block_types import BlockReads, Bytes, Valid, current
+from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
 from baton.transport.copying import BATCH_BYTES, fence, merge_runs
 from baton.transport.handshake import Facts
+from baton.transport.pipe.base import FollowingReadPipe, LayerRead
 from baton.transport.pipe.nixl import parse_metadata
 from baton.transport.pipe.nixl_agent import NixlAgent, Region, Rows, attend
-from baton.transport.pipe.pool import PooledReadPipe
-from baton.transport.pipe.read_server import ServeLimits, serve_reads
+from baton.transport.pipe.pool import WORD, PooledReadPipe, ask_progress, hear_progress
+from baton.transport.pipe.read_server import ServeLimits, send_progress, serve_reads
 from baton.transport.pipe.tcp_read import dial_reader
 from baton.transport.read_wire import pack_bits, pack_request, unpack_bits
 from baton.transport.sockets import Stream
@@ -38,6 +42,9 @@ from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_con
 
 BATCH_ROWS = 16_384
 """Rows of one NIXL request at most."""
+AGENTS = 2
+"""Agents of a process that reads: as many reads move bytes at once. Two fill the memory bus of a small machine, and
+each costs 30 ms to make after the first, and a registration of the arenas."""
 _MAX_RANKS = 1024
 
 
@@ -61,52 +68,57 @@ class NixlConnection:
 
 
 class NixlTargets:
-    """The registered arenas that a process reads into, and its agent; made for the first connection, thread safe."""
+    """The registered arenas that a process reads into, and its agents; made for the first connections, thread safe.
+
+    An agent moves one reader's bytes at a time: between processes UCX copies in the thread that asks. So there are
+    several, and connections take them in turn.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._agent: NixlAgent | None = None
-        self._regions: dict[tuple[int, int], Region] = {}
+        self._agents: list[NixlAgent] = []
+        self._regions: dict[tuple[NixlAgent, int, int], Region] = {}
 
     def agent(self, host: str) -> NixlAgent:
-        """Return the agent; a new one, for this address of this machine, if the last had to be given up.
+        """Return the agent for a new connection; a new one, for this address of this machine, if there are few.
 
         Raises:
             ConfigError: NIXL cannot work here; says why.
         """
         with self._lock:
-            if self._agent is None or self._agent.closed:
-                self._regions = {}
-                self._agent = NixlAgent(host)
-            return self._agent
+            self._agents = [agent for agent in self._agents if not agent.closed]  # others had to be given up
+            self._regions = {key: region for key, region in self._regions.items() if not key[0].closed}
+            agent = self._agents.pop(0) if len(self._agents) >= AGENTS else NixlAgent(host)
+            self._agents.append(agent)
+            return agent
 
     def region(self, agent: NixlAgent, blocks: Bytes) -> Region:
-        """Return the registration of an arena's blocks."""
-        key = (int(blocks.ctypes.data), blocks.nbytes)
+        """Return an agent's registration of an arena's blocks."""
+        key = (agent, int(blocks.ctypes.data), blocks.nbytes)
         with self._lock:
-            region = self._regions.get(key) if agent is self._agent else None
+            region = self._regions.get(key)
             if region is None:
                 region = agent.register(blocks.reshape(-1))
-                if agent is self._agent:
+                if agent in self._agents:
                     self._regions[key] = region
             return region
 
     def close(self) -> None:
-        """End the agent."""
+        """End the agents."""
         with self._lock:
-            agent, self._agent, self._regions = self._agent, None, {}
-        if agent is not None:
+            agents, self._agents, self._regions = self._agents, [], {}
+        for agent in agents:
             agent.close()
 
 
-class NixlReadPipe(PooledReadPipe[NixlConnection]):
+class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
     """Reads a peer's blocks one-sided.
 
     Args:
         address: Where the block server listens.
         facts: What this side expects of the server.
         token: Shared token.
-        targets: This process's agent and arenas; outlive the pipe.
+        targets: This process's agents and arenas; outlive the pipe.
         max_connections: Connections at once; further reads wait for one.
     """
 
@@ -144,22 +156,52 @@ class NixlReadPipe(PooledReadPipe[NixlConnection]):
 
     def request(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
-        stream, agent, count = connection.stream, connection.agent, len(reads)
-        payload = pack_request(reads, checksums=False)
-        stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
-        sent = _recv_bits(stream, count, wait)
-        if reads.source_shard >= len(connection.bases):
-            raise BadFrameError("the peer lets a rank be read that it did not describe")
-        region = self._targets.region(agent, local)
+        sent = _ask(connection, reads, wait)
+        self._fetch(connection, reads if sent.all() else reads.take(sent), local, wait)
+        return sent & _finish(connection, len(reads), wait)
+
+    def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Read layers as they are computed, those that are there by now at once; see the class above."""
+        most = max((len(each.reads) for each in reads), default=0)
+        if most > MAX_BLOCKS_PER_READ:
+            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
+        connection = self._take(wait)
+        source = _Computation(connection.stream, wait)
         try:
-            good = reads if sent.all() else reads.take(sent)
-            for rows in _batches(good, local, connection.bases[reads.source_shard]):
-                agent.read(connection.peer, rows, region, stream, wait)
+            valid = [self._follow(connection, each.reads, each.local, source, wait) for each in reads]
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._give(connection)
+        return valid, source.waited_s
+
+    def _follow(
+        self, connection: NixlConnection, reads: BlockReads, local: Bytes, source: _Computation, wait: Wait
+    ) -> Valid:
+        sent = _ask(connection, dataclasses.replace(reads, steps=None), wait)
+        good = reads if sent.all() else reads.take(sent)
+        steps = good.segments_by_step(local.shape[1]) if len(good) else []
+        if steps:
+            source.ask(steps[0][0])
+        while steps:
+            now = source.hear()
+            there = sum(ready <= now for ready, _ in steps)
+            some, steps = steps[:there], steps[there:]
+            if steps:
+                source.ask(steps[0][0])  # its answer comes meanwhile
+            segments = merge_segments(np.concatenate([each for _, each in some]))
+            self._fetch(connection, dataclasses.replace(good, segments=segments, steps=None), local, wait)
+        return sent & _finish(connection, len(reads), wait)
+
+    def _fetch(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> None:
+        """Copy blocks that the peer lets be read."""
+        agent, region = connection.agent, self._targets.region(connection.agent, local)
+        try:
+            for rows in _batches(reads, local, connection.bases[reads.source_shard]):
+                agent.read(connection.peer, rows, region, connection.stream, wait)
         finally:
             if region.stuck:  # only the agent's end keeps it from writing into the blocks one day
                 agent.close()
-        stream.send_all([pack_header(FrameKind.READ_DONE, 0)], wait, "reading blocks")
-        return sent & _recv_bits(stream, count, wait)
 
     def close(self) -> None:
         """Close every connection and let go of the peer's agent."""
@@ -224,11 +266,60 @@ class NixlSource:
     def _let_read(self, stream: Stream, reads: BlockReads, limits: ServeLimits) -> None:
         before = current(self._shards.primary, reads)
         _send_bits(stream, before, limits)
-        # The reader has a deadline of its own, and its connection ends with it.
-        attend(self._agent, stream, Wait(time.monotonic() + limits.idle_s), "letting blocks be read")
-        recv_header(stream, {FrameKind.READ_DONE: 0}, Wait(time.monotonic() + limits.frame_s))
+        while True:
+            # The reader has a deadline of its own, and its connection ends with it.
+            attend(self._agent, stream, Wait(time.monotonic() + limits.idle_s), "letting blocks be read")
+            wait = Wait(time.monotonic() + limits.frame_s)
+            kind, length = recv_header(stream, {FrameKind.READ_DONE: 0, FrameKind.WAIT: WORD.size}, wait)
+            if kind is FrameKind.READ_DONE:
+                break
+            payload = stream.recv_exact(length, wait, "reading a request")
+            send_progress(stream, self._shards, payload, limits, meanwhile=self._agent.progress)
         fence()
         _send_bits(stream, before & current(self._shards.primary, reads), limits)
+
+
+class _Computation:
+    """The source's computation, as a reader hears of it.
+
+    Attributes:
+        waited_s: Seconds that passed in waiting for it.
+    """
+
+    def __init__(self, stream: Stream, wait: Wait) -> None:
+        self._stream, self._wait = stream, wait
+        self._now, self._asked = 0, False
+        self.waited_s = 0.0
+
+    def ask(self, value: int) -> None:
+        """Ask to be told when it has come so far."""
+        self._asked = self._now < value
+        if self._asked:
+            ask_progress(self._stream, value, self._wait)
+
+    def hear(self) -> int:
+        """Wait until it has come as far as was asked; returns how far it is."""
+        if self._asked:
+            start = time.perf_counter()
+            self._now = hear_progress(self._stream, self._wait)
+            self.waited_s += time.perf_counter() - start
+        return self._now
+
+
+def _ask(connection: NixlConnection, reads: BlockReads, wait: Wait) -> Valid:
+    """Ask for blocks; returns which may be read until :func:`_finish`."""
+    stream, payload = connection.stream, pack_request(reads, checksums=False)
+    stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
+    sent = _recv_bits(stream, len(reads), wait)
+    if reads.source_shard >= len(connection.bases):
+        raise BadFrameError("the peer lets a rank be read that it did not describe")
+    return sent
+
+
+def _finish(connection: NixlConnection, count: int, wait: Wait) -> Valid:
+    """Say that all has been read; returns which blocks were the same until then."""
+    connection.stream.send_all([pack_header(FrameKind.READ_DONE, 0)], wait, "reading blocks")
+    return _recv_bits(connection.stream, count, wait)
 
 
 def _batches(reads: BlockReads, local: Bytes, base: tuple[int, int]) -> Iterator[tuple[Rows, Rows]]:
@@ -248,7 +339,7 @@ def _batches(reads: BlockReads, local: Bytes, base: tuple[int, int]) -> Iterator
     to, source, sizes = _cut(to, source, sizes)
     if len(sizes) == 0:
         return
-    batch = np.cumsum(sizes) // BATCH_BYTES
+    batch = (np.cumsum(sizes) - sizes) // BATCH_BYTES
     edges = np.union1d(np.flatnonzero(np.diff(batch)) + 1, np.arange(0, len(sizes), BATCH_ROWS)).astype(np.int64)
     for first, end in zip(edges.tolist(), [*edges[1:].tolist(), len(sizes)], strict=True):
         part = slice(first, end)

@@ -94,18 +94,13 @@ class PooledReadPipe(ReadPipe, Generic[C]):
         """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
         connection = self._take(wait)
         try:
-            stream = connection.stream
-            stream.send_all([pack_header(FrameKind.WAIT, WORD.size), WORD.pack(value)], wait, "asking for progress")
-            _, length = recv_header(stream, {FrameKind.PROGRESS: WORD.size}, wait)
-            (now,) = WORD.unpack(stream.recv_exact(length, wait, "waiting for progress"))
-        except struct.error as error:
-            self._drop(connection)
-            raise BadFrameError("a PROGRESS frame has another length") from error
+            ask_progress(connection.stream, value, wait)
+            now = hear_progress(connection.stream, wait)
         except BaseException:
             self._drop(connection)
             raise
         self._give(connection)
-        return int(now)
+        return now
 
     def alive(self) -> bool:
         """Whether any connection is known to live; never blocks."""
@@ -168,3 +163,29 @@ class PooledReadPipe(ReadPipe, Generic[C]):
         with self._changed:
             self._open.discard(connection)
             self._changed.notify()
+
+
+def ask_progress(stream: Stream, value: int, wait: Wait) -> None:
+    """Ask a block server to say when its computation has come so far; see :func:`hear_progress`.
+
+    Raises:
+        BadFrameError: The value is no progress at all.
+        PipeClosedError, DeadlineError, CancelledError: As their names say.
+    """
+    if not 0 <= value < 1 << 64:
+        raise BadFrameError(f"a progress of {value} cannot be reached", field="ready")
+    stream.send_all([pack_header(FrameKind.WAIT, WORD.size), WORD.pack(value)], wait, "asking for progress")
+
+
+def hear_progress(stream: Stream, wait: Wait) -> int:
+    """Wait for the answer to :func:`ask_progress`; returns how far the computation is.
+
+    Raises:
+        BadFrameError: The answer is malformed.
+        PipeClosedError, DeadlineError, CancelledError: As their names say.
+    """
+    _, length = recv_header(stream, {FrameKind.PROGRESS: WORD.size}, wait)
+    if length != WORD.size:
+        raise BadFrameError("a PROGRESS frame has another length")
+    (now,) = WORD.unpack(stream.recv_exact(length, wait, "waiting for progress"))
+    return int(now)

@@ -7,6 +7,7 @@ No byte is copied in Python: ``sendmsg`` takes views of the arena. Requests and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_hea
 
 _UNDER_WAY_BYTES = 1 << 20
 _LEAST_UNDER_WAY_BYTES = 64 << 10
+_SHORT_TICK_S, _SHORT_TICKS = 1e-3, 64
+"""Pause between two calls while a computation is waited for, so many times; afterwards a tick, which keeps a slow
+medium's buffers full."""
 _UNPACED = b"reno"
 """Congestion control that every Linux has and lets everybody choose."""
 
@@ -89,7 +93,7 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
         kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: WORD.size}, wait)
         payload = stream.recv_exact(length, wait, "reading a request")
         if kind is FrameKind.WAIT:
-            _send_progress(stream, shards, payload, limits)
+            send_progress(stream, shards, payload, limits)
             continue
         reads, checksums, streams = parse_request(payload)
         try:
@@ -124,18 +128,42 @@ def _suit_to_host(stream: Stream, streams: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
 
 
-def _send_progress(stream: Stream, shards: KVShards, payload: bytearray, limits: ServeLimits) -> None:
+def send_progress(
+    stream: Stream,
+    shards: KVShards,
+    payload: bytearray,
+    limits: ServeLimits,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Answer a WAIT frame: wait for the computation and say how far it is.
+
+    Args:
+        stream: Where the frame came from.
+        shards: Whose progress is meant.
+        payload: Of the frame.
+        limits: Patience.
+        meanwhile: Called while it waits, often at first and seldom in the long run.
+
+    Raises:
+        BatonError: Why the connection should end.
+    """
     if len(payload) != WORD.size:
         raise BadFrameError(f"a WAIT frame has {len(payload)} bytes")
-    now = _await_progress(stream, shards, WORD.unpack(payload)[0], limits)
+    now = _await_progress(stream, shards, WORD.unpack(payload)[0], limits, meanwhile)
     send = Wait(time.monotonic() + limits.frame_s)
     stream.send_all([pack_header(FrameKind.PROGRESS, WORD.size), WORD.pack(now)], send, "sending progress")
 
 
-def _await_progress(stream: Stream, shards: KVShards, value: int, limits: ServeLimits) -> int:
+def _await_progress(
+    stream: Stream, shards: KVShards, value: int, limits: ServeLimits, meanwhile: Callable[[], None] | None = None
+) -> int:
     """Wait for the computation; returns how far it is."""
     progress, wait = shards.primary.progress, Wait(time.monotonic() + limits.frame_s)
-    while (now := progress.wait(value, TICK_S)) < value:
+    ticks = itertools.chain(itertools.repeat(_SHORT_TICK_S, _SHORT_TICKS if meanwhile else 0), itertools.repeat(TICK_S))
+    while (now := progress.wait(value, next(ticks))) < value:
+        if meanwhile is not None:
+            meanwhile()
         if stream.hung_up():
             raise PipeClosedError("the reader left while it waited")
         wait.check("waiting for the computation")
