@@ -12,7 +12,9 @@ import pytest
 
 from baton.testing.warm import WarmStarter
 
-hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes is the machine's business
+# How long an example takes, and how long it takes to make one, is the machine's business.
+CALM = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=CALM)
 hypothesis.settings.load_profile("tests")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

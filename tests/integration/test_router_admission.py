@@ -306,7 +306,7 @@ def assert_nothing_waits(router: Router) -> None:
     admission = router.dispatcher.admission
     assert len(admission.queue) == 0
     assert admission._ticker is None
-    assert admission._in_flight == pytest.approx(0)
+    assert admission._in_flight == 0, "not even what rounding leaves over"
     assert (admission._room._due_sequences, admission._room._due_tokens) == (0, 0)
 
 
@@ -320,6 +320,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_cancelled_at_any_moment_nothing_is_left(world: World, seed: int) -> None:
     decodes = await world.decodes(2)
     router = await world.cluster([], decodes, instance_slots=2)
+    router.dispatcher._placer._speeds.output.add(0.0, 2.1, 0.0)  # so that estimates are no whole numbers
     tasks = [asyncio.create_task(run(router, make_request(f"r{i}", max_tokens=3 + i % 5))) for i in range(60)]
     for i, task in enumerate(tasks):
         for _ in range((7 * i + seed) % 5):

@@ -102,7 +102,7 @@ class Admission:
         self.metrics = AdmissionMetrics(registry, self.queue, self.rate)
         self._tenants = TenantLimits(now)
         self._numbers = count()
-        self._in_flight = 0.0
+        self._in_flight, self._num_in_flight = 0.0, 0
         self._ticker: asyncio.TimerHandle | None = None
         self._closed = False
         self._none_since: float | None = None
@@ -161,7 +161,9 @@ class Admission:
         """Give a ticket back."""
         if ticket.account is not None:
             self._tenants.end(ticket.account)
-        self._in_flight -= ticket.cost
+        self._num_in_flight -= 1
+        # Estimates are no whole numbers: what their sums leave over must not look like work.
+        self._in_flight = self._in_flight - ticket.cost if self._num_in_flight else 0.0
         self._room.give_back(ticket.sequences, ticket.tokens)
         self._drain.served(ticket.cost, self._now() - ticket.started)
         if len(self.queue):
@@ -185,6 +187,7 @@ class Admission:
 
     def _let_in(self, request: RoutedRequest, cost: float, waited_s: float = 0.0) -> Ticket:
         self._in_flight += cost
+        self._num_in_flight += 1
         return Ticket(cost, request.sampling.n, len(request.prompt_token_ids), self._now(), waited_s)
 
     async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
