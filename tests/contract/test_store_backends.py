@@ -25,7 +25,7 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
 from baton.kv.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
-from baton.rpc.redis_client import open_redis
+from baton.rpc.redis_client import open_redis, store_node_key
 from baton.testing.mooncake import MooncakeMaster, missing_mooncake
 from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster
 from baton.testing.store_process import store_processes
@@ -608,6 +608,17 @@ async def test_no_lease_is_held_while_another_node_is_waited_for(stack: AsyncExi
     await rig.check()
 
 
+async def registered(redis: RedisServer, name: str) -> None:
+    """Wait for a node's registration, which it makes in the background."""
+    client = open_redis(redis.url, timeout_s=WAIT_S)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not await client.exists(store_node_key("test", name)):
+                await asyncio.sleep(0.005)
+    finally:
+        await client.aclose()
+
+
 @needs_redis
 async def test_nodes_that_register_themselves_are_found_and_forgotten(stack: AsyncExitStack) -> None:
     redis = await stack.enter_async_context(RedisServer())
@@ -616,6 +627,9 @@ async def test_nodes_that_register_themselves_are_found_and_forgotten(stack: Asy
     rig.nodes = [await rig.node(instance_id="a", **names)]
     options = {"address": "discover", "discovery": (redis.url, "test")}
     client = await rig.client(**options)
+    shift = 0.0
+    client.backend._membership._now = lambda: time.monotonic() + shift
+    await registered(redis, "a")
     assert (await client.put(chain()))[0] == CHAIN
     # One comes: what it should have is read from where it lay, and moves.
     rig.nodes.append(await rig.node(instance_id="b", **names))
@@ -623,6 +637,7 @@ async def test_nodes_that_register_themselves_are_found_and_forgotten(stack: Asy
     assert (await client.get(chain())).num_blocks == CHAIN
     # Redis goes and comes back empty: nobody is forgotten, and new clients find everybody again.
     await redis.kill()
+    shift = 60.0  # for longer than a lease
     assert (await client.get(chain())).num_blocks == CHAIN
     stranger = await rig.client(**options)
     with pytest.raises(UnavailableError):
@@ -630,10 +645,10 @@ async def test_nodes_that_register_themselves_are_found_and_forgotten(stack: Asy
     await redis.start()
 
     def again() -> bool:
+        assert client.use.nodes == 2
         return stranger.use.nodes == 2
 
     await eventually(again)
-    assert client.use.nodes == 2
     # One leaves, and says so.
     await rig.nodes.pop().stop()
     await eventually(lambda: client.use.nodes == 1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.rpc.redis_client import instance_key, open_redis
+from baton.rpc.redis_client import end_task, instance_key, open_redis
 from baton.testing.fake_worker import FakeWorker
 from baton.testing.redis_server import RedisServer, missing_redis
 from baton.types import InstanceId, Role
@@ -89,26 +89,27 @@ async def test_instances_are_found_through_redis_and_kept_while_it_is_away(world
         world.stack.push_async_callback(registration.stop)
         registrations.append(registration)
     await until(lambda: names(registry) == {"d0"} and names(registry, Role.PREFILL) == {"p0"})
-    client = open_redis(redis.url)
+    client = open_redis(redis.url, timeout_s=20)
     world.stack.push_async_callback(client.aclose)
     await client.set(instance_key("baton", "bad"), b'{"address": "nowhere", "role": "decode"}')
 
     await redis.kill()
     assert len(known(registry)) == 2
+    world.clock[0] += 50  # longer than a lease
     await redis.start()  # empty
-    world.clock[0] += 5
 
     async def registered() -> bool:
         return bool(await client.exists(*(instance_key("baton", x.instance_id) for x in workers)) == 2)
 
     async with asyncio.timeout(20):
         while not await registered():
+            assert len(known(registry)) == 2
             await asyncio.sleep(0.02)
     assert len(known(registry)) == 2
     await registrations[1].stop()
     await until(lambda: known(registry) == {workers[0].address})
+    await end_task(registrations[0]._task)
     await client.delete(instance_key("baton", "d0"))  # as if its time had ended: it may still come back
-    registrations[0]._task.cancel()
     world.clock[0] += 6
     await client.xadd("baton:instances", {"what": "came", "instance": "x"})
     assert known(registry) == {workers[0].address}

@@ -66,8 +66,9 @@ class RedisDiscovery:
             try:
                 latest: Any = await self._redis.xrevrange(news_key(self._prefix), count=1)
                 self._position = latest[0][0] if latest else "0-0"
+                self._since = self._now()  # before the look: while Redis was away no key counts as missing
                 await self._look()
-                self._since, away = self._now(), False
+                away = False
                 backoff.reset()
                 while True:
                     await self._wait_for_news()

@@ -82,8 +82,9 @@ class RedisMembership:
             try:
                 latest: Any = await self._redis.xrevrange(store_news_key(self._prefix), count=1)
                 self._position = latest[0][0] if latest else "0-0"
+                self._since = self._now()  # before the look: while Redis was away no key counts as missing
                 await self._look(nodes)
-                self._since, away = self._now(), False
+                away = False
                 while True:
                     if await self._news() or self._now() >= self._next_look:
                         await self._look(nodes)
