@@ -60,8 +60,8 @@ class ScriptedRun:
     def _close(self, *, early: bool) -> None:
         if self._open:
             self._open = False
-            self._dispatcher.open_streams -= 1
             self._dispatcher.closed_early += early
+            self._dispatcher.open_streams -= 1  # last: it is what threads of tests wait for
             self._dispatcher.changed.set()
 
     def cancel(self) -> None:

@@ -243,9 +243,10 @@ async def test_a_cancelled_task_cancels_the_request() -> None:
 
 async def test_the_deadline_holds_and_reaches_the_server(both: Both) -> None:
     async with router() as (servicer, address), both.connect(address) as client:
+        await client.call("models")  # is connected now
         servicer.script = endless
         with pytest.raises(DeadlineError):
-            await client.call("generate", "hi", timeout=0.3)
+            await client.call("generate", "hi", timeout=1.0)
         await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
 
 

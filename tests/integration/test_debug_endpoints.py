@@ -78,7 +78,7 @@ async def test_what_was_refused_is_remembered_too(watched: Watched) -> None:
 
 async def test_index_tells_how_far_it_can_be_trusted(watched: Watched) -> None:
     await watched.complete("one")
-    decode = next(x for x in watched.workers[1:] if x.state.finished)
+    decode = next(x for x in watched.workers[1:] if x.state.requests)
     instance = next(x for x in watched.app.registry.instances() if x.instance_id == decode.instance_id)
     await watched.until(lambda: instance.feed.num_blocks == 2)
     seen = await watched.get("/debug/index")
@@ -113,7 +113,7 @@ async def test_nothing_secret_is_shown(watched: Watched) -> None:
 @pytest.mark.parametrize("path", ["/debug/decisions", "/debug/decisions/one", "/debug/index", "/debug/console"])
 async def test_data_want_a_key(watched: Watched, path: str) -> None:
     await watched.complete("one")
-    async with httpx.AsyncClient(base_url=watched.url) as stranger:
+    async with httpx.AsyncClient(base_url=watched.url, timeout=20) as stranger:
         assert (await stranger.get(path)).status_code == 401
     answer = await watched.http.get(path)
     assert answer.headers["cache-control"] == "no-store"
@@ -126,7 +126,7 @@ async def test_limits_are_checked(watched: Watched, limit: str) -> None:
 
 
 async def test_the_page_is_open_and_strict(watched: Watched) -> None:
-    async with httpx.AsyncClient(base_url=watched.url) as stranger:
+    async with httpx.AsyncClient(base_url=watched.url, timeout=20) as stranger:
         page = await stranger.get("/console")
         assert page.status_code == 200
         policy = page.headers["content-security-policy"]

@@ -60,7 +60,7 @@ class Router:
         return self.metrics.registry.get_sample_value("baton_router_" + name, labels) or 0.0
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not condition():
                 await self.registry.wait_changed(0.005)
 
@@ -126,7 +126,7 @@ class World:
             "probe_interval_s": 0.1,
             "probe_timeout_s": 2.0,
             "reconnect_max_s": 0.2,
-            "no_instance_wait_s": 5.0,
+            "no_instance_wait_s": 20.0,
             "request_timeout_s": 30.0,
         }
         config = RouterConfig(**{**defaults, **options})  # type: ignore[arg-type]
@@ -348,6 +348,7 @@ async def test_two_instances_die_one_after_the_other(world: World) -> None:
         await read(stream, answer, stop_at)
         victim = next(w for w in decodes if w.state.running)
         await victim.stop()
+        await victim.wait_until(lambda victim=victim: not victim.state.running)  # type: ignore[misc]
     for worker in decodes:
         worker.state.pause_after = None
         worker.changed()
@@ -406,7 +407,7 @@ async def test_a_hung_instance_is_found_out_by_probes(world: World) -> None:
     decodes = await world.decodes(2)
     proxies = {w.instance_id: await world.proxy(w) for w in decodes}
     router = await world.router(
-        decode=tuple(f"127.0.0.1:{p.port}" for p in proxies.values()), probe_timeout_s=0.2, probe_failures=2
+        decode=tuple(f"127.0.0.1:{p.port}" for p in proxies.values()), probe_timeout_s=0.5, probe_failures=2
     )
     await router.ready(*decodes)
     for worker in decodes:
@@ -460,10 +461,9 @@ async def test_a_request_that_fails_everywhere_ends_with_its_error(world: World)
     router = await world.cluster([], decodes)
     for worker in decodes:
         worker.state.abort_all = InternalError("poisoned")
-    began = time.monotonic()
-    with pytest.raises(InternalError, match="poisoned"):
-        await run(router, make_request())
-    assert time.monotonic() - began < 4.0, "it waited although nobody new could come"
+    async with asyncio.timeout(15):  # it does not wait for others: nobody new could come
+        with pytest.raises(InternalError, match="poisoned"):
+            await run(router, make_request())
     assert [len(w.state.requests) for w in decodes] == [1, 1]
     assert router.metric("request_failures_total", code="internal") == 1
     router.assert_nothing_held()
@@ -540,7 +540,7 @@ async def test_closing_the_stream_cancels_at_once(world: World, n: int) -> None:
     assert router.instance(decode).load.requests == n
     await stream.aclose()
     router.assert_nothing_held()
-    await decode.wait_until(lambda: decode.state.cancelled == ["r"], timeout_s=1.0)
+    await decode.wait_until(lambda: decode.state.cancelled == ["r"])
     assert router.metric("streams_closed_early_total") == 1
 
 
@@ -557,7 +557,7 @@ async def test_closing_a_migrated_stream_of_many_cancels_all(world: World) -> No
     answer.add(await anext(stream))
     await other.wait_until(lambda: len(other.state.running) == 3)
     await stream.aclose()
-    await other.wait_until(lambda: len(other.state.cancelled) == 3, timeout_s=1.0)
+    await other.wait_until(lambda: len(other.state.cancelled) == 3)
     router.assert_nothing_held()
 
 
@@ -570,7 +570,7 @@ async def test_cancelling_the_reader_cancels_the_call(world: World) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await decode.wait_until(lambda: decode.state.cancelled == ["r"], timeout_s=1.0)
+    await decode.wait_until(lambda: decode.state.cancelled == ["r"])
     await router.until(lambda: router.dispatcher.num_in_flight == 0)
     router.assert_nothing_held()
 
@@ -649,12 +649,14 @@ async def test_lease(world: World) -> None:
 
 async def test_nobody_loses_a_lease_for_a_standstill_of_the_router(world: World) -> None:
     (decode,) = await world.decodes(1)
-    router = await world.router(lease_ttl_s=0.8, clock=time.monotonic)
+    router = await world.router(lease_ttl_s=0.8)
     router.registry.register(registration(decode))
     await router.ready(decode)
     time.sleep(1.5)  # noqa: ASYNC251 - nothing of this process runs, as after SIGSTOP or under far too much load
-    await asyncio.sleep(0.4)
+    router.clock.now += 1.2
+    await asyncio.sleep(0.4)  # it looks for leases that have ended, and would end this one
     assert router.registry.ready(Role.DECODE)
+    router.clock.now += 1000
     await router.until(lambda: router.registry.instances() == [])  # and the lease still ends
 
 
@@ -680,7 +682,7 @@ async def test_a_running_request_outlives_its_instances_registration(world: Worl
 async def test_an_instance_that_left_and_hangs_keeps_no_request(world: World, expires: bool) -> None:
     """Leases may run out before enough probes are missed; nobody probed the instance then, and its streams stood."""
     decodes = await world.decodes(2)
-    router = await world.router(lease_ttl_s=10.0, probe_timeout_s=0.2)
+    router = await world.router(lease_ttl_s=10.0, probe_timeout_s=0.5)
     proxies = {w.instance_id: await world.proxy(w) for w in decodes}
     leases = {}
     for worker in decodes:
@@ -702,7 +704,7 @@ async def test_an_instance_that_left_and_hangs_keeps_no_request(world: World, ex
         router.registry.deregister(leases[victim.instance_id].lease_id)
     await router.until(lambda: [x.instance_id for x in router.registry.instances()] == [other.instance_id])
     other.state.pause_after = None
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         async for chunk in stream:
             answer.add(chunk)
     assert_right(answer, request)
@@ -869,7 +871,7 @@ async def test_cancel_and_migration_with_a_token(world: World) -> None:
     await read(stream, answer, 5)
     assert answer.tokens[0] == expected_tokens(PROMPT, 5, seed=5)
     await stream.aclose()
-    await other.wait_until(lambda: bool(other.state.cancelled), timeout_s=1.0)
+    await other.wait_until(lambda: bool(other.state.cancelled))
     router.assert_nothing_held()
 
 

@@ -20,7 +20,9 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "http.py"
 
 async def test_an_instance_that_fails_everything_gets_a_trial_now_and_then(world: World) -> None:
     bad, good = await world.decodes(2, caches=False)
-    router = await world.cluster([], [bad, good], breaker_failures=2, breaker_open_s=0.5, policy="round_robin")
+    router = await world.cluster([], [bad, good], breaker_failures=2, breaker_open_s=5.0, policy="round_robin")
+    now = 0.0
+    router.dispatcher._context.breakers._now = lambda: now
     bad.state.refuse = InternalError("the engine is wedged")
     for i in range(20):
         answer = await run(router, make_request(f"r{i}"))
@@ -34,6 +36,9 @@ async def test_an_instance_that_fails_everything_gets_a_trial_now_and_then(world
     async def served() -> bool:
         return (await run(router, make_request())).trace.decode_instance == "d0"
 
+    for _ in range(4):
+        assert not await served(), "its breaker is still open"
+    now = 60.0
     while not await served():
         await router.registry.wait_changed(0.02)
     assert router.metric("breaker_state", instance="d0") == 0

@@ -22,6 +22,7 @@ from baton.kv.layout import LayerShape
 from baton.rpc.call_stream import CallServer
 from baton.rpc.convert import fingerprint_to_pb, finish_to_pb, role_to_pb
 from baton.rpc.many import Calls, generate_many
+from baton.rpc.ports import free_port
 from baton.rpc.server import GrpcServer
 from baton.rpc.ticket import Bearer, TicketCheck
 from baton.seeds import sequence_seed
@@ -58,7 +59,7 @@ class FakeWorkerState:
         peak: Most that ran at a time.
         running, finished, cancelled: Their ids by what became of them.
         event_subscriptions: ``from_sequence`` of every StreamKvEvents call.
-        event_position: Sequence of the batch that was sent (or lost) last.
+        event_position: Sequence of the batch that was sent (or lost) last; whoever has a batch sees its number here.
     """
 
     pause_after: int | None = None
@@ -127,10 +128,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return f"127.0.0.1:{self.port}"
 
     async def start(self, port: int = 0) -> str:
-        """Listen and return the address."""
+        """Listen and return the address. It is none that a connection could take while this worker is away."""
         if self._ticket_key is not None:
             self._tickets = TicketCheck(self._ticket_key, Bearer(self.instance_id, self.epoch))
-        self._server = GrpcServer(host="127.0.0.1", port=port, services=[SERVICE], token=self._token)
+        self._server = GrpcServer(host="127.0.0.1", port=port or free_port(), services=[SERVICE], token=self._token)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()
         if self._frames:
@@ -161,7 +162,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         old, self._changed = self._changed, asyncio.Event()
         old.set()
 
-    async def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Wait until something that this worker sees has come true.
 
         Raises:
@@ -252,16 +253,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         position = request.from_sequence
         if request.epoch != self.epoch or not self._first_kept <= position <= self._sequence + 1:
             snapshot = self._snapshot()
-            yield worker_pb2.StreamKvEventsResponse(batch=snapshot)
-            self.state.event_position = snapshot.sequence
             position = snapshot.sequence + 1
+            self.state.event_position = snapshot.sequence
+            yield worker_pb2.StreamKvEventsResponse(batch=snapshot)
         while True:
             changed = self._changed
             for batch in self._log[max(0, position - self._first_kept) :]:
                 position = batch.sequence + 1
+                self.state.event_position = batch.sequence
                 if not self.state.mute_events:
                     yield worker_pb2.StreamKvEventsResponse(batch=batch)
-                self.state.event_position = batch.sequence
             await changed.wait()
 
     def _snapshot(self) -> events_pb2.KvEventBatch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from baton.rpc.ports import free_port
+
 
 class TcpProxy:
     """Forwards 127.0.0.1:``port`` to a target, until told to reset or to freeze its connections.
@@ -24,7 +26,7 @@ class TcpProxy:
 
     async def start(self) -> int:
         """Listen (on the port of before, after :meth:`cut`) and return the port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
         return self.port
 
