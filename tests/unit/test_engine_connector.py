@@ -536,3 +536,13 @@ def test_a_connector_that_fails_to_save_costs_no_request() -> None:
     engine.run()
     assert engine.tokens("a") == expected(engine)
     engine.assert_empty()
+
+
+def test_a_sequence_that_ends_while_one_of_its_name_is_saved_leaks_no_blocks() -> None:
+    engine = Engine(side=Follower())
+    two = SamplingParams(temperature=1.0, max_tokens=10, n=2, seed=1)
+    for _ in range(2):  # the second time all blocks of the first are still being saved
+        engine.add("a", sampling=two)
+        engine.run()
+    engine.prefill_side.let_go = [RequestId("a"), RequestId("a#1")]
+    engine.assert_empty()

@@ -143,6 +143,7 @@ class KVExchange:
         elif sequence.pinned:
             self.held[_name(sequence)] = blocks
         else:
+            self.stop_saving(_name(sequence))  # of an earlier sequence of that name
             self.saving[_name(sequence)] = blocks
 
     def release(self, request_id: RequestId) -> bool:

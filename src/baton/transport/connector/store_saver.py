@@ -280,8 +280,10 @@ class StoreSaver:
     def _ended(self, task: asyncio.Task[None], save: _Save) -> None:
         """Whatever a task ended with, its blocks go back: a done callback also runs for one that never began."""
         self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
+        if not task.cancelled():
+            error = task.exception()
+            if error is None:
+                return  # it said so itself; who is running by now is the next one, begun in the meantime
             log.error("saving blocks of %s failed", save.request_id, exc_info=error)
         with self._lock:
             if not save.running:
