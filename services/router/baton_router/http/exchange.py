@@ -104,9 +104,9 @@ class Exchange:
         self._end()
 
     def abort(self) -> None:
-        """Close the connection under an answer that cannot be completed."""
+        """Break the connection under an answer that cannot be completed: what was not taken would never be."""
         self.response_complete = True
-        self._protocol.transport.close()
+        self._protocol.transport.abort()
 
     def lost(self) -> None:
         """The client has gone."""

@@ -155,8 +155,8 @@ class _Serving(ABC):
             running.cancel()
             return
         self._running = running
-        if self._exchange.paused:
-            running.hold(True)
+        if self._exchange.paused:  # by the answer before
+            self._flow(True)
 
     @abstractmethod
     def _write_for(self, prepared: PreparedRequest) -> None:

@@ -125,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
     answer over HTTP/1.1. The parser gives such a request no body, so it is parsed again without the offer.
 
     Attributes:
-        max_head_bytes: Bytes of a head, but for the read it begins in.
+        max_head_bytes: Bytes of a head, but for the read it begins in, and of what else is no body.
         head_timeout_s: Seconds from the connection, or from a head's first byte, to its end.
     """
 
@@ -137,6 +137,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Take what uvicorn gives its protocols."""
         super().__init__(*args, **kwargs)
         self._in_head = True
+        self._serving: Any = None
+        """What is answered now: requests that came behind it wait in line, and :attr:`cycle` is the last of them."""
         self._direct: Direct | None = getattr(self.app, "direct", None)
         self._early: list[bytes] | None = None
         self._early_bytes = 0
@@ -155,9 +157,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._early is not None:  # a request that was cut short is one, too
             self._begin_cycle()
         super().connection_lost(exc)
-        cycle: Any = self.cycle
-        if cycle is not None and cycle.disconnected:
-            cycle.lost()
+        serving = self._serving
+        if serving is not None and not serving.response_complete:
+            serving.disconnected = True
+            serving.message_event.set()
+            serving.lost()
 
     def shutdown(self) -> None:
         """Let what has begun be served, and close then."""
@@ -167,8 +171,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
@@ -179,7 +182,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._early_timer = self.loop.call_later(_BODY_WAIT_S, self._begin_cycle)
         if self._in_head and self._head_timer is None:  # and so is the rest of a head
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
-        if self._in_head and self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
+        if self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
             self.transport.close()
 
@@ -205,11 +208,23 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request's head; the first one's began with the connection."""
         super().on_message_begin()
+        self._unset_keepalive_if_required()  # the one before may have been answered while it was parsed
         if not self._in_head:
             self._begin_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; those behind a body are none: whoever looks at a head before us has not seen them there."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        """End a request's head."""
+        """End a request's head.
+
+        Raises:
+            ValueError: It is for a proxy.
+        """
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this is no proxy")
         if not self._offers_upgrade():
             self._end_head()
             if self._may_be_direct():
@@ -219,6 +234,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""
+        self._head_bytes = 0
         if self._early is None:
             super().on_body(body)
             return
@@ -237,14 +253,19 @@ class BoundedProtocol(HttpToolsProtocol):
                 before: Any = self.cycle
                 exchange = Exchange(self, self._direct.paths[self.url], body)
                 cycle: Any = exchange
-                self.cycle = cycle
+                self.cycle = self._serving = cycle
                 if self._direct.serve(exchange):
                     return
-                self.cycle = before
+                self.cycle, self._serving = before, None
             self._early = [body]
             self._begin_cycle()
         if not self._offers_upgrade():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with the request that waits, if there is one."""
+        self._serving = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         """The client does not keep up."""
@@ -266,7 +287,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return lines
 
     def _tell_flow(self, *, paused: bool) -> None:
-        callback = getattr(self.cycle, "on_flow", None)
+        callback = getattr(self._serving, "on_flow", None)
         if callback is not None:
             callback(paused)
 
@@ -289,6 +310,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle: Any = self.cycle  # made just now by uvicorn, which lets nobody choose the class
         cycle.__class__ = JoiningCycle
+        if not self.pipeline or self.pipeline[0][0] is not cycle:
+            self._serving = cycle
         self.scope["extensions"] = {DISCONNECT: {"call": cycle.on_disconnect}}
         early = self._early or ()
         self._end_early()
@@ -302,13 +325,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._early_timer = None
 
     def _offers_upgrade(self) -> bool:
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+        return bool(self.parser.should_upgrade())
 
     def _begin_head(self) -> None:
         self._in_head, self._head_bytes = True, 0
 
     def _end_head(self) -> None:
-        self._in_head = False
+        self._in_head, self._head_bytes = False, 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
