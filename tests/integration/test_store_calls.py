@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 from tests.integration.test_kvstore_service import BLOCK, KIND, WAIT_S, connected, eventually
 
 from baton.api.v1 import kvstore_pb2
-from baton.errors import UnavailableError
+from baton.errors import BatonError, UnavailableError
 from baton.rpc.convert import fingerprint_to_pb
+from baton.rpc.ports import free_port
 from baton.transport.connector import store_calls
 from baton.transport.connector.store_calls import StoreCalls
 from baton_kvstore.config import KVStoreConfig
@@ -49,17 +49,12 @@ async def framed(calls: StoreCalls) -> None:
     await eventually(lambda: calls.over_frames)
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def none_offered(server: KVStoreServer) -> None:
     server._servicer.calls_port = 0
 
 
 def none_reached(server: KVStoreServer) -> None:
-    server._servicer.calls_port = closed_port()
+    server._servicer.calls_port = free_port()
 
 
 @pytest.mark.parametrize(("change", "says"), [(none_offered, "offers no frames"), (none_reached, "gRPC goes on")])
@@ -78,7 +73,7 @@ async def test_without_frames_calls_go_over_grpc(
 
 async def test_a_store_that_comes_back_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, store_calls.__name__)
-    port = closed_port()
+    port = free_port()
     async with client(f"127.0.0.1:{port}") as calls:
         async with store(port) as server:
             await framed(calls)
@@ -123,3 +118,36 @@ async def test_another_instance_at_the_same_address_is_not_taken_for_it(caplog: 
         await calls.begin("GetStoreInfo", INFO, WAIT_S)
         await eventually(lambda: "epoch" in caplog.text)
         assert not calls.over_frames
+
+
+@pytest.mark.parametrize("frames", [True, False])
+async def test_calls_that_run_when_their_client_is_closed_fail_and_are_not_cancelled(frames: bool) -> None:
+    """A store node that leaves is hung up on in mid-call, and whoever waits asks another one."""
+    async with store() as server, connected(server) as instance, client(server.address) as calls:
+        if frames:
+            await framed(calls)
+        else:
+            server._servicer.calls_port = 0
+            await calls.begin("GetStoreInfo", INFO, WAIT_S)
+        hashes = [NAME]
+        instance.fill(hashes)
+        put = instance.put_request(hashes)
+        put.ready = 1000  # nobody computes that far: the store waits
+        call = calls.begin("Put", put, WAIT_S)
+        await eventually(lambda: server.store.used_bytes > 0)
+        await calls.close()
+        with pytest.raises(BatonError):
+            await asyncio.wait_for(call, WAIT_S)
+
+
+async def test_a_closed_client_does_not_connect_again() -> None:
+    async with store() as server, client(server.address) as calls:
+        late = calls.begin("GetStoreInfo", INFO, WAIT_S)  # has not begun when the client is closed
+        await calls.close()
+        calls.post("Release", kvstore_pb2.ReleaseRequest(lease_id=1), WAIT_S)
+        for call in (late, calls.begin("GetStoreInfo", INFO, WAIT_S)):
+            with pytest.raises(BatonError, match="closed"):
+                await call
+        assert calls._channel is None
+        assert calls._dialling is None or calls._dialling.cancelled()
+        assert not calls._posts

@@ -48,6 +48,7 @@ class StoreCalls:
         self._dialling: asyncio.Task[None] | None = None
         self._next_dial = 0.0
         self._posts: set[asyncio.Future[Any]] = set()
+        self._closed = False
 
     @property
     def over_frames(self) -> bool:
@@ -75,6 +76,8 @@ class StoreCalls:
 
     def post(self, method: str, request: Any, timeout_s: float) -> None:
         """Make a call that nobody waits for. Over frames it goes out with the next one, or a few milliseconds later."""
+        if self._closed:
+            return
         frames = self._frames
         if frames is not None and not frames.broken:
             frames.post(method, request.SerializeToString())
@@ -84,7 +87,8 @@ class StoreCalls:
         call.add_done_callback(self._posted)
 
     async def close(self) -> None:
-        """Hang up; what runs fails."""
+        """Hang up; what runs fails, and what comes later, too."""
+        self._closed = True
         tasks = [*self._posts, *([self._dialling] if self._dialling is not None else [])]
         for task in tasks:
             task.cancel()
@@ -98,6 +102,8 @@ class StoreCalls:
             self._channel = None
 
     async def _over_grpc(self, method: str, request: Any, timeout_s: float) -> Any:
+        if self._closed:
+            raise TransferError(f"the connection to the store {self._address} was closed")
         if self._channel is None:
             self._channel = open_channel(self._address, token=self._token, tls=self._tls)
             self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
@@ -107,6 +113,12 @@ class StoreCalls:
             raise from_rpc_error(error) from error
         except grpc.aio.UsageError as error:  # the channel was closed under us
             raise TransferError(f"the connection to the store was closed: {error}") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or not self._closed:
+                raise
+            # Closing the channel cancels its calls; whoever waits for this one goes on elsewhere.
+            raise TransferError(f"the connection to the store {self._address} was closed") from None
 
     def _posted(self, call: asyncio.Future[Any]) -> None:
         self._posts.discard(call)
@@ -116,7 +128,7 @@ class StoreCalls:
     def _dial(self) -> None:
         """Look for frames, unless that is under way or was in vain a moment ago."""
         now = time.monotonic()
-        if self._tls is None and self._dialling is None and now >= self._next_dial:
+        if self._tls is None and self._dialling is None and now >= self._next_dial and not self._closed:
             self._next_dial = now + _AGAIN_S
             self._dialling = asyncio.create_task(self._connect(), name=f"frames with the store {self._address}")
 
