@@ -21,6 +21,7 @@ from baton.kv.arena import KVArena
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
+from baton.rpc.ports import free_port
 from baton.transport.blocks import BlockFetcher, BlockServer
 from baton.transport.connector.breaker import CircuitBreaker
 from baton.transport.connector.multi import MultiConnector
@@ -105,7 +106,7 @@ class Engine:
         self.fetcher = BlockFetcher(self.arena, kind)
         defaults: dict[str, Any] = {
             "cooldown_s": 60.0,
-            "call_timeout_s": 5.0,
+            "call_timeout_s": WAIT_S,
             "load_timeout_s": WAIT_S,
             "save_timeout_s": WAIT_S,
         }
@@ -316,8 +317,7 @@ def test_a_store_that_is_gone_fails_nothing_and_is_left_alone(host: Host) -> Non
 
 
 def test_a_store_that_comes_back_is_used_again(host: Host) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     request = prompt(4 * BS)
     with engine(host, f"127.0.0.1:{port}", failures=1, cooldown_s=0.01) as one:
         assert one.load(request).error

@@ -29,6 +29,7 @@ from baton.kv.layout import KVLayout, LayerShape
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.ports import free_port
 from baton.transport.blocks import BlockFetcher, BlockServer, LinkOptions, SequenceBlocks
 from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.transport.connector.store_calls import StoreCalls
@@ -40,7 +41,7 @@ from baton_kvstore.server import KVStoreServer
 LAYOUT = KVLayout((LayerShape(2, 32, 32), LayerShape(2, 32, 32)), 16, "float32")
 KIND = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
 BLOCK = KIND.block_bytes
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def names(*labels: object) -> list[bytes]:
@@ -341,7 +342,7 @@ async def test_a_put_that_is_cancelled_or_too_late_gives_its_slots_back() -> Non
 
 @both_ways
 async def test_waiting_puts_are_bounded() -> None:
-    options = {"pull_workers": 1, "max_pending_puts": 2, "pull_timeout_s": 0.5}
+    options = {"pull_workers": 1, "max_pending_puts": 2, "pull_timeout_s": 1.5}
     async with store(**options) as server, connected(server) as instance:
         with silent_listener() as endpoint:
             source = source_to_pb(instance.server.source)
@@ -412,8 +413,7 @@ async def test_the_token_guards_control_and_data(tmp_path: Path) -> None:
 
 
 async def test_metrics_tell_what_happened() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     async with store(metrics_port=port) as server, connected(server) as instance:
         await instance.put(1, 2)
         await instance.get(1, 2, 3)
@@ -442,8 +442,7 @@ def _scrape(port: int) -> str:
 
 
 def test_the_process_serves_without_torch_and_ends_on_sigterm() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     script = (
         "import sys\nfrom baton_kvstore.main import main\n"
         "code = main(sys.argv[1:])\n"
@@ -500,8 +499,7 @@ def test_a_port_in_use_ends_with_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 async def test_a_durable_put_and_a_deletion_outlive_kills_of_the_process(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     argv = [sys.executable, "-m", "baton_kvstore.main", "--port", str(port), "--capacity-bytes", str(6 * BLOCK)]
     argv += ["--disk-path", str(tmp_path / "kv"), "--disk-bytes", "8000000"]
     there: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.kvstore_tiers import needs_redis
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb
+from baton.rpc.ports import free_port
 from baton.testing.redis_server import RedisServer
 from baton_kvstore.main import main
 from baton_kvstore.remote.tier import RemoteTier
@@ -187,8 +187,7 @@ async def test_a_chain_of_all_tiers_keeps_everything_over_a_restart(tmp_path: Pa
             "object_write": "all",
             **LOOKUPS,
         }
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         async with store(metrics_port=port, **tiers) as server, connected(server) as instance:
             for first in range(0, 80, 4):
                 assert await instance.put(*range(first, first + 4)) == [True] * 4

@@ -252,9 +252,12 @@ async def test_a_prefix_that_only_the_store_has_is_seen_by_the_router_and_loaded
         await until(lambda: healthy(0))
         async with cluster() as second:  # nobody remembers anything but the store
             await until(lambda: healthy(2))
-            (row,) = (await index())["stores"]
-            assert (row["store"], row["state"]) == ("s0", "exact")
-            assert row["blocks"]["store"] > 0
+
+            async def known() -> bool:
+                (row,) = (await index())["stores"]
+                return (row["store"], row["state"]) == ("s0", "exact") and row["blocks"].get("store", 0) > 0
+
+            await until(known)
             again, decision = await ask()
             await second.settle()
         assert again == text
