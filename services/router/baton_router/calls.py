@@ -181,10 +181,12 @@ class CallStream(ABC):
     def _take(self, messages: Iterable[worker_pb2.GenerateManyResponse]) -> None:
         """Hand on what messages bring that came together."""
         touched: dict[int, Call] = {}
-        for message in messages:
-            self._sort(message, touched)
-        for call in touched.values():
-            call.flush()
+        try:
+            for message in messages:
+                self._sort(message, touched)
+        finally:  # also where one cannot be read: ends that came before it are known to nobody else
+            for call in touched.values():
+                call.flush()
         if self._retired:
             self._check_retired()
 

@@ -111,7 +111,8 @@ class Instance:
         self.generation = 0
         self.last_score: tuple[Decision, int] | None = None
         self._running: set[Lost] = set()
-        self._closing: list[Callable[[], None]] = []
+        self._closing: set[Callable[[], None]] = set()
+        self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -146,13 +147,19 @@ class Instance:
         for call in list(self._running):
             call.lose()
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Have something closed together with the channel."""
-        self._closing.append(callback)
+    def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have something closed together with the channel, at once if that is closed; returns what takes this back."""
+        if self._closed:
+            callback()
+        else:
+            self._closing.add(callback)
+        return lambda: self._closing.discard(callback)
 
     async def close(self) -> None:
         """Close every connection to it."""
-        for callback in self._closing:
+        self._closed = True
+        closing, self._closing = self._closing, set()
+        for callback in closing:
             callback()
         await self.channel.close(None)
 

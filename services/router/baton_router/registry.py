@@ -89,7 +89,7 @@ class Registry:
         tokenizer = tokenizer_digest(config.model) if config.model else ""
         self._identity = IdentityCheck(tokenizer, config.block_size)
         self._ticker: asyncio.Task[None] | None = None
-        metrics.registry.register(InstanceCollector(self.instances))
+        metrics.registry.register(InstanceCollector(self.instances, self.sessions.over_frames))
         metrics.registry.register(UnitsCollector(self))
 
     def start(self) -> None:

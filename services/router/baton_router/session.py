@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,12 +93,17 @@ class GrpcSession(CallStream):
 
 
 class FrameSession(CallStream, FrameClient):
-    """The stream of frames (see ``baton.rpc.call_stream``)."""
+    """The stream of frames (see ``baton.rpc.call_stream``).
+
+    Attributes:
+        on_lost: Called when the connection has ended.
+    """
 
     def __init__(self, name: str, greeting: bytes) -> None:
         CallStream.__init__(self, name)
         FrameClient.__init__(self, name, greeting)
         self._why = CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE)
+        self.on_lost: Callable[[], None] | None = None
 
     @classmethod
     async def open(cls, instance: Instance, token: str | None) -> FrameSession:
@@ -127,6 +132,8 @@ class FrameSession(CallStream, FrameClient):
 
     def lost(self) -> None:
         """Fail what still runs."""
+        if self.on_lost is not None:
+            self.on_lost()
         self._break(self._why)
 
     def _wake(self) -> None:
@@ -187,9 +194,9 @@ class Sessions:
             return
         finally:
             del self._dialling[key]
-        instance.on_close(session.close)
         if session.broken:
             return
+        session.on_lost = instance.on_close(session.close)  # it may have left meanwhile
         before = self._sessions.get(instance)
         self._sessions[instance] = session
         if before is not None:

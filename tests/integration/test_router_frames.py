@@ -1,0 +1,111 @@
+"""The router's connections of frames to decode instances: which way calls go, and that nothing of one stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from tests.integration.test_router_dispatch import World, assert_right, make_request, registration, run
+
+from baton.api.v1 import worker_pb2
+from baton.testing.fake_worker import FakeWorker
+from baton.types import Role
+from baton_router.calls import CallEnded, CallStream
+from baton_router.session import FrameSession
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield World(stack)
+
+
+def connections(worker: FakeWorker) -> int:
+    assert worker._calls is not None
+    return len(worker._calls.connections)
+
+
+async def test_metrics_tell_whether_calls_go_as_frames(world: World) -> None:
+    prefill = await world.worker(Role.PREFILL, "p0")
+    decodes = [await world.worker(Role.DECODE, "d0"), await world.worker(Role.DECODE, "d1", frames=False)]
+    router = await world.cluster([prefill], decodes)
+    collected = next(x for x in router.metrics.registry.collect() if x.name == "baton_router_instance_frames")
+    assert {x.labels["instance"]: x.value for x in collected.samples} == {"d0": 1.0, "d1": 0.0}
+
+
+async def test_connections_that_broke_are_forgotten(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    instance = router.instance(decode)
+    for at in range(3):
+        assert decode._calls is not None
+        for connection in list(decode._calls.connections):
+            connection.abort()
+        await router.until(lambda: not router.registry.sessions.over_frames(instance))
+        request = make_request(f"r{at}")
+        assert_right(await run(router, request), request)  # which dials again
+        await router.ready(decode)
+    assert len(instance._closing) == 1
+    await router.until(lambda: connections(decode) == 1)
+
+
+async def test_an_instance_that_left_while_it_was_dialled_keeps_no_connection(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (decode,) = await world.decodes(1)
+    go_on = asyncio.Event()
+    connect = FrameSession.connect
+
+    async def slow(self: FrameSession, host: str, port: int) -> FrameSession:
+        session = await connect(self, host, port)
+        await go_on.wait()
+        return session
+
+    monkeypatch.setattr(FrameSession, "connect", slow)
+    router = await world.router()
+    lease = router.registry.register(registration(decode))
+    await router.until(lambda: connections(decode) == 1)
+    router.registry.deregister(lease.lease_id)
+    await router.until(lambda: not router.registry._retired)
+    go_on.set()
+    await router.until(lambda: connections(decode) == 0)
+
+
+class Silent(CallStream):
+    """A stream that nothing leaves."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _wake(self) -> None:
+        """Nothing is sent."""
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ends: list[CallEnded | None] = []
+
+    def on_tokens(self, token_ids: list[int]) -> None:
+        self.tokens += token_ids
+
+    def on_message(self, response: worker_pb2.GenerateResponse) -> None:
+        raise AssertionError("nobody sent one")
+
+    def on_end(self, failure: CallEnded | None) -> None:
+        self.ends.append(failure)
+
+
+@pytest.mark.parametrize("behind", [b"\xff", worker_pb2.GenerateManyResponse(token_calls=[1]).SerializeToString()])
+async def test_what_cannot_be_read_takes_nothing_with_it_that_could(behind: bytes) -> None:
+    stream, notes = Silent("d0"), Notes()
+    stream.start(b"", notes)
+    good: Any = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
+    good.ends.add(call=1)
+    with pytest.raises((DecodeError, ValueError)):
+        stream._take(map(worker_pb2.GenerateManyResponse.FromString, (good.SerializeToString(), behind)))
+    assert (notes.tokens, notes.ends) == ([7], [None])
