@@ -45,6 +45,7 @@ class Entry:
         share: Of the memory: whose it is.
         used_at: Of the share: when it was used last; rises over all entries of a share.
         held: One of its pins is somebody's wish to keep it.
+        brief: It has a time to live, so no tier behind gets it.
     """
 
     pool: Pool
@@ -59,6 +60,7 @@ class Entry:
     share: Share | None = None
     used_at: int = 0
     held: bool = False
+    brief: bool = False
 
 
 @dataclass(eq=False)

@@ -83,9 +83,9 @@ class Saver:
                 self._counters.refused += len(entries)
                 self._store.end_save(entries)
                 continue
-            held = [entry for entry in entries if chain.holds(kind, entry.block_hash)]
-            self._store.end_save(held)
-            rest = [entry for entry in entries if not chain.holds(kind, entry.block_hash)]
+            behind = {entry for entry in entries if chain.holds(kind, entry.block_hash)}  # asked once: that may change
+            self._store.end_save([entry for entry in entries if entry in behind])
+            rest = [entry for entry in entries if entry not in behind]
             if rest and not self._save(kind, rest):
                 self._store.end_save(rest, saved=False)
                 return
@@ -101,10 +101,13 @@ class Saver:
         step = max(1, _SAVE_BYTES // kind.block_bytes)
         for at in range(0, len(names), step):
             entries = self._store.pin(kind.key, names[at : at + step])
-            while entries and not self._save(kind, entries, durable=True):
-                if not await self._wait_progress(deadline):
-                    self._store.end_save(entries, saved=False)
-                    raise DeadlineError("the tiers behind are too slow to take the blocks")
+            try:
+                while entries and not self._save(kind, entries, durable=True):
+                    if not await _set_before(self.next_kick, deadline):  # blocks of other tiers may fill the queue
+                        raise DeadlineError("the tiers behind are too slow to take the blocks")
+            except BaseException:  # whoever asked may be gone
+                self._store.end_save(entries, saved=False)
+                raise
         synced = await ask(chain.sync, deadline)
         return [synced and chain.keeps(kind, name) for name in hashes]
 
@@ -130,8 +133,12 @@ class Saver:
         return coming < self._marks.spare * store.capacity_bytes or not (self._saving_bytes or store.recency.in_order)
 
     def _still_behind(self, entry: Entry) -> bool:
-        kind = entry.pool.kind
-        return not self._chain.takes(kind) or self._chain.holds(kind, entry.block_hash)
+        kind, share = entry.pool.kind, entry.share
+        if entry.brief or not self._chain.takes(kind):
+            return True  # no tier is to have it
+        if share is not None and share.disk_quota and share.disk_bytes + kind.block_bytes > share.disk_quota:
+            return True  # written again, it would push out another of its tenant, which would be written again, ...
+        return self._chain.holds(kind, entry.block_hash)
 
     def _save(self, kind: Kind, entries: Sequence[Entry], *, durable: bool = False) -> bool:
         """Queue pinned blocks; ``False``: a queue is full."""
@@ -164,13 +171,15 @@ class Saver:
 
     async def _wait_progress(self, deadline: float) -> bool:
         """Wait until a tier has done something; ``False``: not in time."""
-        progress = self._progress
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await progress.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await _set_before(self._progress, deadline)
+
+
+async def _set_before(event: asyncio.Event, deadline: float) -> bool:
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 async def ask(begin: Callable[[Callable[[bool], None]], object], deadline: float | None) -> bool:

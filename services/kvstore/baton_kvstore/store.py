@@ -171,7 +171,8 @@ class BlockStore:
             if entry is None or entry.state is State.GONE:  # the store was closed meanwhile
                 continue
             if ok:
-                entry.state, entry.saved = State.READY, promoted or ttl_s > 0
+                entry.brief = ttl_s > 0
+                entry.state, entry.saved = State.READY, promoted or entry.brief
                 if ttl_s > 0:
                     self.holds.expire_at(entry, ttl_s)
                 self.counters.stored += not promoted
