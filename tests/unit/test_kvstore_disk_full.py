@@ -17,6 +17,7 @@ import pytest
 from tests.disk_crash_writer import BLOCK, KINDS, content, name_of
 
 from baton_kvstore.disk.log import DiskLog
+from baton_kvstore.disk.segment import Segment
 from baton_kvstore.disk.tier import DiskTier
 from baton_kvstore.moves import copies_of
 
@@ -193,3 +194,46 @@ def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert write(tier, 1) == [True]
     assert read(tier, 1) == [True]
     tier.close()
+
+
+def test_a_segment_that_cannot_be_read_makes_room_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path, max_bytes=1 << 20)
+    labels = iter(range(10_000))
+    first = [next(labels) for _ in range(4)]
+    assert write(tier, *first) == [True] * 4
+    assert read(tier, *first) == [True] * 4  # worth being kept
+    right = Segment.read
+
+    def fails(segment: Segment, *args: Any) -> None:
+        if segment.segment_id == 1:
+            raise OSError(errno.EIO, "a bad sector")
+        right(segment, *args)
+
+    monkeypatch.setattr(Segment, "read", fails)
+    while tier.holds(KIND, name_of(first[0])):
+        assert write(tier, next(labels)) == [True]
+    assert tier.counters.read_errors == 4
+    tier.close()
+
+
+def test_segments_that_could_not_be_begun_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert [write(tier, 1) for _ in range(3)] == [[False]] * 3
+    assert not list((tmp_path / "kv").glob("segment-*"))
+    assert write(tier, 1) == [True]
+    tier.close()
+
+
+def test_a_deletion_that_comes_too_late_is_not_promised(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert write(tier, 1) == [True]
+    tier.close()
+    answers: queue.Queue[bool] = queue.Queue()
+    tier.delete(KIND, [name_of(1)], answers.put)
+    assert not answers.get(timeout=WAIT_S)

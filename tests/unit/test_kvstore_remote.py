@@ -25,6 +25,7 @@ from baton.errors import ConfigError
 from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster
 from baton.types import BlockHash
 from baton_kvstore.disk.format import Kind
+from baton_kvstore.remote.backend import RemoteError
 from baton_kvstore.remote.format import HEADER_BYTES, decode_block, decode_kind, encode_header
 from baton_kvstore.remote.index import RemoteIndex
 from baton_kvstore.remote.object_backend import ObjectBackend
@@ -415,7 +416,35 @@ async def test_a_block_deleted_on_its_way_is_not_found(place: Place) -> None:
     await asyncio.to_thread(work)
 
 
+async def test_a_mistake_of_a_clients_library_is_a_failed_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with place_of("memory", tmp_path) as place:
+
+        def work() -> None:
+            tier = place.tier()
+            assert write(tier, 1) == [True]
+            with monkeypatch.context() as patch:
+                for method in ("get", "delete", "has"):
+                    patch.setattr(tier._backend, method, lambda *args: {}["nothing"])
+                assert not delete(tier, names(1))
+                assert tier.find(KIND, names(2)) == set()
+                tier.index.add(KIND, names(1))
+            assert tier.counters.errors == 2
+            assert write(tier, 2) == [True]  # by the thread that lives
+            assert read(tier, 1, 2) == [True, True]
+
+        await asyncio.to_thread(work)
+
+
 # Redis
+
+
+def test_a_cluster_that_is_away_is_a_failed_call() -> None:
+    backend = RedisBackend(RedisOptions("redis://127.0.0.1:1", "t", cluster=True))
+    with pytest.raises(RemoteError):
+        backend.get(KIND, names(1))
+    with pytest.raises(RemoteError):
+        list(backend.scan())
+    backend.close()
 
 
 @needs_redis

@@ -221,7 +221,8 @@ class DiskLog:
         """
         for segment in list(self._segments.values()):
             full = segment is not self._active.get(segment.kind.key)
-            if full and segment.live_bytes < (1 - _GARBAGE) * (segment.end - PAGE):
+            needed = segment.live_bytes + (0 if self._is_first(segment) else segment.tombstone_bytes)
+            if full and needed < (1 - _GARBAGE) * (segment.end - PAGE):
                 self._retire(segment, lambda place: True, segment.end)
                 self.index.counters.compactions += 1
                 return True
@@ -244,15 +245,20 @@ class DiskLog:
             self._sync_segment(segment)  # from here on only what is active can be unsynced
         number = self._next_segment
         self._next_segment += 1
+        aligned = self._direct and kind.block_bytes % PAGE == 0
         fd = self._directory.create_segment(number)
         try:
-            os.pwrite(fd, encode_segment(kind, number, self._directory.secret), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        self._directory.sync()
-        aligned = self._direct and kind.block_bytes % PAGE == 0
-        fd = self._directory.open_segment(number, direct=aligned)
+            try:
+                os.pwrite(fd, encode_segment(kind, number, self._directory.secret), 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._directory.sync()
+            fd = self._directory.open_segment(number, direct=aligned)
+        except OSError:
+            with contextlib.suppress(OSError):  # each try on a full disk would leave a file
+                self._directory.remove_segment(number)
+            raise
         segment = Segment(number, kind, fd, PAGE, direct=aligned)
         self._segments[number] = self._active[kind.key] = segment
         return segment
@@ -297,12 +303,12 @@ class DiskLog:
         with self._directory.reading(segment.segment_id) as fd:
             result = scan(fd, segment.segment_id, self._directory.secret)
         records = [] if result is None else result[1]
-        first = min(number for number, other in self._segments.items() if other.kind.key == kind.key)
+        is_first = self._is_first(segment)
         kept: list[tuple[Record, Location]] = []
         gone: list[tuple[Record, Location]] = []
         for offset, record in records:
             if record.type is RecordType.TOMBSTONE:
-                if segment.segment_id != first:
+                if not is_first:
                     target = self._segment_for(kind, PAGE)
                     target.append([Write(record, _EMPTY)], self._directory.secret)
                 continue
@@ -323,6 +329,11 @@ class DiskLog:
         self._remove(segment)
         self._directory.sync()
 
+    def _is_first(self, segment: Segment) -> bool:
+        """Whether a segment is the oldest of its kind."""
+        key = segment.kind.key
+        return segment.segment_id == min(n for n, other in self._segments.items() if other.kind.key == key)
+
     def _copy(self, kind: Kind, kept: Sequence[tuple[Record, Location]], size: int) -> None:
         step = max(1, _COPY_BYTES // size)
         moved: list[tuple[BlockHash, Location, Location]] = []
@@ -341,7 +352,12 @@ class DiskLog:
         for i, (record, place) in enumerate(batch):
             start = i * pages(kind.block_bytes)
             with buffer[start : start + kind.block_bytes] as view:
-                place.segment.read(place.offset + PAGE, [view])
+                try:
+                    place.segment.read(place.offset + PAGE, [view])
+                except OSError as error:  # lost, wherever it lies: its segment can go all the same
+                    self.index.counters.read_errors += 1
+                    log.error("a block that was to be kept cannot be read: %s", error)
+                    continue
                 if digest_of(view) != record.digest:
                     self.index.counters.checksum_failures += 1
                     continue

@@ -98,6 +98,7 @@ def _open(
         elif record.type is RecordType.TOMBSTONE:
             name = kind.key, record.block_hash
             tombstones[name] = max(tombstones.get(name, 0), record.sequence)
+            segment.tombstone_bytes += PAGE
 
 
 def _covers(directory: Directory, segment_id: int, covered: Covered) -> bool:

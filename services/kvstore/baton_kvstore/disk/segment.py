@@ -42,7 +42,8 @@ class Segment:
 
     Attributes:
         end: Where the next record goes.
-        live_bytes: Of records that can still be found; the rest is garbage.
+        live_bytes: Of records that can still be found.
+        tombstone_bytes: Of deletions, needed as long as an older segment of the kind is there; the rest is garbage.
         written: Where the last record ends that is not a mark.
         synced: Where the part ends that would survive a loss of power.
     """
@@ -50,7 +51,7 @@ class Segment:
     def __init__(self, segment_id: int, kind: Kind, fd: int, end: int, *, direct: bool) -> None:
         self.segment_id, self.kind = segment_id, kind
         self.end = self.written = self.synced = end
-        self.live_bytes = 0
+        self.live_bytes = self.tombstone_bytes = 0
         self.direct = direct
         self._fd = fd
         self._mutex = threading.Lock()
@@ -99,6 +100,7 @@ class Segment:
                     part.release()
         heads.close()
         self.end = at
+        self.tombstone_bytes += PAGE * sum(write.record.type is RecordType.TOMBSTONE for write in writes)
         if writes[-1].record.type is not RecordType.MARK:
             self.written = at
         return offsets

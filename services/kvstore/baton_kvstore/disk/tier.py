@@ -157,9 +157,10 @@ class DiskTier:
             else:
                 there = under_way | set(found)
                 buried = [name for name in hashes if name in there]
-            if (buried is None or buried) and self._jobs.add(Bury(kind, buried, done)):
+            known = buried is None or bool(buried)
+            if known and self._jobs.add(Bury(kind, buried, done)):
                 return found
-        done(True)
+        done(not known)
         return found
 
     def sync(self, done: Callable[[bool], None]) -> None:

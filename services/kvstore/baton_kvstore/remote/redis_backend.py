@@ -73,7 +73,7 @@ class RedisBackend:
             message = "--redis-url needs the Python package redis: pip install 'baton-serve[redis]'"
             raise ConfigError(message, field="redis_url") from error
         self._options = options
-        self._errors = (redis.exceptions.RedisError, OSError)
+        self._errors = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError)
         self._lost = (redis.exceptions.ConnectionError, ConnectionError)
         self._slow = redis.exceptions.TimeoutError
         self._full = redis.exceptions.OutOfMemoryError

@@ -334,6 +334,10 @@ class RemoteTier:
         except RemoteError as error:
             self._failed(error)
             return None
+        except Exception as error:  # of a client's library: no reason to lose the thread, or a Get
+            log.exception("tier %s: a call failed unexpectedly", self.name)
+            self._failed(error)
+            return None
         self.breaker.succeeded()
         return answer
 
@@ -344,7 +348,7 @@ class RemoteTier:
 
         return self._ask(call, always=always) or False
 
-    def _failed(self, error: RemoteError) -> None:
+    def _failed(self, error: Exception) -> None:
         self.counters.errors += 1
         before = self.breaker.open
         self.breaker.failed()
