@@ -51,14 +51,24 @@ class Renewal:
             await self._accounts.close()
 
     async def look(self) -> None:
-        """Take over what has changed."""
+        """Take over what has changed. What cannot be is reported, and tried again by the next look."""
+        for renew in (self._renew_accounts, self._renew_certificates):
+            try:
+                await renew()
+            except Exception:  # a file in the middle of being replaced, say: it must not be the last look
+                log.exception("API keys or certificates could not be taken over")
+
+    async def _renew_accounts(self) -> None:
         if self._accounts is not None:
             await self._accounts.renew()
+
+    async def _renew_certificates(self) -> None:
         if self._tls is not None and self._https is not None:
             self._tls.refresh()
-            if self._shown != self._tls.generation:
-                self._shown = self._tls.generation
+            generation = self._tls.generation
+            if self._shown != generation:
                 self._tls.renew(self._https)
+                self._shown = generation
 
     async def _run(self) -> None:
         while True:
