@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,6 +109,16 @@ def in_thread(call: Callable[[], Any]) -> Future[Any]:
 def open_fds() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+def lets_go(fds: int, threads: int | None = None) -> bool:
+    """Wait until no more descriptors are open, and no more threads run, than so many; some end in the background."""
+    deadline = soon()
+    while open_fds() > fds or (threads is not None and threading.active_count() > threads):
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.01)
+    return True
 
 
 def connect_raw(kind: str, address: str) -> Any:

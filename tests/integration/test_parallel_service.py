@@ -102,15 +102,18 @@ async def test_idle_it_burns_no_core_listens_on_loopback_alone_and_dies_with_its
     ]
     assert len(listening) >= 4  # gRPC, tcp pipe, a gloo device per rank
     assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
-    before = [sum(rank.cpu_times()[:2]) for rank in ranks]
-    began = time.monotonic()
-    await asyncio.sleep(2.0)  # what is measured: nothing happens
-    spent = [sum(rank.cpu_times()[:2]) - was for rank, was in zip(ranks, before, strict=True)]
-    assert max(spent) < 0.03 * (time.monotonic() - began), spent
+    for last in (False, False, True):  # what came before may have an end still to come
+        before = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        began = time.monotonic()
+        await asyncio.sleep(2.0)  # what is measured: nothing happens
+        spent = [sum(rank.cpu_times()[:2]) - was for rank, was in zip(ranks, before, strict=True)]
+        if max(spent) < 0.03 * (time.monotonic() - began):
+            break
+        assert not last, spent
     memory = set(os.listdir("/dev/shm"))
     service.process.send_signal(signal.SIGKILL)
     assert service.process.wait() == -signal.SIGKILL
-    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks[1:]), 10.0)
+    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks[1:]), 60.0)
     assert set(os.listdir("/dev/shm")) <= memory
 
 
@@ -119,7 +122,7 @@ async def test_it_ends_with_one_clear_line_when_a_follower_dies_while_idle(servi
     await generate(service.wait_ready())
     follower = service.ranks()[1]
     os.kill(follower.pid, signal.SIGKILL)
-    assert service.process.wait(10.0) == 1
+    assert service.process.wait(60.0) == 1
     lines = [line for line in service.output().splitlines() if "CRITICAL" in line or "Traceback" in line]
     assert len(lines) == 1
     assert re.search(rf"the engine stops: rank 1 \(.*process {follower.pid}\) was killed by SIGKILL", lines[0])

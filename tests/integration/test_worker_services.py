@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import socket
 import sys
+import time
 
 import grpc
 import grpc.aio
@@ -44,16 +45,17 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture
-async def cluster(path):
+async def cluster(path, request):
+    """A small cluster; a test's parameter is how many seconds leases last there."""
     engine = EngineConfig(model=path, dtype="float32", kv_blocks=100, prefill_chunk=64, max_queue=4)
-    config = WorkerConfig(lease_s=2.0, max_leases=3)
+    config = WorkerConfig(lease_s=getattr(request, "param", 120.0), max_leases=3)
     async with LocalCluster(engine, config) as running:
         yield running
         await settle(running)
 
 
-async def settle(cluster: LocalCluster, timeout_s: float = 1.0) -> None:
-    """Everything must be free within a second, and add up."""
+async def settle(cluster: LocalCluster, timeout_s: float = 30.0) -> None:
+    """Everything must be free long before any lease ends, and add up."""
     async with asyncio.timeout(timeout_s):
         while True:
             engines = [instance.context.engine for instance in (*cluster.prefill, *cluster.decode)]
@@ -146,6 +148,7 @@ async def test_held_tokens_are_not_offered(cluster):
         call.cancel()
 
 
+@pytest.mark.parametrize("cluster", [1.0], indirect=True)
 async def test_a_lease_that_nobody_closes_ends_by_itself(cluster):
     prefill = cluster.prefill[0]
     async with open_channel(prefill.address) as channel:
@@ -226,10 +229,29 @@ def generate_request(cluster: LocalCluster, request_id: str = "g", **changes) ->
     return worker_pb2.GenerateRequest(**values)
 
 
+def slow_down(instance: WorkerInstance) -> None:
+    """Have every step take so long that no request of 700 tokens comes to its own end while a test looks."""
+    runner = instance.context.engine.core.runner
+    forward = runner.forward
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.02)
+        return forward(*args, **kwargs)
+
+    runner.forward = slowly
+
+
+async def ended_early(instance: WorkerInstance) -> None:
+    """The request was ended: it has not just come to its end."""
+    engine = instance.context.engine
+    assert (await engine.call(engine.core.stats)).decode_tokens < 600
+
+
 @pytest.mark.parametrize("how", ["cancel", "abort"])
 @pytest.mark.parametrize("after", [0, 1, 5])
-async def test_whatever_ends_a_request_frees_everything_within_a_second(cluster, how, after):
+async def test_whatever_ends_a_request_frees_everything(cluster, how, after):
     decode = cluster.decode[0]
+    slow_down(decode)
     channel = open_channel(decode.address)
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     call = stub.Generate(generate_request(cluster))
@@ -246,9 +268,11 @@ async def test_whatever_ends_a_request_frees_everything_within_a_second(cluster,
         call.cancel()
     await channel.close()
     await settle(cluster)
+    await ended_early(decode)
 
 
-async def test_a_caller_that_is_killed_frees_everything_within_a_second(cluster):
+async def test_a_caller_that_is_killed_frees_everything(cluster):
+    slow_down(cluster.decode[0])
     request = generate_request(cluster)
     client = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -266,6 +290,7 @@ async def test_a_caller_that_is_killed_frees_everything_within_a_second(cluster)
     client.kill()
     await client.wait()
     await settle(cluster)
+    await ended_early(cluster.decode[0])
 
 
 async def test_a_request_id_in_use_is_refused_and_the_first_one_goes_on(cluster):
@@ -337,7 +362,7 @@ async def test_events_tell_exactly_what_is_cached(cluster):
         engine = decode.context.engine
         truth = {h for event in await engine.call(engine.core.snapshot) for h in event.hashes}
         removed = 0
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while held != truth:
                 batch = (await events.read()).batch
                 assert batch.sequence == sequence + 1
@@ -358,7 +383,7 @@ async def test_an_engine_whose_requests_all_wait_for_kv_does_not_spin(cluster):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         call = stub.Generate(generate_request(cluster, prefill_candidates=[f"{host}:{port}"]))
         reading = asyncio.ensure_future(call.read())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not decode.context.engine.stats.num_loading:
                 await asyncio.sleep(0.01)
         before = decode.context.engine.num_steps

@@ -72,11 +72,11 @@ class Client:
         self.reader, self.writer = reader, writer
 
     async def next(self) -> bytes:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self.reader.readexactly(int.from_bytes(await self.reader.readexactly(4), "little"))
 
     async def until_closed(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with contextlib.suppress(ConnectionResetError):
                 await self.reader.read()
 
@@ -116,7 +116,7 @@ async def test_a_step_is_one_frame_and_leaving_ends_all_calls(world: World) -> N
     assert (list(message.token_calls), list(message.token_ids)) == ([1, 2, 3], [0, 0, 0])
     assert world.engine.running == {"a", "b", "c"}
     client.writer.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await world.engine.idle.wait()
 
 
@@ -163,7 +163,7 @@ async def test_what_is_no_message_ends_the_connection_and_its_calls(world: World
     await client.next()
     client.writer.write(data)
     await client.until_closed()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await world.engine.idle.wait()
 
 
@@ -173,5 +173,5 @@ async def test_a_call_that_is_cancelled_before_it_began_is_forgotten() -> None:
         message.starts.add(call=1, request=worker_pb2.GenerateRequest(request_id="a"))
         yield message
 
-    async with asyncio.timeout(10):  # the stream ends when the last call has
+    async with asyncio.timeout(30):  # the stream ends when the last call has
         assert [message async for message in generate_many(Engine().generate, requests(), None)] == []

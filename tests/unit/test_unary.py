@@ -25,7 +25,7 @@ from baton.rpc.frames import hello
 from baton.rpc.unary import UnaryClient, UnaryServer, methods_of
 
 EPOCH = b"e" * 16
-WAIT_S = 10.0
+WAIT_S = 30.0
 SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KvStoreService"]
 
 

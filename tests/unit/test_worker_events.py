@@ -30,7 +30,7 @@ class Follower:
         return self.log.sequence, list(self.state)
 
     async def take(self, count: int):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return [await anext(self.stream) for _ in range(count)]
 
 
@@ -112,7 +112,7 @@ async def test_silence_is_filled_with_heartbeats():
     log = KvEventLog(EPOCH)
     log.append([BlocksStored(None, (block(1),))])
     stream = log.follow(2, EPOCH, Follower(log, []).snapshot, heartbeat_s=0.01)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         beat = await anext(stream)
         assert (beat.heartbeat, beat.sequence, beat.epoch, len(beat.events)) == (True, 1, EPOCH, 0)
         assert (await anext(stream)).heartbeat
@@ -157,5 +157,5 @@ async def test_closing_the_log_ends_every_stream() -> None:
     waiting = [asyncio.ensure_future(anext(stream, None)) for stream in streams]
     await asyncio.sleep(0)
     log.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await asyncio.gather(*waiting) == [None, None]
