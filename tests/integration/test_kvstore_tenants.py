@@ -136,6 +136,22 @@ async def test_what_a_tenant_has_on_disk_is_cleared_too(tmp_path: Path) -> None:
         assert await contained(instance, [f"a{label}" for label in range(4)]) == []
 
 
+async def test_what_the_disk_gave_to_the_object_store_is_still_its_tenants(tmp_path: Path) -> None:
+    objects = {"disk_bytes": 1 << 20, "object_url": f"file://{tmp_path}/objects", "raise_after": 0}
+    async with served(tmp_path, **objects) as (server, instance):
+        chain = server.tiers.chain
+        assert chain is not None
+        labels = [f"c{i}" for i in range(120)]
+        for label in labels:
+            await put(instance, common_pb2.Tenant(id="c"), label, durable=True)
+        tier = chain.tiers[1]
+        await until(lambda: tier.back_stats().num_blocks == chain.counters.handed_over > 20)
+        request = kvstore_pb2.DeleteRequest(tenant="c")
+        assert (await instance.stub.Delete(request, timeout=WAIT_S)).num_deleted == 120
+        assert await contained(instance, labels) == []
+        assert not [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
+
+
 async def test_after_a_restart_a_tenants_blocks_are_known_again_when_it_asks_for_them(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, instance):
         await put(instance, A, "a0", "a1", durable=True)

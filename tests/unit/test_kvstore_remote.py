@@ -416,6 +416,29 @@ async def test_a_block_deleted_on_its_way_is_not_found(place: Place) -> None:
     await asyncio.to_thread(work)
 
 
+async def test_many_deletions_are_several_calls_each_with_its_own_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with place_of("memory", tmp_path) as place:
+
+        def work() -> None:
+            tier = place.tier()
+            assert write(tier, *range(150)) == [True] * 150
+            calls, right = [], tier._backend.delete
+
+            def counted(kind: Kind, hashes: Sequence[BlockHash] | None) -> None:
+                calls.append(len(hashes or ()))
+                right(kind, hashes)
+
+            monkeypatch.setattr(tier._backend, "delete", counted)
+            assert delete(tier, names(*range(1000)))
+            assert max(calls) <= 256
+            assert sum(calls) == 1000
+            assert not place.keys()
+
+        await asyncio.to_thread(work)
+
+
 async def test_a_mistake_of_a_clients_library_is_a_failed_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with place_of("memory", tmp_path) as place:
 

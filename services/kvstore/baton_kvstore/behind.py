@@ -2,7 +2,8 @@
 
 The tiers tell of their blocks without saying whose they are; a block's entry in memory does, while it is written or
 after it was brought back. So a block that lies on disk from an earlier process is known by tenant once its tenant has
-asked for it; until then nobody but that tenant could, and it counts for nobody.
+asked for it; until then nobody but that tenant could, and it counts for nobody. What one tier hands to the next leaves
+the one before it comes to the other: its owner is remembered for a while.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from baton_kvstore.store import BlockStore
 DISK = "disk"
 _MAX_BLOCKS = 1_000_000
 """That are known at once; the oldest are forgotten first."""
+_MAX_LEAVING = 16384
+"""That just left their last tier, perhaps for the next one."""
 _BATCH = 256
 """Blocks that a tenant above its quota loses on disk at a time."""
 
@@ -42,6 +45,8 @@ class Behind:
     def __init__(self, store: BlockStore, chain: Chain) -> None:
         self._store, self._chain = store, chain
         self._places: OrderedDict[tuple[Kind, BlockHash], _Place] = OrderedDict()
+        self._on_disk: dict[Share, dict[tuple[Kind, BlockHash], None]] = {}
+        self._left: OrderedDict[tuple[Kind, BlockHash], Share] = OrderedDict()
         self._disk = next((tier for tier in chain.tiers if tier.name == DISK), None)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -71,6 +76,14 @@ class Behind:
                 found.setdefault(kind, set()).add(name)
         return found
 
+    def leaving(self, tenant: str) -> dict[Kind, set[BlockHash]]:
+        """Return what of a tenant's may be on its way from one tier to the next; most of it is in none any more."""
+        found: dict[Kind, set[BlockHash]] = {}
+        for (kind, name), share in self._left.items():
+            if share.name == tenant:
+                found.setdefault(kind, set()).add(name)
+        return found
+
     def trim(self, done: Callable[[bool], None] = lambda right: None) -> int:
         """Have tenants above their quota lose what they have had on disk for longest; return how many blocks."""
         over = {share for share in self._store.quotas if share.disk_quota and share.disk_bytes > share.disk_quota}
@@ -86,14 +99,14 @@ class Behind:
         return sum(map(len, gone.values()))
 
     def _surplus(self, over: set[Share]) -> list[tuple[Kind, BlockHash]]:
-        left = {share: share.disk_bytes - share.disk_quota for share in over}
         found: list[tuple[Kind, BlockHash]] = []
-        for (kind, name), place in self._places.items():
-            if DISK in place.tiers and left.get(place.share, 0) > 0:
-                left[place.share] -= kind.block_bytes
-                found.append((kind, name))
-                if len(found) == _BATCH:
+        for share in over:
+            left = share.disk_bytes - share.disk_quota
+            for kind, name in self._on_disk.get(share, ()):
+                if left <= 0 or len(found) == _BATCH:
                     break
+                left -= kind.block_bytes
+                found.append((kind, name))
         return found
 
     def _hear(self, kind: Kind, hashes: tuple[BlockHash, ...], tier: str, present: bool) -> None:
@@ -106,27 +119,46 @@ class Behind:
             self.trim()
 
     def _come(self, kind: Kind, name: BlockHash, tier: str) -> None:
-        place = self._places.get((kind, name))
+        key = kind, name
+        place = self._places.get(key)
         if place is None:
-            entry = self._store.find(kind.key, name)
-            share = entry.share if entry is not None else None
+            entry, left = self._store.find(kind.key, name), self._left.pop(key, None)
+            share = left if entry is None else entry.share
             if share is None or share.name == NOBODY:
                 return
-            place = self._places[kind, name] = _Place(share)
+            place = self._places[key] = _Place(share)
             if len(self._places) > _MAX_BLOCKS:
-                (other, _), old = self._places.popitem(last=False)
-                old.share.disk_bytes -= other.block_bytes if DISK in old.tiers else 0
+                oldest, old = self._places.popitem(last=False)
+                if DISK in old.tiers:
+                    self._count(oldest, old.share, present=False)
         if tier not in place.tiers:
             place.tiers.add(tier)
             if tier == DISK:
-                place.share.disk_bytes += kind.block_bytes
+                self._count(key, place.share, present=True)
 
     def _go(self, kind: Kind, name: BlockHash, tier: str) -> None:
-        place = self._places.get((kind, name))
+        key = kind, name
+        place = self._places.get(key)
         if place is None or tier not in place.tiers:
             return
         place.tiers.discard(tier)
         if tier == DISK:
-            place.share.disk_bytes -= kind.block_bytes
+            self._count(key, place.share, present=False)
         if not place.tiers:
-            del self._places[kind, name]
+            del self._places[key]
+            if len(self._chain.tiers) > 1:
+                self._left[key] = place.share
+                if len(self._left) > _MAX_LEAVING:
+                    self._left.popitem(last=False)
+
+    def _count(self, key: tuple[Kind, BlockHash], share: Share, *, present: bool) -> None:
+        """A block came to the disk, or left it."""
+        blocks = self._on_disk.setdefault(share, {})
+        if present:
+            blocks[key] = None
+            share.disk_bytes += key[0].block_bytes
+            return
+        del blocks[key]
+        share.disk_bytes -= key[0].block_bytes
+        if not blocks:
+            del self._on_disk[share]

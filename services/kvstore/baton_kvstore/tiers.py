@@ -168,11 +168,13 @@ class Tiers:
         Raises:
             InternalError: Some may be found again.
         """
-        blocks = forget_tenant(self.store, name)
-        for kind, hashes in self.behind_memory.blocks(name).items() if self.behind_memory is not None else ():
-            blocks.setdefault(kind, set()).update(hashes)
-        for kind, hashes in blocks.items():
-            await self._delete_behind(kind, list(hashes))
+        blocks, leaving = forget_tenant(self.store, name), dict[Kind, set[BlockHash]]()
+        if self.behind_memory is not None:
+            leaving = self.behind_memory.leaving(name)
+            for kind, hashes in self.behind_memory.blocks(name).items():
+                blocks.setdefault(kind, set()).update(hashes)
+        for kind in blocks.keys() | leaving.keys():
+            await self._delete_behind(kind, list(blocks.get(kind, set()) | leaving.get(kind, set())))
         return sum(map(len, blocks.values()))
 
     async def _delete_behind(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> set[BlockHash]:

@@ -30,6 +30,8 @@ T = TypeVar("T")
 _FAILURES = 3
 _COOLDOWN_S = 5.0
 _CLOSE_S = 30.0
+_DELETED_AT_ONCE = 256
+"""More blocks are several calls, each with its own time."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ class RemoteTier:
             self._jobs.finished(job)
             job.done(results)
         elif isinstance(job, Bury):
-            job.done(self._delete(job.kind, job.hashes, always=True))
+            job.done(self._bury(job.kind, job.hashes))
         else:
             job.done(True)
 
@@ -340,6 +342,13 @@ class RemoteTier:
             return None
         self.breaker.succeeded()
         return answer
+
+    def _bury(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> bool:
+        """Delete for good, also from a backend that is left alone; ``False``: some may be left."""
+        if hashes is None:
+            return self._delete(kind, None, always=True)
+        parts = (hashes[at : at + _DELETED_AT_ONCE] for at in range(0, len(hashes), _DELETED_AT_ONCE))
+        return all(self._delete(kind, part, always=True) for part in parts)
 
     def _delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, *, always: bool = False) -> bool:
         def call() -> bool:
