@@ -97,7 +97,7 @@ def test_select_leaves_the_entry_for_others() -> None:
     taker = in_thread(lambda: buffer.drop_select(A, deadline=soon()))
     wait_for(lambda: buffer.num_waiting == 4)
     buffer.insert(A, [1], None, 7, 1, lease_s=60)
-    assert [f.result(10) for f in [*waiting, taker]] == [7, 7, 7, 7]
+    assert [f.result(30) for f in [*waiting, taker]] == [7, 7, 7, 7]
     assert len(buffer) == 0
 
 
@@ -135,7 +135,7 @@ def test_a_full_buffer_refuses_or_waits() -> None:
     waiting = in_thread(lambda: buffer.insert(B, [2], None, 2, 30, lease_s=60, deadline=soon()))
     wait_for(lambda: buffer.num_waiting == 1)
     assert buffer.drop_select(A, deadline=soon()) == 1
-    waiting.result(10)
+    waiting.result(30)
     assert buffer.num_bytes == 30
 
 
@@ -145,11 +145,11 @@ def test_a_full_buffer_serves_the_query_whose_entry_waits_for_room() -> None:
     inserter = in_thread(lambda: buffer.insert(B, [2], None, 2, 100, lease_s=60, deadline=soon()))
     wait_for(lambda: buffer.num_waiting == 1)
     assert buffer.drop_select(B, deadline=soon()) == 2  # past the full buffer
-    inserter.result(10)
+    inserter.result(30)
     query = in_thread(lambda: buffer.drop_select([3, 4], deadline=soon()))
     wait_for(lambda: buffer.num_waiting == 1)
     buffer.insert(C, [3, 4], None, 3, 100, lease_s=60)  # the consumer waits: no room needed
-    assert query.result(10) == 3
+    assert query.result(30) == 3
     assert buffer.num_bytes == 100
 
 
@@ -182,10 +182,10 @@ def test_inserts_are_admitted_in_order_of_arrival() -> None:
     with pytest.raises(QueueFullError):
         buffer.insert(C, [3], None, 4, 20, lease_s=60)
     buffer.drop_select(A, deadline=soon())
-    big.result(10)
+    big.result(30)
     assert not small.done()
     buffer.drop_select(B, deadline=soon())
-    small.result(10)
+    small.result(30)
 
 
 def test_withdraw_tells_everybody() -> None:
@@ -198,10 +198,10 @@ def test_withdraw_tells_everybody() -> None:
     wait_for(lambda: buffer.num_waiting == 2)
     assert buffer.withdraw(A) == [1, 2, 3]
     with pytest.raises(CancelledError):
-        inserter.result(10)
+        inserter.result(30)
     assert buffer.withdraw(B) == []
     with pytest.raises(NotFoundError):
-        query.result(10)
+        query.result(30)
     assert (buffer.num_bytes, buffer.num_waiting) == (0, 0)
 
 
@@ -218,7 +218,7 @@ def test_close_wakes_everybody_and_hands_back_the_rest() -> None:
     buffer.close()
     for call in calls:
         with pytest.raises(PipeClosedError):
-            call.result(10)
+            call.result(30)
     assert sorted(dropped) == [1, 2]
     with pytest.raises(PipeClosedError):
         buffer.insert(A, [1], None, 1, 1, lease_s=1)
@@ -237,7 +237,7 @@ def test_waits_can_be_cancelled() -> None:
     flag.set()
     for call in calls:
         with pytest.raises(CancelledError):
-            call.result(10)
+            call.result(30)
     assert buffer.num_waiting == 0
 
 
@@ -248,7 +248,7 @@ def test_waiting_calls_are_bounded() -> None:
     with pytest.raises(QueueFullError):
         buffer.select(C, deadline=soon())
     buffer.insert(B, [1], None, 5, 1, lease_s=1)
-    assert query.result(10) == 5
+    assert query.result(30) == 5
 
 
 async def test_coroutines_wait_without_threads() -> None:
@@ -265,7 +265,7 @@ async def test_coroutines_wait_without_threads() -> None:
 
     producer = in_thread(produce)
     assert await asyncio.gather(*tasks) == list(range(500))
-    producer.result(10)
+    producer.result(30)
     assert len(buffer) == 0
     with pytest.raises(DeadlineError):
         await buffer.select_async(A, deadline=soon(0.01))

@@ -69,13 +69,13 @@ class Client:
         return 0.0
 
     async def until(self, sample: str, value: float) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await self.metric(sample) != value:
                 await asyncio.sleep(0.005)
 
     async def queued(self, count: int) -> None:
         """Wait until so many wait."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while sum([await self.metric(f'baton_router_queue_requests{{priority="{x}"}}') for x in CLASSES]) != count:
                 await asyncio.sleep(0.005)
 
@@ -89,7 +89,7 @@ async def serving(*flags: str, decode: FakeWorker) -> AsyncIterator[tuple[Proces
         router("--decode", decode.address, *flags) as process,
         httpx.AsyncClient(base_url=f"http://{process.http}", timeout=30) as http,
     ):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await http.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.01)
         yield process, Client(http)
@@ -142,8 +142,9 @@ async def test_what_has_no_room_waits_by_priority_and_deadline_and_in_turns() ->
         order = order_of(decode)
         assert order[:2] == ["first", "high"]
         assert order[-1] == "low"
-        assert order.index("mysoon") < order.index("mine") < order.index("greedy4"), order
-        assert order.index("modest") < order.index("greedy4"), order
+        greedy = [name for name in order if name.startswith("greedy")]  # they came at the same time, in any order
+        assert order.index("mysoon") < order.index("mine") < order.index(greedy[4]), order
+        assert order.index("modest") < order.index(greedy[4]), order
         await client.queued(0)
         (decision,) = (await client.http.get("/debug/decisions", params={"id": "modest"})).json()["decisions"]
         assert decision["router_queue_ms"] > 0
@@ -235,7 +236,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_answered_then() -> None:
         for i in range(3):
             await client.send(f"quick{i}")  # so short requests that the wait looks short too
         first = await occupied(client, decode)
-        late = await client.send("late", ttft_ms=100)
+        late = await client.send("late", ttft_ms=1000)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "slo_unattainable")
         assert late.headers["retry-after"]
         assert "had any more: it waited" in late.json()["error"]["message"]
@@ -311,7 +312,7 @@ def assert_nothing_waits(router: Router) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0)
 
@@ -425,10 +426,10 @@ async def test_a_wait_that_is_too_long_for_a_deadline_is_foreseen(world: World) 
     await until(lambda: len(admission.queue) == 1)
     admission._drain.served(admission._in_flight, 100.0)  # as if one like the first had taken so long
     with pytest.raises(SloError, match="of work ahead in the queue") as caught:
-        await run(router, replace(make_request("late", prompt=[3] * 40), ttft_ms=1000.0, tenant="other"))
+        await run(router, replace(make_request("late", prompt=[3] * 40), ttft_ms=5_000.0, tenant="other"))
     assert caught.value.retry_after_s is not None
     assert caught.value.retry_after_s > 10
-    tasks.append(asyncio.create_task(run(router, replace(make_request("urgent"), ttft_ms=1000.0, priority=-1))))
+    tasks.append(asyncio.create_task(run(router, replace(make_request("urgent"), ttft_ms=20_000.0, priority=-1))))
     await until(lambda: len(admission.queue) == 2)  # nobody is ahead of it
     decode.state.pause_after = None
     decode.changed()

@@ -67,7 +67,7 @@ def objects(folder: Path, name: str = "object") -> RemoteTier:
     )
 
 
-def redis_tier(url: str, *, timeout_s: float = 1.0, max_bytes: int = 0) -> RemoteTier:
+def redis_tier(url: str, *, timeout_s: float = WAIT_S, max_bytes: int = 0) -> RemoteTier:
     backend = RedisBackend(RedisOptions(url, "t", timeout_s=timeout_s))
     options = RemoteOptions(
         "redis", durable=False, queue_bytes=1 << 20, index_blocks=10_000, absent_s=0.0, max_bytes=max_bytes
@@ -304,7 +304,7 @@ async def test_a_redis_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     async with RedisServer() as server:
         proxy = TcpProxy(server.port)
         url = f"redis://127.0.0.1:{await proxy.start()}/0"
-        tier = redis_tier(url, timeout_s=0.2)
+        tier = redis_tier(url, timeout_s=1.0)
         tier.breaker._cooldown_s = 0.5
         async with chain_of(tier, lookup_timeout_s=0.05) as chain:
             await asyncio.to_thread(tier.scanned.wait, WAIT_S)
@@ -342,7 +342,7 @@ def _until(holds: Callable[[], bool]) -> None:
 
 
 async def test_an_object_store_that_hangs_is_given_up_and_writes_into_nobodys_memory(tmp_path: Path) -> None:
-    backend = ObjectBackend(f"file://{tmp_path}/o", timeout_s=0.2, requests=2)
+    backend = ObjectBackend(f"file://{tmp_path}/o", timeout_s=WAIT_S, requests=2)
     options = RemoteOptions("object", durable=True, queue_bytes=1 << 20, index_blocks=100, absent_s=0.0)
     tier = RemoteTier(backend, options)
     async with chain_of(tier) as chain:
@@ -355,7 +355,7 @@ async def test_an_object_store_that_hangs_is_given_up_and_writes_into_nobodys_me
             gate.wait(WAIT_S)
             return bytes(right(path, **options))
 
-        backend._fs.cat_file = hangs
+        backend._fs.cat_file, backend._timeout_s = hangs, 0.2
         views = buffers(1)
         assert await chain.read(KIND, names(1), views) == [False]
         assert asked.is_set()

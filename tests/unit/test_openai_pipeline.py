@@ -126,7 +126,7 @@ async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.Monkey
 
     def slowly(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
         begun.release()
-        assert go_on.acquire(timeout=10)
+        assert go_on.acquire(timeout=60)
         return token_ids([1])
 
     monkeypatch.setattr("baton_router.text_pipeline._tokenize", slowly)
@@ -134,11 +134,11 @@ async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.Monkey
     text = pipeline(ScriptedDispatcher())
     info = text.model_info()
     first = asyncio.create_task(text.tokenize(TextRequest("x" * 300_000, GREEDY), info))
-    assert await asyncio.to_thread(begun.acquire, timeout=10)
+    assert await asyncio.to_thread(begun.acquire, timeout=60)
     with pytest.raises(UnavailableError):
         await text.tokenize(TextRequest("x" * 300_000, GREEDY), info)
     shorter = asyncio.create_task(text.tokenize(TextRequest("x" * 200_000, GREEDY), info))
-    assert await asyncio.to_thread(begun.acquire, timeout=10), "shorter ones don't wait for it"
+    assert await asyncio.to_thread(begun.acquire, timeout=60), "shorter ones don't wait for it"
     go_on.release(2)
     assert await first == await shorter == token_ids([1])
     go_on.release()

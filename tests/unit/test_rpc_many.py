@@ -52,7 +52,7 @@ class Engine:
                 future.set_result(None)
 
     async def until_waiting(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(self.waiting) < count:
                 self.changed.clear()
                 await self.changed.wait()
@@ -77,7 +77,7 @@ class Stream:
         self.requests.put_nowait(message)
 
     async def next(self) -> worker_pb2.GenerateManyResponse:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await anext(self.answers)
 
 
