@@ -105,6 +105,17 @@ async def test_blocks_are_pinned_and_forgotten_by_call() -> None:
             await put(instance, None, "x", ttl_s=1, durable=True)
 
 
+async def test_blocks_on_disk_are_pinned_in_memory_too(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, instance):
+        await put(instance, None, "keep", durable=True)
+        for label in range(20):
+            await put(instance, None, label, durable=True)
+        assert not server.store.has(instance.kind.digest(), names("keep")[0])
+        assert list((await put(instance, None, "keep", pin=True)).stored) == [True]
+        assert server.store.has(instance.kind.digest(), names("keep")[0])
+        assert server.store.holds.held_bytes == BLOCK
+
+
 async def test_quotas_on_disk(tmp_path: Path) -> None:
     async with served(tmp_path) as (server, instance):
         for label in range(12):

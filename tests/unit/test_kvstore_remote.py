@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import mmap
+import os
 import queue
 import subprocess
 import sys
@@ -629,6 +630,26 @@ async def test_objects_are_whole_or_not_there(tmp_path: Path) -> None:
 
     async with place_of("file", tmp_path) as place:
         await asyncio.to_thread(work, place)
+
+
+def test_an_object_in_a_file_survives_a_crash_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ObjectBackend(f"file://{tmp_path}/objects", timeout_s=WAIT_S, requests=1)
+    path = Path(backend._path(KIND, name_of(1)))
+    right, synced = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{fd}")), path.exists()))
+        right(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert backend.put(KIND, names(1), [value_of(name_of(1))]) == [True]
+    (file, was_there), *folders = synced
+    assert file.name.startswith(path.name)
+    assert not was_there
+    assert folders == [(folder, True) for folder in list(path.parents)[:3]]
+    backend.close()
 
 
 async def test_a_lookup_asks_for_no_more_than_one_object_that_is_not_there(tmp_path: Path) -> None:

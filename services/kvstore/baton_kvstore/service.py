@@ -208,7 +208,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         """Take and fill slots for a part of a Put's blocks."""
         names = [BlockHash(value) for value in request.block_hashes[piece]]
         behind = [False] * len(names)
-        if not request.ttl_s:
+        if not (request.ttl_s or request.pin):  # these are to be in memory, wherever else they are
             behind = await self._tiers.behind(fingerprint, names, deadline, durable=request.durable)
         wanted = [i for i, held in enumerate(behind) if not held]
         if not wanted:

@@ -9,6 +9,7 @@ bucket's own rules without touching another. Requests of a batch run side by sid
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import threading
@@ -29,6 +30,8 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 _TRIES = 8
 """Objects read at most in a folder to learn what they are; some may be damaged."""
 _DIGITS = 2
+_LEVELS = 3
+"""Folders above an object: those of its first digits and of its kind, and the root."""
 _PROBES = 4
 """How much further a look-up looks each time it has found everything so far."""
 
@@ -132,12 +135,17 @@ class ObjectBackend:
         if not self._is_local:
             self._fs.pipe_file(path, value)
             return
-        # An object store shows an object when it is whole; so must a file system.
+        # An object store shows an object when it is whole and safe; so must a file system.
         torn = f"{path}.{secrets.token_hex(8)}"
         self._fs.makedirs(self._fs._parent(path), exist_ok=True)
         try:
             self._fs.pipe_file(torn, value)
+            _sync(torn)
             self._fs.mv(torn, path)
+            folder = path
+            for _ in range(_LEVELS):
+                folder = self._fs._parent(folder)
+                _sync(folder)
         except BaseException:
             self._remove(torn)
             raise
@@ -179,6 +187,15 @@ class ObjectBackend:
 
 def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _sync(path: str) -> None:
+    """Make a file, or the names in a folder, survive a crash of the host."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _last(path: str) -> str:
