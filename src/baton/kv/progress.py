@@ -2,7 +2,8 @@
 
 The layers of a running step, as they are computed: a reader that was told "block 7 is complete at 1234" waits for 1234
 and copies, while the owner computes the next layer. Waiting is the kernel's futex on the mapping itself: no message, no
-polling, and the owner's cost without a waiter is one system call.
+polling, and the owner's cost without a waiter is one system call. Who waits for a value is woken by the values up to
+it that are congruent to it modulo 32, so as a rule once, and not for every layer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_FUTEX_WAIT_BITSET, _FUTEX_WAKE_BITSET = 9, 10
+_BITS = 32
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
 _POLL_S = 0.0005
 
@@ -43,10 +45,11 @@ class Progress:
 
     def advance(self, value: int) -> None:
         """Raise the counter and wake who waits; a value not above the present one changes nothing."""
-        if value > int(self._word[0]):
+        before = int(self._word[0])
+        if value > before:
             self._word[0] = value
             if self._futex is not None:
-                self._futex(self._address, _FUTEX_WAKE, 2**31 - 1, None)
+                self._futex(self._address, _FUTEX_WAKE_BITSET, 2**31 - 1, None, _bits(before + 1, value))
 
     def wait(self, value: int, timeout_s: float) -> int:
         """Block until the counter has reached ``value`` or the time is up; returns the counter."""
@@ -58,8 +61,14 @@ class Progress:
             if self._futex is None:
                 time.sleep(min(left, _POLL_S))  # a machine whose number of the system call is not known here
                 continue
-            self._futex(self._address, _FUTEX_WAIT, now & 0xFFFFFFFF, left)
+            self._futex(self._address, _FUTEX_WAIT_BITSET, now & 0xFFFFFFFF, deadline, _bits(value, value))
         return now
+
+
+def _bits(first: int, last: int) -> int:
+    """The set of bits that stands for the values from the first to the last."""
+    run = (1 << min(last - first + 1, _BITS)) - 1 << first % _BITS
+    return (run | run >> _BITS) & 0xFFFFFFFF
 
 
 def _futex_call(number: int) -> Any:
@@ -70,18 +79,19 @@ def _futex_call(number: int) -> Any:
     class Timespec(ctypes.Structure):
         _fields_ = (("sec", ctypes.c_long), ("nsec", ctypes.c_long))
 
-    def call(address: int, operation: int, value: int, timeout_s: float | None) -> None:
+    def call(address: int, operation: int, value: int, deadline: float | None, bits: int) -> int:
         limit = None
-        if timeout_s is not None:
-            seconds = int(timeout_s)
-            limit = ctypes.byref(Timespec(seconds, int((timeout_s - seconds) * 1e9)))
+        if deadline is not None:  # that of ``time.monotonic``, the clock of this operation
+            seconds = int(deadline)
+            limit = ctypes.byref(Timespec(seconds, int((deadline - seconds) * 1e9)))
         result = syscall(
             ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_int(operation), ctypes.c_uint32(value),
-            limit, None, ctypes.c_uint32(0),
+            limit, None, ctypes.c_uint32(bits),
         )  # fmt: skip
         code = ctypes.get_errno()
         # Changed before the wait began, time-out, signal: the caller looks at the counter again in any case.
         if result < 0 and code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
             raise OSError(code, os.strerror(code))
+        return int(result)
 
     return call

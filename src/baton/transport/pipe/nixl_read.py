@@ -42,9 +42,9 @@ from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_con
 
 BATCH_ROWS = 16_384
 """Rows of one NIXL request at most."""
-AGENTS = 2
-"""Agents of a process that reads: as many reads move bytes at once. Two fill the memory bus of a small machine, and
-each costs 30 ms to make after the first, and a registration of the arenas."""
+AGENTS = 4
+"""Agents of a process that reads: as many reads move bytes at once, as many as an instance makes. After the first each
+costs 30 ms to make, 5 MB and a registration of the arenas, once that many reads go on at once."""
 _MAX_RANKS = 1024
 
 

@@ -42,6 +42,8 @@ from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_hea
 
 _UNDER_WAY_BYTES = 1 << 20
 _LEAST_UNDER_WAY_BYTES = 64 << 10
+_FOLLOWED_AT_ONCE = 4
+"""Connections that are busy at once where a computation is followed: chunks that are late, beside the present one."""
 _SHORT_TICK_S, _SHORT_TICKS = 1e-3, 64
 """Pause between two calls while a computation is waited for, so many times; afterwards a tick, which keeps a slow
 medium's buffers full."""
@@ -104,26 +106,28 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
             send_error(stream, error, wait)  # the frame was whole: the connection goes on
             continue
         if answer is None:
-            if streams != suited:
-                _suit_to_host(stream, max(1, streams))
-                suited = streams
+            at_once = max(streams, 1 if reads.steps is None else _FOLLOWED_AT_ONCE)
+            if at_once != suited:
+                _suit_to_host(stream, at_once)
+                suited = at_once
             send_blocks(stream, shards, reads, limits, checksums=checksums)
         else:
             answer(reads, checksums)
 
 
-def _suit_to_host(stream: Stream, streams: int) -> None:
+def _suit_to_host(stream: Stream, at_once: int) -> None:
     """Fit a connection between two processes of one host to what limits it there: processors, and their caches.
 
-    What is under way only fills a cache, so it is bounded; and nothing is lost or shared that would have to be found
-    out about. A congestion control that paces (BBR) costs a quarter of the processor time there, and begins again
-    slowly after every pause that a computation makes. Between hosts both are the administrator's and the kernel's.
+    What is under way, on all connections that are busy at once, only fills a cache, so it is bounded; and nothing is
+    lost or shared that would have to be found out about. A congestion control that paces (BBR) costs a quarter of the
+    processor time there, and begins again slowly after every pause that a computation makes. Between hosts both are
+    the administrator's and the kernel's.
     """
     if not stream.stays_on_host:
         return
     sock = stream.sock
     with contextlib.suppress(OSError):  # it is gone: whoever sends will be told
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY_BYTES, _UNDER_WAY_BYTES // streams))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY_BYTES, _UNDER_WAY_BYTES // at_once))
     with contextlib.suppress(OSError):  # a kernel that does not let us choose
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
 
