@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _DECISION_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
+_MAX_LABELS = 100
+_MAX_LABEL_CHARS = 64
 _TRANSFER_S = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -60,6 +62,7 @@ class RouterMetrics:
         sources = self.prompt_tokens.labels
         self._cached, self._transferred, self._recomputed = map(sources, ("cached", "transferred", "recomputed"))
         self._by_path: dict[tuple[int, str, str], tally.Amount] = {}
+        self._names: set[str] = set()
         self.kv_bytes = tally.Counter(name + "kv_bytes", "KV bytes fetched by decode instances", ["pipe"], r)
         self.transfer_time = tally.Histogram(
             name + "transfer_seconds", "Time in fetches, per request", ["pipe"], r, buckets=_TRANSFER_S
@@ -93,7 +96,9 @@ class RouterMetrics:
         key = trace.path, trace.pipe, trace.local_reason.partition(":")[0]
         path = self._by_path.get(key)
         if path is None:
-            path = self._by_path[key] = self.paths.labels(path_from_pb(key[0]) or "unknown", *key[1:])
+            path = self.paths.labels(path_from_pb(key[0]) or "unknown", *map(self._label, key[1:]))
+            if len(self._by_path) < _MAX_LABELS:
+                self._by_path[key] = path
         path.value += 1
         self._cached.value += trace.cached_tokens
         self._transferred.value += trace.transferred_tokens
@@ -101,8 +106,17 @@ class RouterMetrics:
         if trace.failed_prefills:
             self.failed_prefills.inc(len(trace.failed_prefills))
         if trace.pipe:
-            self.kv_bytes.labels(trace.pipe).inc(trace.kv_bytes)
-            self.transfer_time.labels(trace.pipe).observe(trace.transfer_us / 1e6)
+            pipe = self._label(trace.pipe)
+            self.kv_bytes.labels(pipe).inc(trace.kv_bytes)
+            self.transfer_time.labels(pipe).observe(trace.transfer_us / 1e6)
+
+    def _label(self, name: str) -> str:
+        """Return a name as a label. Clients that run requests by tickets tell traces too: names are bounded."""
+        if name not in self._names:
+            if len(self._names) >= _MAX_LABELS or len(name) > _MAX_LABEL_CHARS:
+                return "other"
+            self._names.add(name)
+        return name
 
     def forget_instance(self, instance_id: str) -> None:
         """Remove the series of an instance that left."""

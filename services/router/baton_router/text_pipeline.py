@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.errors import (
     ContextLengthError,
@@ -231,7 +231,15 @@ def count_chars(prompt: Prompt) -> int:
         return len(prompt)
     if isinstance(prompt, list | array):
         return 0
-    return sum(len(str(message.get("content"))) for message in prompt.messages)
+    # All of it, also what stands beside the content: templates write that out too.
+    return sum(_chars(value) for part in (*prompt.messages, prompt.variables) for value in part.values())
+
+
+def _chars(value: Any) -> int:
+    try:
+        return len(str(value))
+    except RecursionError:  # nested as deep as JSON may be: long enough
+        return _LARGE_CHARS
 
 
 def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
