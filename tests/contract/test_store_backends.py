@@ -25,6 +25,7 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
 from baton.kv.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
+from baton.rpc.ports import free_port
 from baton.rpc.redis_client import open_redis, store_node_key
 from baton.testing.mooncake import MooncakeMaster, missing_mooncake
 from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster
@@ -160,7 +161,7 @@ class Rig:
 
     async def node(self, **options: Any) -> KVStoreServer:
         """Start a node, to be stopped in the end."""
-        server = KVStoreServer(KVStoreConfig(**{"capacity_bytes": 16 * CHAIN * BLOCK, **options}))
+        server = KVStoreServer(KVStoreConfig(**{"capacity_bytes": 16 * CHAIN * BLOCK, "port": free_port(), **options}))
         await server.start()
         self._stack.push_async_callback(server.stop)
         return server
@@ -480,7 +481,7 @@ async def test_what_a_new_node_should_have_is_read_from_before_and_copied(stack:
     ]
     assert moved
     await eventually(lambda: all(held_by(new, [segment.key])[0] for segment in moved))
-    assert new.store.num_blocks == sum(segment.stop - segment.start for segment in moved)
+    await eventually(lambda: new.store.num_blocks == sum(segment.stop - segment.start for segment in moved))
     # A client that never knew another placement finds all of it.
     fresh = await rig.client(address=f"{rig.address},{new.address}")
     for hashes in chains:

@@ -50,7 +50,7 @@ async def test_an_instance_that_dies_is_restarted_and_registers_again(model, sta
 async def test_no_restart_ends_the_whole(model, starter):
     async with warm(starter, model, [], restart=False) as supervisor:
         supervisor.kill("decode-0")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert "decode-0" in await supervisor.wait()
 
 
@@ -61,7 +61,7 @@ async def test_who_is_in_a_hurry_waits_for_no_drain(model):
     supervisor = Supervisor(plan(model), lambda *_: None, grace_s=50)
     supervisor.processes["deaf"] = process
     await process.start({})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         await deaf.wait()
         stopping = asyncio.ensure_future(supervisor.stop())
         with pytest.raises(TimeoutError):

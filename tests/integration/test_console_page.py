@@ -56,6 +56,12 @@ def browser() -> Iterator[Chrome]:
         yield driver
 
 
+ROW = (
+    "const rows = [...document.querySelectorAll('#index tr')].map(x => x.innerText);"
+    "return rows.find(x => x.startsWith(arguments[0])) || ''"
+)
+
+
 def wait(driver: Chrome, condition: Callable[[Chrome], Any], seconds: float = 30) -> Any:
     return WebDriverWait(driver, seconds, poll_frequency=0.1).until(condition)
 
@@ -100,8 +106,7 @@ async def test_an_instance_that_dies_and_one_that_leaves(watched: Watched, brows
         assert "d1" in card.text
         assert "Down" in card.text
         wait(browser, lambda d: "d1 is down" in d.find_element(By.ID, "news").get_attribute("textContent"))
-        row = next(x for x in browser.find_elements(By.CSS_SELECTOR, "#index tr") if x.text.startswith("d1"))
-        assert "Stale" in row.text
+        wait(browser, lambda d: "Stale" in d.execute_script(ROW, "d1"))
         assert "1 of 2 ready" in browser.find_element(By.ID, "decode-count").text
 
     await asyncio.to_thread(look)

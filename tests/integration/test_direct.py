@@ -69,7 +69,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         process = await stack.enter_async_context(
             router("--decode", addresses, "--ticket-key-file", str(key), "--reconnect-max-s", "0.2")
         )
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}"))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20))
         found = World(workers, process.grpc, http)
 
         async def ready() -> bool:

@@ -44,7 +44,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[FakeWorker, str]]:
         process = await stack.enter_async_context(
             router("--decode", worker.address, "--ticket-key-file", str(folder / "key"), *flags)
         )
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}"))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20))
 
         async def ready() -> bool:
             return (await http.get("/readyz")).status_code == 200

@@ -22,6 +22,7 @@ from baton.cli.process import ManagedProcess, ProcessSpec
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.rpc.ports import free_port
 from baton.testing.checkpoints import make_checkpoint
 from baton.testing.tcp_proxy import TcpProxy
 from baton.testing.warm import WarmStarter
@@ -42,7 +43,7 @@ class Worker:
     path: str
     starter: WarmStarter
     flags: tuple[str, ...] = ()
-    port: int = 0
+    port: int = field(default_factory=free_port)
     asked: list[list[int]] = field(default_factory=list)
     process: ManagedProcess | None = None
     num_requests: int = 0

@@ -71,7 +71,7 @@ async def replicas(count: int, redis: RedisServer, *flags: str) -> AsyncIterator
                 router("--redis", redis.url, "--replica-name", f"r{number}", "--no-instance-wait-s", "30", *flags)
             )
             channel = await stack.enter_async_context(open_channel(process.grpc))
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}"))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=30))
             return Replica(process, router_pb2_grpc.RouterServiceStub(channel), http)
 
         yield list(await asyncio.gather(*map(one, range(count))))
@@ -139,12 +139,16 @@ async def test_three_replicas_never_place_more_than_the_capacity_while_redis_die
                 await run(CAPACITY)
                 stop.set()
             for worker in decodes:
+                await worker.wait_until(lambda worker=worker: not worker.state.running)
                 assert worker.state.peak == CAPACITY
                 assert not worker.state.cancelled
             assert sum(len(x.state.finished) for x in decodes) == sum(done)
             for x in routers:
-                state = await x.state()
-                assert {part["in_flight"] for part in state["units"].values()} == {0}
+
+                async def idle(x: Replica = x) -> bool:
+                    return {part["in_flight"] for part in (await x.state())["units"].values()} == {0}
+
+                await until(idle)
                 assert "baton_router_request_failures_total{" not in await x.metrics()
 
 

@@ -82,8 +82,8 @@ async def register(stub: router_pb2_grpc.RouterServiceAsyncStub, worker: FakeWor
     request = router_pb2.RegisterRequest(
         address=worker.address, instance_id=worker.instance_id, role=role_to_pb(worker.role), epoch=worker.epoch
     )
-    lease = await stub.Register(request, timeout=5)
-    async with asyncio.timeout(10):
+    lease = await stub.Register(request, timeout=20)
+    async with asyncio.timeout(20):
         while not [x for x in (await stub.ListInstances(router_pb2.ListInstancesRequest())).instances if x.healthy]:
             await asyncio.sleep(0.01)
     assert (await stub.Heartbeat(router_pb2.HeartbeatRequest(lease_id=lease.lease_id))).known
@@ -92,7 +92,7 @@ async def register(stub: router_pb2_grpc.RouterServiceAsyncStub, worker: FakeWor
 
 async def refuses_connections(address: str) -> None:
     host, port = address.split(":")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, int(port))
@@ -114,10 +114,10 @@ async def test_life_of_a_router() -> None:
     async with decode_worker() as worker, router() as process, open_channel(process.grpc) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         assert await check_health(process.grpc)
-        async with httpx.AsyncClient(base_url=f"http://{process.http}") as http:
+        async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20) as http:
             assert (await http.get("/readyz")).status_code == 503
             lease = await register(stub, worker)
-            async with asyncio.timeout(10):  # its tokenizer is loaded first
+            async with asyncio.timeout(20):  # its tokenizer is loaded first
                 while (await http.get("/readyz")).status_code != 200:
                     await asyncio.sleep(0.01)
             assert 'baton_router_instance_healthy{instance="d0",role="decode"} 1.0' in (await http.get("/metrics")).text
@@ -130,7 +130,7 @@ async def test_life_of_a_router() -> None:
                 tokens += response.deltas[0].token_ids
             # Told to end in mid-stream, it takes nothing new but brings this one to its end.
             process.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while await check_health(process.grpc, timeout_s=0.5):
                     await asyncio.sleep(0.01)
             await refuses_connections(process.http)

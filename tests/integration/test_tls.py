@@ -252,11 +252,11 @@ async def test_http_over_tls_wants_no_certificate_of_clients(ours: Certificate, 
     await app.start()
     try:
         url = f"https://127.0.0.1:{app.http_port}/health"
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=ours.ca)) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=ours.ca), timeout=20) as client:
             assert (await client.get(url)).status_code == 200
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(url.replace("https:", "http:"))
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=theirs.ca)) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=theirs.ca), timeout=20) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(url)
     finally:
@@ -264,7 +264,7 @@ async def test_http_over_tls_wants_no_certificate_of_clients(ours: Certificate, 
     plain = RouterApp(RouterConfig(port=0, grpc_port=0, http_tls=False, **flags))
     await plain.start()
     try:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=20) as client:
             assert (await client.get(f"http://127.0.0.1:{plain.http_port}/health")).status_code == 200
     finally:
         await plain.stop()
