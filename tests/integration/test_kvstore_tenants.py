@@ -116,6 +116,33 @@ async def test_blocks_on_disk_are_pinned_in_memory_too(tmp_path: Path) -> None:
         assert server.store.holds.held_bytes == BLOCK
 
 
+async def test_a_tenant_that_waits_for_its_own_quota_holds_nobody_up(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, instance):
+        for label in range(6):
+            await put(instance, A, f"a{label}", durable=True)
+        await put(instance, B, "b0", durable=True)
+        for label in range(20):
+            await put(instance, None, label, durable=True)
+
+        def get(tenant: common_pb2.Tenant, *labels: object) -> Any:
+            request = kvstore_pb2.GetRequest(
+                fingerprint=fingerprint_to_pb(instance.kind),
+                block_hashes=names(*labels),
+                tenant=tenant,
+                lease_ms=60_000,
+            )
+            return instance.stub.Get(request, timeout=WAIT_S)
+
+        first = await get(A, "a2", "a3", "a4")
+        assert len(first.block_ids) == 3  # all that A may have, and it is leased
+        waiting = asyncio.ensure_future(get(A, "a5"))
+        await until(lambda: bool(server.tiers._promoter and server.tiers._promoter._jobs))
+        assert len((await get(B, "b0")).block_ids) == 1
+        assert not waiting.done()
+        await instance.stub.Release(kvstore_pb2.ReleaseRequest(lease_id=first.lease_id), timeout=WAIT_S)
+        assert len((await waiting).block_ids) == 1
+
+
 async def test_quotas_on_disk(tmp_path: Path) -> None:
     async with served(tmp_path) as (server, instance):
         for label in range(12):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.unit.test_kvstore_store import KIND, Clock, names
 
+from baton.errors import DeadlineError
 from baton.types import BlockHash, Tenant
 from baton_kvstore.chain import Chain, Link
 from baton_kvstore.counts import TierCounters
@@ -27,7 +28,13 @@ WAIT_S = 20.0
 
 
 class Tier:
-    """Takes blocks at once and keeps their names; ``full``: takes none. ``answers`` come first when it is asked."""
+    """Takes blocks at once and keeps their names.
+
+    Attributes:
+        answers: Come first when it is asked what it holds.
+        full: Takes nothing.
+        narrow: Is full after the next write.
+    """
 
     name, exact, durable, shared, resting = "disk", True, True, False, False
 
@@ -36,7 +43,7 @@ class Tier:
         self.blocks: set[BlockHash] = set()
         self.written: list[BlockHash] = []
         self.answers: list[bool] = []
-        self.full = False
+        self.full = self.narrow = False
         self._thread = ThreadPoolExecutor(1)
 
     def listen(self, listener: TierListener) -> None:
@@ -69,6 +76,7 @@ class Tier:
     ) -> bool:
         self.blocks.update(hashes)
         self.written += hashes
+        self.full = self.narrow
         self._thread.submit(done, [True] * len(hashes))
         return True
 
@@ -156,6 +164,18 @@ async def test_a_durable_put_goes_on_when_blocks_of_others_have_left_the_queue()
         saver.kick()
         assert await waiting == [True]
         assert entry.pins == 0
+
+
+async def test_room_that_came_too_late_is_not_made_for_nobody() -> None:
+    tier = Tier()
+    async with saver_of(tier, write_all=False) as (store, saver):
+        put(store, *range(8))
+        tier.narrow = True
+        with pytest.raises(DeadlineError):
+            await saver.make_room(8 * BLOCK, time.monotonic())
+        tier.narrow = tier.full = False
+        await settled(tier, saver)
+        assert len(tier.written) == 2  # the spare quarter
 
 
 async def test_what_a_tenants_quota_pushed_out_of_the_disk_is_not_written_again_and_again() -> None:

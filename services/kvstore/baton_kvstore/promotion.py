@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from baton.errors import BatonError, DeadlineError, QueueFullError
 from baton.kv.fingerprint import Fingerprint
@@ -20,6 +21,7 @@ from baton_kvstore.counts import TierCounters
 from baton_kvstore.disk.format import Kind
 from baton_kvstore.leases import Lease
 from baton_kvstore.pool import Pool, kind_of
+from baton_kvstore.quotas import NOBODY
 from baton_kvstore.reservation import Reservation
 from baton_kvstore.saver import RETRY_S, Saver
 from baton_kvstore.store import BlockStore
@@ -48,13 +50,18 @@ class Promoter:
         self._store, self._chain, self._saver, self._counters = store, chain, saver, counters
         self._promoting: dict[tuple[bytes, BlockHash], asyncio.Future[None]] = {}
         self._jobs: set[asyncio.Task[Lease | None]] = set()
-        self._line = asyncio.Lock()
+        self._lines: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._closed = False
 
-    @property
-    def crowded(self) -> bool:
-        """Whether somebody waits for room already."""
-        return self._line.locked()
+    def crowded(self, tenant: Tenant | None) -> bool:
+        """Whether somebody waits for room already that a tenant would have to wait for."""
+        return self._line(tenant).locked()
+
+    def _line(self, tenant: Tenant | None) -> asyncio.Lock:
+        """Return where to stand: tenants with a quota wait for room in it, by themselves; all others for the memory."""
+        share = self._store.quotas.of(tenant)
+        line = asyncio.Lock()
+        return self._lines.setdefault(share.name if share.quota else NOBODY, line)
 
     def plan(self, kind: Kind, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], list[BlockHash]]:
         """Return the prefix that can be had at once, and what of it is not in memory: at most half the memory then."""
@@ -180,17 +187,18 @@ class Promoter:
         self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float, absent: int
     ) -> Reservation:
         """Take slots. While others use everything, whoever is waited for stands in line; a part of it is enough."""
-        if ask.ttl_s is None and self._line.locked():
+        line = self._line(ask.tenant)
+        if ask.ttl_s is None and line.locked():
             raise QueueFullError("others wait for room", retry_after_s=RETRY_S)
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                await self._line.acquire()  # first come, first served, and only one of them tries at each kick
+                await line.acquire()  # first come, first served, and only one of them tries at each kick
         except TimeoutError:
             raise DeadlineError("every block of the store was in use") from None
         try:
             return await self._reserve_first(fingerprint, prefix, ask, deadline, absent)
         finally:
-            self._line.release()
+            line.release()
 
     async def _reserve_first(
         self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float, absent: int

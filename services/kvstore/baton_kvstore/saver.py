@@ -58,14 +58,16 @@ class Saver:
             DeadlineError: The tiers behind were too slow.
         """
         need = min(num_bytes, self._store.capacity_bytes)
-        while self._store.room() < need:
-            self._need = max(self._need, need)
-            self.kick()
-            if not self._num_saving:
-                break
-            if not await self._wait_progress(deadline):
-                raise DeadlineError("the tiers behind are too slow to make room in memory")
-        self._need = 0
+        try:
+            while self._store.room() < need:
+                self._need = max(self._need, need)
+                self.kick()
+                if not self._num_saving:
+                    break
+                if not await self._wait_progress(deadline):
+                    raise DeadlineError("the tiers behind are too slow to make room in memory")
+        finally:
+            self._need = 0  # others who wait say theirs again with the next progress
 
     def kick(self) -> None:
         """Have the next cold blocks written, if it is time; called whenever blocks may have become evictable."""

@@ -218,7 +218,7 @@ class Tiers:
             prefix, missing = promoter.plan(kind, hashes)
             if not missing or time.monotonic() >= deadline:
                 break
-            if prefix[0] != missing[0] and (promoter.crowded or promoter.brings(kind, missing[0])):
+            if prefix[0] != missing[0] and (promoter.crowded(wanted.tenant) or promoter.brings(kind, missing[0])):
                 break  # what is there can be read meanwhile
             if promoter.brings(kind, missing[0]):
                 await promoter.wait_for(kind, missing[0], deadline)
