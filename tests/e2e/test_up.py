@@ -219,13 +219,13 @@ def test_unknown_fields_are_named(client):
 
 def test_metrics_of_router_and_workers(up, client):
     client.completions.create(model=NAME, prompt=LONG, max_tokens=2)
-    text = httpx.get(f"{up.url}/metrics").text
+    text = httpx.get(f"{up.url}/metrics", timeout=20).text
     for name in ("baton_router_", "index_state", "match_rate"):
         assert name in text
     table = "".join(up.lines)
     addresses = re.findall(r"metrics (127\.0\.0\.1:\d+/metrics)", table)
     assert len(addresses) >= 3
-    workers = "".join(httpx.get(f"http://{address}").text for address in addresses)
+    workers = "".join(httpx.get(f"http://{address}", timeout=20).text for address in addresses)
     assert "baton_engine_blocks_total" in workers
     assert 'baton_kv_transfer_bytes_total{pipe="shm"}' in workers
 
@@ -244,10 +244,12 @@ def test_our_sdk(up, model):
 
 
 def test_health_and_tokenize(up):
-    assert httpx.get(f"{up.url}/health").status_code == 200
-    assert httpx.get(f"{up.url}/readyz").status_code == 200
-    tokens = httpx.post(f"{up.url}/tokenize", json={"prompt": "naïve 🙂", "add_special_tokens": False}).json()["tokens"]
-    assert httpx.post(f"{up.url}/detokenize", json={"tokens": tokens}).json()["prompt"] == "naïve 🙂"
+    assert httpx.get(f"{up.url}/health", timeout=20).status_code == 200
+    assert httpx.get(f"{up.url}/readyz", timeout=20).status_code == 200
+    tokens = httpx.post(
+        f"{up.url}/tokenize", json={"prompt": "naïve 🙂", "add_special_tokens": False}, timeout=20
+    ).json()["tokens"]
+    assert httpx.post(f"{up.url}/detokenize", json={"tokens": tokens}, timeout=20).json()["prompt"] == "naïve 🙂"
 
 
 def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
@@ -304,7 +306,7 @@ def test_a_second_ctrl_c_kills(model):
         with pytest.raises(subprocess.TimeoutExpired):
             running.process.wait(1.0)
         running.process.send_signal(signal.SIGINT)
-        running.process.wait(10)
+        running.process.wait(40)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
