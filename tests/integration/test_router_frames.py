@@ -11,10 +11,12 @@ import pytest
 from google.protobuf.message import DecodeError
 from tests.integration.test_router_dispatch import World, assert_right, make_request, registration, run
 
-from baton.api.v1 import worker_pb2
+from baton.api.v1 import common_pb2, worker_pb2
 from baton.testing.fake_worker import FakeWorker
 from baton.types import Role
-from baton_router.calls import CallEnded, CallStream
+from baton_router.attempt import Attempt, AttemptFailed, Message
+from baton_router.calls import Call, CallEnded, CallStream, Reader
+from baton_router.instance import Instance
 from baton_router.session import FrameSession
 
 
@@ -109,3 +111,44 @@ async def test_what_cannot_be_read_takes_nothing_with_it_that_could(behind: byte
     with pytest.raises((DecodeError, ValueError)):
         stream._take(map(worker_pb2.GenerateManyResponse.FromString, (good.SerializeToString(), behind)))
     assert (notes.tokens, notes.ends) == ([7], [None])
+
+
+class Alone:
+    """Sessions with one stream."""
+
+    def __init__(self, stream: CallStream) -> None:
+        self.stream = stream
+
+    def start(self, instance: Instance, request: bytes, reader: Reader) -> Call:
+        return self.stream.start(request, reader)
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.ends: list[AttemptFailed | None] = []
+
+    def on_message(self, message: Message) -> None:
+        raise AssertionError("it makes no sense")
+
+    def on_end(self, failure: AttemptFailed | None) -> None:
+        self.ends.append(failure)
+
+
+async def test_a_message_that_makes_no_sense_ends_its_own_call_alone(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    instance = (await world.cluster([], [decode])).instance(decode)
+    stream, wrong, fine = Silent("d0"), Ends(), Notes()
+    sessions: Any = Alone(stream)
+    attempt = Attempt(sessions, instance, b"", [0], wrong)
+    stream.start(b"", fine)
+    odd = common_pb2.TokenLogprob(token_id=5, top_token_ids=[5, 6], top_logprobs=[-1.0])
+    delta = worker_pb2.SequenceDelta(token_ids=[5], logprobs=[odd])
+    message = worker_pb2.GenerateManyResponse(token_calls=[2], token_ids=[7])
+    message.messages.add(call=1, response=worker_pb2.GenerateResponse(deltas=[delta]))
+    message.ends.add(call=2)
+    stream._take([message])
+    attempt.close()
+    assert (fine.tokens, fine.ends) == ([7], [None])
+    (failure,) = wrong.ends
+    assert failure is not None
+    assert failure.reason == "protocol"

@@ -107,8 +107,9 @@ class Attempt:
         """Take a message."""
         try:
             message = _read(response, self._indices, self._instance)
-        except AttemptFailed as failure:
+        except (AttemptFailed, BatonError) as error:  # this call's end alone: others share its stream
             self._call.close()
+            failure = error if isinstance(error, AttemptFailed) else AttemptFailed(error, "protocol")
             self._listener.on_end(failure)
             return
         self._listener.on_message(message)
