@@ -256,6 +256,19 @@ async def test_leases_are_bounded() -> None:
             await instance.get(1)
 
 
+async def test_a_get_that_fails_keeps_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with store() as server, connected(server) as instance:
+        await instance.put("a")
+
+        def nowhere(pool: Any) -> Any:
+            raise ConfigError("no pipe can listen", field="pipes")
+
+        monkeypatch.setattr(server._servicer._sources, "of", nowhere)
+        with refused("config", "pipes"):
+            await instance.get("a")
+        assert not len(server.store.leases)
+
+
 async def test_leases_end_by_themselves_and_are_capped() -> None:
     async with store(default_lease_s=0.05, max_lease_s=0.1) as server, connected(server) as instance:
         await instance.put(1)

@@ -34,7 +34,7 @@ _PATIENCE = 0.8
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Serves one :class:`BlockStore` and the tier behind it; every call that fails takes and keeps nothing."""
+    """Serves one :class:`BlockStore` and the tiers behind it; a call that fails leaves no slot taken and no lease."""
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         """Pull the blocks that are missing; see ``kvstore.proto``.
 
         Raises:
-            BatonError: Nothing was stored.
+            BatonError: Not everything that was asked for was done. What was stored until then stays: with tiers behind,
+                a large Put is taken piece by piece.
         """
         with self._counted("Put"):
             if request.ttl_s and request.durable:
@@ -110,10 +111,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             if lease is None:
                 return kvstore_pb2.GetResponse()
             pool = lease.entries[0].pool
+            try:
+                source = self._sources.of(pool)
+            except BaseException:
+                self._store.release(lease.lease_id)
+                raise
             slots = [entry.slot for entry in lease.entries]
             return kvstore_pb2.GetResponse(
                 lease_id=lease.lease_id,
-                source=self._sources.of(pool),
+                source=source,
                 block_ids=slots,
                 generations=pool.arena.generations[slots].tolist(),
                 lease_ms=round(1000 * ttl_s),
