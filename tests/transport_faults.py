@@ -83,7 +83,7 @@ class Process:
 
     def kill(self) -> None:
         self.popen.kill()
-        self.popen.wait(10)
+        self.popen.wait(60)
 
     def stop(self) -> None:
         if self.popen.poll() is None:
@@ -161,7 +161,7 @@ class Proxy:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

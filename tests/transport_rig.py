@@ -82,7 +82,7 @@ class Media:
         with self.listen(limit=limit) as listener:
             accepted = in_thread(lambda: listener.accept(deadline=soon()))
             mine = self.connect(listener.address, limit=limit)
-            return mine, accepted.result(10)
+            return mine, accepted.result(60)
 
 
 MEDIA = ["memory", "shm", "tcp", "nixl", "gloo"]

@@ -377,7 +377,7 @@ def test_a_killed_process_ends_every_pipe_at_whatever_point(media: Media) -> Non
         assert [call.result(30) for call in calls] == [PipeClosedError.code] * count  # and not the deadline
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(60)
         child.stdout.close()
         for item in (*listeners, *ends):
             item.close()
@@ -400,5 +400,5 @@ def test_a_stopped_peer_ends_at_the_deadline(media: Media) -> None:
                     send_all(end, 0.5)
         finally:
             child.kill()
-            child.wait(10)
+            child.wait(60)
             child.stdout.close()

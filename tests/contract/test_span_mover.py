@@ -60,7 +60,7 @@ def test_bytes_and_checksums_however_the_spans_are_cut(mover: SpanMover, size: i
         mine, theirs = cut(data, rng, pieces), cut(target, rng, pieces)
         sending = in_thread(functools.partial(mover.send, out, mine, Wait(soon()), sent, stall_s=10.0))
         mover.recv(back, theirs, Wait(soon()), came)
-        sending.result(10)
+        sending.result(60)
         assert (target == data).all()
         assert sent.sums.tolist() == came.sums.tolist() == wanted
     out.close()
@@ -93,7 +93,7 @@ def test_words_after_the_bytes_are_left_and_short_ones_wake(mover: SpanMover, ha
     assert (target == data).all()
     assert back.recv_exact(3, Wait(soon()), "receiving") == b"end"
     assert back.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
-    sending.result(10)
+    sending.result(60)
     out.close()
     back.close()
 

@@ -35,7 +35,7 @@ from baton_kvstore.server import KVStoreServer
 KIND = Fingerprint.of(model="m", model_digest="m", rope="", layout=KVLayout((LayerShape(1, 32, 32),), 16, "float32"))
 BLOCK = KIND.block_bytes
 LENGTH, PIECE = 8, 2
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def names(start: int) -> list[BlockHash]:

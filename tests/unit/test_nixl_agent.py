@@ -43,7 +43,7 @@ def test_one_agent_reads_anothers_memory_while_that_attends() -> None:
     reader.read(owner.name, rows(target, source, 1 << 20), target, mine, Wait(soon()))
     assert np.array_equal(target.memory, source.memory)
     mine.send_all([b"."], Wait(soon()), "saying so")
-    attending.join(10)
+    attending.join(60)
     assert not attending.is_alive()
     elsewhere = np.array([[4096, 100, 0]], np.uint64)
     with pytest.raises(PipeClosedError, match="cannot be read"):
