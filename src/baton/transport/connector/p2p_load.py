@@ -246,14 +246,16 @@ class P2PLoader(KVConnector):
         """Begin to fetch what an offer names; one that only confirms an earlier one waits for that one's fetch."""
         wanted = attempt.wanted(offer)
         if offer.ready is not None:
+            if offer.key in state.early:
+                raise StaleBlockError("blocks were offered early twice")
             if wanted:
                 blocks = attempt.blocks(offer, wanted)
                 state.early[offer.key] = self._loop.create_task(self._fetch(load, attempt.source, blocks))
             return
         if offer.num_tokens > state.num_ready_tokens:
             state.num_ready_tokens, state.ready_at = offer.num_tokens, time.perf_counter()
-        early = state.early.pop(offer.key, None)
         if wanted:
+            early = state.early.pop(offer.key, None)
             state.fetches.append(self._loop.create_task(self._complete(load, attempt, offer, wanted, early)))
 
     async def _next(self, events: AsyncIterator[PrefillEvent], fetches: list[asyncio.Task[None]]) -> PrefillEvent:
