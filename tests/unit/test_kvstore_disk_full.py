@@ -155,7 +155,7 @@ def test_what_a_failed_sync_may_have_lost_is_not_promised_later(
     tier = open_tier(tmp_path)
     assert write(tier, 1) == [True]
     assert synced(tier)
-    assert write(tier, 2) == [True]
+    assert write(tier, 2, 4) == [True, True]
     right, failed = os.fdatasync, []
 
     def fails(fd: int) -> None:
@@ -166,13 +166,16 @@ def test_what_a_failed_sync_may_have_lost_is_not_promised_later(
 
     monkeypatch.setattr(os, "fdatasync", fails)
     assert not synced(tier)
-    assert read(tier, 1, 2) == [True, False]
+    assert read(tier, 1, 2, 4) == [True, False, False]
+    answers: queue.Queue[bool] = queue.Queue()
+    tier.delete(KIND, [name_of(4)], answers.put)
+    assert answers.get(timeout=WAIT_S)
     assert synced(tier)
     assert write(tier, 2, 3) == [True, True]
     assert synced(tier)
     tier.close()
     tier = open_tier(tmp_path)
-    assert read(tier, 1, 2, 3) == [True] * 3
+    assert read(tier, 1, 2, 3, 4) == [True] * 3 + [False]
     tier.close()
 
 

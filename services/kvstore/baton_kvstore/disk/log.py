@@ -281,7 +281,8 @@ class DiskLog:
                 self.index.drop(key, name, place, size)
         if self._active.get(key) is segment:
             del self._active[key]
-        segment.written = segment.synced
+        with contextlib.suppress(OSError):  # a start would find what is whole of it, deletions of it apart
+            segment.cut()
 
     def _make_room(self, size: int) -> None:
         """Drop oldest segments; leaves room for what :meth:`_retire` may copy, so that the bound always holds."""

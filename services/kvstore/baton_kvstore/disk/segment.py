@@ -144,6 +144,15 @@ class Segment:
         self.append([Write(mark, memoryview(b""))], secret)
         return True
 
+    def cut(self) -> None:
+        """Give up what was not synced, in the file too.
+
+        Raises:
+            OSError: It is still in the file.
+        """
+        self.end = self.written = self.synced
+        os.ftruncate(self._fd, self.end)
+
     def _write(self, parts: Sequence[memoryview], total: int) -> None:
         at = self.end
         for first in range(0, len(parts), _IOV_MAX):
