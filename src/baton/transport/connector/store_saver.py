@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,68 +26,11 @@ from baton.transport.blocks import BlockSource
 from baton.transport.connector.background import settle
 from baton.transport.connector.breaker import CircuitBreaker
 from baton.transport.connector.store_backend import ChainPart, FollowingBackend, StoreBackend
+from baton.transport.connector.store_saves import Batch, Save
 from baton.transport.connector.store_use import StoreOptions, StoreUse
 from baton.types import BlockHash, BlockId, RequestId, Tenant
 
 log = logging.getLogger(__name__)
-
-_Item = tuple[BlockId, int]
-"""Block id, generation."""
-
-
-@dataclass(eq=False)
-class _Save:
-    """One request's blocks on their way to the store; guarded by the saver's lock.
-
-    Attributes:
-        hashes: Of the leading blocks that were taken note of.
-        todo: The last of these, not put yet.
-        num_computing: The last of those again, which a step is about to complete.
-        ready: The pool's progress before that step.
-        tried: Whether the store was told of them early.
-        following: The call that told it, while it lasts.
-        running: Whether a task works on it.
-        given_up: Nothing more of this request is saved.
-        ends_at: Once the request has ended: ``time.monotonic()`` when its blocks are given back at the latest.
-    """
-
-    request_id: RequestId
-    tenant: Tenant | None = None
-    hashes: Sequence[BlockHash] = ()
-    todo: deque[_Item] = field(default_factory=deque)
-    num_computing: int = 0
-    ready: int = 0
-    tried: bool = False
-    following: asyncio.Task[tuple[int, int]] | None = None
-    running: bool = False
-    given_up: bool = False
-    ends_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What one call puts.
-
-    Attributes:
-        items: Parallel to the part.
-        ready: As ``_Save.ready`` where a step still computes them; ``None``: they are complete.
-        deadline: ``time.monotonic()`` seconds.
-    """
-
-    part: ChainPart
-    items: list[_Item]
-    ready: int | None
-    deadline: float
-
-    @property
-    def ids(self) -> list[BlockId]:
-        """The blocks."""
-        return [block_id for block_id, _ in self.items]
-
-    @property
-    def generations(self) -> list[int]:
-        """Parallel to :attr:`ids`."""
-        return [generation for _, generation in self.items]
 
 
 class StoreSaver:
@@ -115,7 +57,7 @@ class StoreSaver:
         self._breaker, self._use = breaker, use
         self._spawn, self._wake, self._source = spawn, wake, source
         self._lock = threading.Lock()
-        self._saves: dict[RequestId, _Save] = {}
+        self._saves: dict[RequestId, Save] = {}
         self._releases: deque[RequestId] = deque()
         self._turns, self._early_turns = asyncio.Semaphore(options.max_puts), asyncio.Semaphore(options.max_puts)
         self._computing: dict[RequestId, list[BlockId]] = {}  # blocks that the running step writes; engine's thread
@@ -224,14 +166,14 @@ class StoreSaver:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _open(self, request_id: RequestId, tenant: Tenant | None, hashes: Sequence[BlockHash]) -> _Save | None:
+    def _open(self, request_id: RequestId, tenant: Tenant | None, hashes: Sequence[BlockHash]) -> Save | None:
         """Begin to follow a request whose first blocks the store has, if there is room for it; lock held."""
         if self._closed or len(self._saves) >= self._options.max_saves or not self._breaker.allows():
             return None
-        save = self._saves[request_id] = _Save(request_id, tenant, tuple(hashes))
+        save = self._saves[request_id] = Save(request_id, tenant, tuple(hashes))
         return save
 
-    def _add(self, save: _Save, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> bool:
+    def _add(self, save: Save, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> bool:
         """Take note of a request's blocks beyond those noted already; ``False``: there are none. Lock held."""
         first, hashes = len(save.hashes), tuple(hashes)
         if first >= len(hashes) or save.given_up:
@@ -244,7 +186,7 @@ class StoreSaver:
         save.todo.extend(zip(ids, self._arena.generations[ids].tolist(), strict=True))
         return True
 
-    def _run_one(self, save: _Save) -> None:
+    def _run_one(self, save: Save) -> None:
         """Have a task see to what is to be done; lock held."""
         if save.todo and not save.running and not save.given_up:
             save.running = True
@@ -264,7 +206,7 @@ class StoreSaver:
                     save.todo.clear()
                     self._spawn(functools.partial(self._unfollow, save))
 
-    def _unfollow(self, save: _Save) -> None:
+    def _unfollow(self, save: Save) -> None:
         if save.following is not None:
             save.following.cancel()
 
@@ -272,12 +214,12 @@ class StoreSaver:
         for task in self._tasks:
             task.cancel()
 
-    def _start(self, save: _Save) -> None:
+    def _start(self, save: Save) -> None:
         task = asyncio.get_running_loop().create_task(self._run(save), name=f"save {save.request_id}")
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._ended(task, save))
 
-    def _ended(self, task: asyncio.Task[None], save: _Save) -> None:
+    def _ended(self, task: asyncio.Task[None], save: Save) -> None:
         """Whatever a task ended with, its blocks go back: a done callback also runs for one that never began."""
         self._tasks.discard(task)
         if not task.cancelled():
@@ -293,7 +235,7 @@ class StoreSaver:
             self._end(save)
         self._wake()
 
-    async def _run(self, save: _Save) -> None:
+    async def _run(self, save: Save) -> None:
         while True:
             with self._lock:
                 batch = self._next(save)
@@ -310,7 +252,7 @@ class StoreSaver:
         if held:
             self._wake()
 
-    def _next(self, save: _Save) -> _Batch | None:
+    def _next(self, save: Save) -> Batch | None:
         """Return what is to be put next: blocks that are complete, else those that are being computed. Lock held."""
         if save.given_up:
             return None
@@ -324,10 +266,10 @@ class StoreSaver:
         deadline = min(time.monotonic() + self._options.save_timeout_s, save.ends_at or float("inf"))
         if early:  # they stay to be done until the store has them
             save.tried = True
-            return _Batch(part, list(itertools.islice(save.todo, count)), save.ready, deadline)
-        return _Batch(part, [save.todo.popleft() for _ in range(count)], None, deadline)
+            return Batch(part, list(itertools.islice(save.todo, count)), save.ready, deadline)
+        return Batch(part, [save.todo.popleft() for _ in range(count)], None, deadline)
 
-    async def _follow(self, save: _Save, batch: _Batch, ready: int) -> None:
+    async def _follow(self, save: Save, batch: Batch, ready: int) -> None:
         """Let the store take blocks while they are computed; what it does not take it is told of again later."""
         client, part, deadline = self._follower, batch.part, batch.deadline
         if client is None or self._early_turns.locked():
@@ -364,7 +306,7 @@ class StoreSaver:
                     save.todo.popleft()
                 save.num_computing = min(save.num_computing, len(save.todo))
 
-    async def _put(self, save: _Save, batch: _Batch) -> bool:
+    async def _put(self, save: Save, batch: Batch) -> bool:
         part, deadline = batch.part, batch.deadline
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -388,13 +330,13 @@ class StoreSaver:
         self._use.saved_bytes += num_bytes
         return True
 
-    def _not_saved(self, save: _Save, part: ChainPart, error: BatonError) -> bool:
+    def _not_saved(self, save: Save, part: ChainPart, error: BatonError) -> bool:
         self._use.save_failures += 1
         level = logging.INFO if isinstance(error, QueueFullError) else logging.WARNING
         log.log(level, "%d blocks of %s were not saved: %s", len(part), save.request_id, error.message)
         return False
 
-    def _end(self, save: _Save) -> None:
+    def _end(self, save: Save) -> None:
         """No task works on a save any more; lock held. A request that has ended gets its blocks back."""
         save.running = False
         if save.ends_at is not None and self._saves.get(save.request_id) is save:
