@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 from pathlib import Path
@@ -91,3 +92,70 @@ async def test_what_cannot_work_is_refused_at_start(
         async with LocalCluster(EngineConfig(model=str(model), dtype="float32", kv_blocks=64), config):
             pass
     assert refused.value.field == field
+
+
+FAULTY = """
+from baton.kv.connector import KVConnector, LoadPlan, LoadUpdate
+
+
+class Faulty(KVConnector):
+    follows_all = True
+
+    def __init__(self, context):
+        self.wake, self.loading, self.cancelled = context.wake, None, False
+
+    def plan_load(self, request, num_local_tokens):
+        backwards = request.token_ids[0] > request.token_ids[1]
+        return LoadPlan(len(request.token_ids) - 1) if backwards else None
+
+    def start_load(self, request, num_local_tokens, block_ids):
+        self.loading = request.request_id
+
+    def cancel_load(self, request_id):
+        self.cancelled = True
+        self.wake()
+        raise OSError("cannot cancel")
+
+    def poll_loads(self):
+        if not self.cancelled:
+            raise OSError("cannot say what was loaded")
+        self.cancelled = False
+        return [LoadUpdate(self.loading, 0, error="cancelled")]
+
+
+def fail(self, *_):
+    raise OSError("nothing works here")
+
+
+for hook in (
+    "request_finished poll_releases has_pending step_begins layer_computed blocks_belong blocks_computed close".split()
+):
+    setattr(Faulty, hook, fail)
+"""
+
+
+async def test_a_connector_that_fails_in_every_hook_costs_no_request_and_no_engine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "baton_faulty.py").write_text(FAULTY)
+    info = tmp_path / "baton_faulty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[baton.kv_connectors]\nfaulty = baton_faulty:Faulty\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "baton_faulty", raising=False)
+    config = WorkerConfig(kv_connectors=("faulty",))
+    async with LocalCluster(EngineConfig(model=str(model), dtype="float32", kv_blocks=64), config) as cluster:
+        expected = hf_greedy(model, [PROMPT], 8)[0]
+        decode = cluster.decode[0]
+        assert (await cluster.generate(decode, PROMPT, GREEDY)).token_ids == expected
+        hanging = asyncio.create_task(cluster.generate(decode, PROMPT[::-1], GREEDY, candidates=[]))
+        async with asyncio.timeout(30):
+            while not (await decode.context.engine.call(decode.context.engine.core.stats)).num_loading:
+                assert not hanging.done()
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        await cluster.check_integrity()
+        result = await cluster.generate(decode, PROMPT, GREEDY)
+        assert result.token_ids == expected

@@ -88,8 +88,8 @@ class EngineCore:
             self.arena.num_blocks, self.arena.generations, self._events.append if on_events else None
         )
         self._exchange = KVExchange(connector, self._pool, self._block_size)
-        if connector is not None:
-            runner.on_layer = connector.layer_computed
+        if self._exchange.on_layer is not None:
+            runner.on_layer = self._exchange.on_layer
         self._scheduler = Scheduler(config, self._pool, self._exchange)
         self._sampler = Sampler()
         self._groups: dict[RequestId, RequestGroup] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from baton.engine.sequence import Sequence
 from baton.kv.block_pool import BlockPool
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
+from baton.kv.guard import GuardedConnector
 from baton.types import BlockId, FinishReason, RequestId
 
 _log = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 class KVExchange:
     """Calls a connector and keeps the books of what it uses; does nothing without one.
+
+    What the connector raises costs a load or a save: no request, and not the engine.
 
     Attributes:
         loading: Sequences whose blocks are being written from outside, by request id; also aborted ones, until the
@@ -25,7 +28,7 @@ class KVExchange:
     """
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
-        self._connector = connector
+        self._connector = None if connector is None else GuardedConnector(connector)
         self._pool = pool
         self._block_size = block_size
         self.loading: dict[RequestId, Sequence] = {}
@@ -36,6 +39,11 @@ class KVExchange:
     def connected(self) -> bool:
         """Whether there is a connector."""
         return self._connector is not None
+
+    @property
+    def on_layer(self) -> Callable[[int], None] | None:
+        """What is to be told of each layer that was computed."""
+        return None if self._connector is None else self._connector.layer_computed
 
     @property
     def pending(self) -> bool:
@@ -120,12 +128,9 @@ class KVExchange:
         done = sequence.num_computed
         hashes = tuple(sequence.hash_blocks(done, self._block_size))
         tenant = sequence.group.request.tenant
-        try:
-            if tenant is not None:
-                connector.blocks_belong(_name(sequence), tenant)
-            connector.blocks_computed(_name(sequence), tuple(sequence.block_ids), hashes, done)
-        except Exception:  # what is not saved is computed again; no request fails for that
-            _log.exception("connector failed to save blocks of request %s", sequence.group.request.request_id)
+        if tenant is not None:
+            connector.blocks_belong(_name(sequence), tenant)
+        connector.blocks_computed(_name(sequence), tuple(sequence.block_ids), hashes, done)
 
     def finish(self, sequence: Sequence) -> None:
         """Take back an ended sequence's blocks, or hold them if the connector wants that."""
@@ -133,10 +138,7 @@ class KVExchange:
         if connector is not None:
             if not sequence.pinned and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.progress(sequence)  # with what it generated
-            try:
-                held = connector.request_finished(_name(sequence))
-            except Exception:
-                _log.exception("connector failed at the end of request %s", sequence.group.request.request_id)
+            held = connector.request_finished(_name(sequence))
         blocks = sequence.take_blocks()
         if not held:
             self._pool.release(blocks)

@@ -16,6 +16,11 @@ A connector has two sides: :class:`SchedulerSide` decides what is loaded and wha
 the computation. Everything has a default that does nothing, so a connector says only what it does: one that saves
 overrides ``blocks_computed``, one that loads the five methods from ``plan_load`` to ``has_pending``.
 
+A method that raises is logged and costs what it was called for: ``plan_load`` and ``start_load`` a prefill here, all
+others a save, or a word that the connector did not hear. No request fails for it, and the engine goes on
+(:class:`baton.kv.guard.GuardedConnector`). A load that was begun ends with its ``LoadUpdate`` all the same, and with
+nothing else: its blocks stay where they are until it comes.
+
 Every method is called in the engine's thread and must not block. ``wake`` (given to the connector by whoever builds
 it) may be called from any thread to make the engine poll.
 """
@@ -202,8 +207,7 @@ class WorkerSide:
     ) -> None:
         """Tell that KV is complete up to a token.
 
-        Called after each step in which a prompt made progress, and at the end of a request that generated. An exception
-        costs the save, not the request.
+        Called after each step in which a prompt made progress, and at the end of a request that generated.
 
         Args:
             request_id: The request; of its ``n`` sequences beyond the first, with ``#`` and the sequence's number.

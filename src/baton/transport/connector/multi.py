@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from baton.errors import ConfigError, UnavailableError
 from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
+from baton.kv.guard import GuardedConnector
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId, Tenant
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -48,14 +46,22 @@ class MultiConnector(KVConnector):
     def __init__(self, connectors: Sequence[KVConnector]) -> None:
         if not connectors:
             raise ConfigError("a multi connector needs at least one connector")
-        self._connectors = tuple(connectors)
+        self._connectors = tuple(GuardedConnector(connector) for connector in connectors)
         self.follows_all = any(connector.follows_all for connector in self._connectors)
         self._chains: dict[RequestId, _Chain] = {}
         self._holders: dict[RequestId, set[int]] = {}
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
         """Plan the most that any connector hopes for, so that blocks for all of it are reserved."""
-        plans = [plan for _, plan in self._each(lambda c: c.plan_load(request, num_local_tokens)) if plan is not None]
+        plans = []
+        for i, connector in enumerate(self._connectors):
+            try:
+                plan = connector.plan_load(request, num_local_tokens)
+            except Exception:
+                log.exception("connector %d (%s) could not plan request %s", i, connector.name, request.request_id)
+                continue
+            if plan is not None:
+                plans.append(plan)
         if not plans:
             return None
         return LoadPlan(max(plan.num_tokens for plan in plans), any(plan.with_first_token for plan in plans))
@@ -81,8 +87,8 @@ class MultiConnector(KVConnector):
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended, and send those that fell short on to the next connector."""
         ended = []
-        for i, updates in self._each(lambda c: c.poll_loads()):
-            for update in updates:
+        for i, connector in enumerate(self._connectors):
+            for update in connector.poll_loads():
                 chain = self._chains.get(update.request_id)
                 if chain is None or chain.active != i:
                     log.error("an update of request %s came from a connector that does not load it", update.request_id)
@@ -97,25 +103,29 @@ class MultiConnector(KVConnector):
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
         """Tell all."""
-        self._tell(lambda c: c.step_begins(saves))
+        for connector in self._connectors:
+            connector.step_begins(saves)
 
     def layer_computed(self, layer: int) -> None:
         """Tell all."""
-        self._tell(lambda c: c.layer_computed(layer))
+        for connector in self._connectors:
+            connector.layer_computed(layer)
 
     def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
         """Tell all."""
-        self._tell(lambda c: c.blocks_belong(request_id, tenant))
+        for connector in self._connectors:
+            connector.blocks_belong(request_id, tenant)
 
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
         """Tell all."""
-        self._tell(lambda c: c.blocks_computed(request_id, block_ids, hashes, num_tokens))
+        for connector in self._connectors:
+            connector.blocks_computed(request_id, block_ids, hashes, num_tokens)
 
     def request_finished(self, request_id: RequestId) -> bool:
         """Keep the blocks if anybody wants that."""
-        holders = {i for i, keeps in self._each(lambda c: c.request_finished(request_id)) if keeps}
+        holders = {i for i, connector in enumerate(self._connectors) if connector.request_finished(request_id)}
         if holders:
             self._holders[request_id] = holders
         return bool(holders)
@@ -123,8 +133,8 @@ class MultiConnector(KVConnector):
     def poll_releases(self) -> list[RequestId]:
         """Return the requests that nobody wants kept any more."""
         released = []
-        for i, ended in self._each(lambda c: c.poll_releases()):
-            for request_id in ended:
+        for i, connector in enumerate(self._connectors):
+            for request_id in connector.poll_releases():
                 holders = self._holders.get(request_id, set())
                 holders.discard(i)
                 if not holders and self._holders.pop(request_id, None) is not None:
@@ -139,21 +149,8 @@ class MultiConnector(KVConnector):
         """Close all; a load that is cancelled so is not sent on."""
         for chain in self._chains.values():
             chain.cancelled = True
-        self._tell(lambda c: c.close())
-
-    def _tell(self, call: Callable[[KVConnector], object]) -> None:
-        for _ in self._each(call):
-            pass
-
-    def _each(self, call: Callable[[KVConnector], T]) -> Iterator[tuple[int, T]]:
-        """Call one after the other, each when the answer of the one before was dealt with; leave out who raises."""
-        for i, connector in enumerate(self._connectors):
-            try:
-                answer = call(connector)
-            except Exception:
-                log.exception("connector %d (%s) failed", i, type(connector).__name__)
-                continue
-            yield i, answer
+        for connector in self._connectors:
+            connector.close()
 
     def _start_next(self, chain: _Chain, num_valid_tokens: int) -> bool:
         """Start the next connector that plans something; ``False``: there is none, and ``active`` stays as it is."""
