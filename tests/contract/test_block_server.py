@@ -281,7 +281,7 @@ def test_readers_cannot_write_into_the_source(monkeypatch: pytest.MonkeyPatch) -
     rig = Rig("shm")
     rig.fetch([0], [0])
     pipe = next(iter(rig.fetcher._links._links.values())).pipe
-    arena = pipe._shards.primary  # type: ignore[attr-defined]
+    arena = pipe._peer.shards.primary  # type: ignore[attr-defined]
     assert not arena.blocks.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         arena.generations[0] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.transport_rig import open_fds
 
-from baton.errors import CancelledError, DeadlineError
+from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv.reshard import Segments
 from baton.transport.block_types import BlockReads, Bytes, Ids
-from baton.transport.copying import BATCH_BYTES, BlockCopier, fence, merge_runs
+from baton.transport.copying import BATCH_BYTES, BlockCopier, Line, fence, merge_runs
+from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait
 
 COPIERS = {"native": BlockCopier(), "libc": BlockCopier(native=False)}
@@ -26,7 +29,7 @@ def copy(
     """Copy remote blocks ``ids[0]`` to local ``ids[1]``; all have the generation that is asked for."""
     generations = np.arange(len(remote), dtype=np.uint64) * 7
     reads = BlockReads(ids[0], generations[ids[0]], ids[1], segments)
-    assert copier.read(local, remote, generations, reads, wait).all()
+    assert copier.reader(remote, generations).read(local, reads, wait).all()
 
 
 def test_without_a_compiler_libc_serves() -> None:
@@ -93,7 +96,7 @@ def test_blocks_of_another_generation_are_not_copied(copier: BlockCopier) -> Non
     remote, local = np.ones((6, 64), dtype=np.uint8), np.zeros((6, 64), dtype=np.uint8)
     generations, ids = np.full(6, 3, dtype=np.uint64), np.arange(6)
     wanted = np.array([3, 2, 3, 3, 4, 3], dtype=np.uint64)
-    valid = copier.read(local, remote, generations, BlockReads(ids, wanted, ids), Wait(time.monotonic() + 60))
+    valid = copier.reader(remote, generations).read(local, BlockReads(ids, wanted, ids), Wait(time.monotonic() + 60))
     assert valid.tolist() == [True, False, True, True, False, True]
     assert local[:, 0].tolist() == [1, 0, 1, 1, 0, 1]
 
@@ -116,9 +119,43 @@ def test_a_block_that_changes_during_the_copy_is_not_valid(copier: BlockCopier) 
             return False
 
     reads = BlockReads(ids, generations.copy(), ids)
-    valid = copier.read(local, remote, generations, reads, Wait(time.monotonic() + 60, Writer()))
+    valid = copier.reader(remote, generations).read(local, reads, Wait(time.monotonic() + 60, Writer()))
     assert valid[0]  # checked after its own batch, before the change
     assert np.flatnonzero(~valid).tolist() == [blocks - 1]
+
+
+@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
+@pytest.mark.parametrize("last_words", [b"", b"x"])
+def test_nothing_is_valid_once_the_owner_has_hung_up(copier: BlockCopier, last_words: bytes) -> None:
+    mine, theirs = socket.socketpair()
+    remote, local, ids = np.ones((2, 64), dtype=np.uint8), np.zeros((2, 64), dtype=np.uint8), np.arange(2)
+    stream = Stream(mine, peer="owner")
+    reader = copier.reader(remote, np.zeros(2, dtype=np.uint64), Line(stream))
+    reads, wait = BlockReads(ids, np.zeros(2, dtype=np.uint64), ids), Wait(time.monotonic() + 60)
+    assert reader.read(local, reads, wait).all()
+    assert reader.holds()
+    theirs.send(last_words)
+    theirs.close()
+    with pytest.raises(PipeClosedError, match="owner"):
+        reader.read(local, reads, wait)
+    assert not reader.holds()
+    stream.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
+def test_a_stream_closed_on_this_side_ends_reads_and_leaves_no_descriptor(copier: BlockCopier) -> None:
+    fds = open_fds()
+    mine, theirs = socket.socketpair()
+    stream = Stream(mine, peer="owner")
+    remote, local, ids = np.ones((1, 64), dtype=np.uint8), np.zeros((1, 64), dtype=np.uint8), np.zeros(1, np.int64)
+    reader = copier.reader(remote, np.zeros(1, dtype=np.uint64), Line(stream))
+    stream.close()
+    with pytest.raises(PipeClosedError):
+        reader.read(local, BlockReads(ids, np.zeros(1, dtype=np.uint64), ids), Wait(time.monotonic() + 60))
+    assert theirs.recv(1) == b""  # it is told at once
+    theirs.close()
+    del reader
+    assert open_fds() == fds
 
 
 class Countdown:

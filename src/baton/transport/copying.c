@@ -4,6 +4,8 @@
  * that several memory rows and page walks are under way at once. memcpy of the C library does so only from the size of a
  * share of the last-level cache on, which one block never has.
  */
+#define _GNU_SOURCE
+#include <poll.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -70,21 +72,33 @@ struct segment {
     uint64_t from, to, bytes;
 };
 
-struct side {
-    uint64_t base, block_bytes;
+/* From one pool to another: where their blocks begin and how big they are, the generations of the source's, and a
+ * socket whose end says that its owner is gone (-1: there is none). */
+struct way {
+    uint64_t to, to_bytes, from, from_bytes;
+    const uint64_t *generations;
+    int64_t line;
 };
 
-/* Blocks of one pool into another's, as far as their generations are what is wanted, before and after the copy.
- * `valid` says so per block. Neighbours that are copied whole are copied at once. */
-void baton_read_blocks(const struct side *to, const struct side *from, const uint64_t *generations,
-                       const int64_t *remote, const uint64_t *wanted, const int64_t *local, size_t count,
-                       const struct segment *segments, size_t num_segments, uint8_t *valid)
+/* Whether neither end of a socket has hung up, as far as this side knows; -1: there is no socket. */
+int baton_line_holds(int64_t line)
 {
+    struct pollfd end = {(int)line, POLLRDHUP, 0};
+    return line < 0 || poll(&end, 1, 0) <= 0;
+}
+
+/* Blocks of one pool into another's, as far as their generations are what is wanted, before and after the copy.
+ * `valid` says so per block; returns whether the line held until after all that. Neighbours that are copied whole
+ * are copied at once. */
+int baton_read_blocks(const struct way *way, const int64_t *remote, const uint64_t *wanted, const int64_t *local,
+                      size_t count, const struct segment *segments, size_t num_segments, uint8_t *valid)
+{
+    const uint64_t *generations = way->generations;
     uint64_t each = 0;
     for (size_t s = 0; s < num_segments; s++)
         each += segments[s].bytes;
     copy_function copy = choose(each * count);
-    int whole = num_segments == 1 && each == to->block_bytes && each == from->block_bytes;
+    int whole = num_segments == 1 && each == way->to_bytes && each == way->from_bytes;
     char *a = NULL;
     const char *b = NULL;
     size_t run = 0;
@@ -92,8 +106,8 @@ void baton_read_blocks(const struct side *to, const struct side *from, const uin
         valid[i] = __atomic_load_n(generations + remote[i], __ATOMIC_ACQUIRE) == wanted[i];
         if (!valid[i])
             continue;
-        char *next_to = (char *)(uintptr_t)to->base + (uint64_t)local[i] * to->block_bytes;
-        const char *next_from = (const char *)(uintptr_t)from->base + (uint64_t)remote[i] * from->block_bytes;
+        char *next_to = (char *)(uintptr_t)way->to + (uint64_t)local[i] * way->to_bytes;
+        const char *next_from = (const char *)(uintptr_t)way->from + (uint64_t)remote[i] * way->from_bytes;
         if (!whole) {
             for (size_t s = 0; s < num_segments; s++)
                 copy(next_to + segments[s].to, next_from + segments[s].from, segments[s].bytes);
@@ -114,4 +128,5 @@ void baton_read_blocks(const struct side *to, const struct side *from, const uin
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     for (size_t i = 0; i < count; i++)
         valid[i] &= __atomic_load_n(generations + remote[i], __ATOMIC_ACQUIRE) == wanted[i];
+    return baton_line_holds(way->line);
 }

@@ -84,18 +84,18 @@ class MemoryReadPipe(ReadPipe):
     group_bytes: ClassVar[int] = 0
 
     def __init__(self, network: MemoryNetwork, address: str, facts: Facts, copier: BlockCopier) -> None:
-        theirs, _ = network.find(address)
+        theirs, shards = network.find(address)
         facts.require(json.loads(json.dumps(theirs.to_fields())), who="source")
-        self._network, self._address, self._copier = network, address, copier
-        self._closed = False
+        self._network, self._address = network, address
+        self._readers = [copier.reader(arena.blocks, shards.primary.generations) for arena in shards.arenas]
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        if self._closed:
+        readers = self._readers
+        if not readers:
             raise PipeClosedError("the pipe was closed")
-        _, shards = self._network.find(self._address)
-        remote = shards.arenas[reads.source_shard].blocks
-        valid = self._copier.read(local, remote, shards.primary.generations, reads, wait)
+        self._network.find(self._address)
+        valid = readers[reads.source_shard].read(local, reads, wait)
         self._network.find(self._address)
         return valid
 
@@ -109,7 +109,7 @@ class MemoryReadPipe(ReadPipe):
 
     def alive(self) -> bool:
         """Whether the arena is still published."""
-        if self._closed:
+        if not self._readers:
             return False
         try:
             self._network.find(self._address)
@@ -119,7 +119,7 @@ class MemoryReadPipe(ReadPipe):
 
     def close(self) -> None:
         """Close."""
-        self._closed = True
+        self._readers = []
 
 
 class _Queue:

@@ -18,7 +18,7 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.shards import KVShards, shard_layout, shard_specs
 from baton.transport.block_types import BlockReads, Bytes, Valid
-from baton.transport.copying import BlockCopier
+from baton.transport.copying import BlockCopier, Line
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.pipe.base import ReadPipe
 from baton.transport.sockets import Stream, connect_unix
@@ -36,8 +36,8 @@ class ShmReadPipe(ReadPipe):
     group_bytes: ClassVar[int] = 0
 
     def __init__(self, stream: Stream, shards: KVShards, copier: BlockCopier) -> None:
-        self._stream, self._copier = stream, copier
-        self._shards: KVShards | None = shards
+        self._stream = stream
+        self._peer: _Peer | None = _Peer(shards, copier, Line(stream))
 
     @classmethod
     def connect(cls, address: str, facts: Facts, token: str | None, copier: BlockCopier, wait: Wait) -> ShmReadPipe:
@@ -66,40 +66,46 @@ class ShmReadPipe(ReadPipe):
             if num_ranks > MAX_DESCRIPTORS:
                 raise PipeClosedError(f"{num_ranks} ranks are more than one message passes descriptors of")
             shards = _attach_all(recv_descriptors(stream, num_ranks, wait), theirs, facts)
+            return cls(stream, shards, copier)
         except BaseException:
             stream.close()
             raise
-        return cls(stream, shards, copier)
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        shards = self._shards
-        if shards is None:
+        peer = self._peer
+        if peer is None:
             raise PipeClosedError("the pipe was closed")
-        remote = shards.arenas[reads.source_shard].blocks
-        valid = self._copier.read(local, remote, shards.primary.generations, reads, wait)
-        if self._stream.peer_gone():
-            raise PipeClosedError(f"{self._stream.peer} went away during a read: its lease on the blocks is over")
-        return valid
+        return peer.readers[reads.source_shard].read(local, reads, wait)
 
     def wait_ready(self, value: int, wait: Wait) -> int:
         """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
         while True:
-            shards = self._shards
-            if shards is None or self._stream.peer_gone():
+            peer = self._peer
+            if peer is None or not peer.readers[0].holds():
                 raise PipeClosedError(f"{self._stream.peer} is gone")
-            if (now := shards.primary.progress.wait(value, TICK_S)) >= value:
+            if (now := peer.shards.primary.progress.wait(value, TICK_S)) >= value:
                 return now
             wait.check("waiting for the computation")
 
     def alive(self) -> bool:
         """Whether the peer is there; never blocks."""
-        return not self._stream.peer_gone()
+        peer = self._peer
+        return peer is not None and peer.readers[0].holds()
 
     def close(self) -> None:
         """Close; the mappings go when the last read under way has ended."""
         self._stream.close()
-        self._shards = None
+        self._peer = None
+
+
+class _Peer:
+    """What is mapped of the peer; it goes with the last call that uses it."""
+
+    def __init__(self, shards: KVShards, copier: BlockCopier, line: Line) -> None:
+        self.shards = shards
+        generations = shards.primary.generations
+        self.readers = [copier.reader(arena.blocks, generations, line) for arena in shards.arenas]
 
 
 def shm_address(name: str) -> str:
