@@ -23,10 +23,10 @@ def whole_kv(geometry: KVGeometry, tokens: int) -> list[tuple[np.ndarray, np.nda
 
 
 def pool_of(geometry: KVGeometry, spec: ShardSpec, size: int, kv: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """A rank's blocks [blocks, block_bytes] as a plain reshape of the whole KV."""
+    """A rank's blocks [blocks, block_bytes] as a plain reshape of the whole KV, whose arrays have the dtype's size."""
     layout = shard_layout(geometry, spec, size)
     blocks = kv[0][0].shape[1] // size
-    pool = np.zeros((blocks, layout.block_elements), np.float32)
+    pool = np.zeros((blocks, layout.block_elements), kv[0][0].dtype)
     for local, layer in enumerate(layer_range(len(geometry.layers), spec.pp_size, spec.pp_rank)):
         heads = list(shard_heads(geometry, spec, layer))
         for values, at in zip(kv[layer], (layout.layer_offsets[local], layout.v_offset(local)), strict=True):

@@ -161,7 +161,7 @@ def test_fingerprints_of_peers(changes: dict[str, Any]) -> None:
             found = fingerprint_from_fields(fields)
             found.digest()
             found.content_key()
-            KIND.require_compatible(found, who="peer")
+            KIND.require_source(found, who="peer")
 
 
 @settings(FUZZ, max_examples=40)
@@ -264,7 +264,7 @@ def test_descriptions_of_kv(fingerprint: Any, source: Any) -> None:
     with contextlib.suppress(BatonError):
         found = convert.fingerprint_from_pb(fingerprint)
         found.digest()
-        KIND.require_compatible(found.undivided(), who="peer")
+        KIND.require_source(found.undivided(), who="peer")
     with contextlib.suppress(BatonError):
         source_from_pb(source)
     source.epoch = b"e" * 16

@@ -51,6 +51,7 @@ FINGERPRINT = Fingerprint.of(
     model="m", model_digest="d", rope="r", layout=KVLayout((LayerShape(2, 8, 8),) * 2, 16, "float32")
 )
 OTHER = {
+    bool: lambda v: not v,
     str: lambda v: v + "x",
     int: lambda v: v + 1,
     tuple: lambda v: v[:-1] if v else (0,),
@@ -74,6 +75,50 @@ def test_every_field_but_the_label_is_compared(name):
 def test_ranks_share_block_hashes_and_models_do_not():
     assert dataclasses.replace(FINGERPRINT, tp_size=2).content_key() == FINGERPRINT.content_key()
     assert dataclasses.replace(FINGERPRINT, model_digest="e").content_key() != FINGERPRINT.content_key()
+
+
+def test_kv_that_may_have_been_converted_is_named_otherwise_and_other_kv_as_ever():
+    casting = dataclasses.replace(FINGERPRINT, kv_cast=True)
+    assert casting.content_key() != FINGERPRINT.content_key()
+    assert casting.digest() != FINGERPRINT.digest()
+    # What stores have kept since before there was casting is found.
+    assert FINGERPRINT.content_key().hex()[:16] == "b240cad82835b791"
+    assert FINGERPRINT.digest().hex()[:16] == "1e28329d0c7c33e5"
+
+
+HALF = dataclasses.replace(FINGERPRINT, kv_dtype="bfloat16", block_bytes=FINGERPRINT.block_bytes // 2)
+
+
+@pytest.mark.parametrize(
+    ("reader", "reader_casts", "source", "source_casts", "field"),
+    [
+        (HALF, False, HALF, False, None),
+        (HALF, False, FINGERPRINT, False, "kv_dtype"),
+        (HALF, True, FINGERPRINT, False, None),
+        (HALF, False, FINGERPRINT, True, "kv_dtype"),
+        (HALF, True, FINGERPRINT, True, None),
+        (HALF, False, HALF, True, "kv_cast"),
+        (HALF, True, HALF, False, None),
+        (HALF, True, dataclasses.replace(FINGERPRINT, rope="x"), False, "rope"),
+        (HALF, True, dataclasses.replace(FINGERPRINT, tp_size=2), False, None),
+    ],
+)
+def test_who_takes_whose_kv_is_up_to_the_reader(reader, reader_casts, source, source_casts, field):
+    reader = dataclasses.replace(reader, kv_cast=reader_casts)
+    source = dataclasses.replace(source, kv_cast=source_casts)
+    for refuse in (lambda: reader.require_source(source), lambda: source.require_reader(reader)):
+        if field is None:
+            refuse()
+            continue
+        with pytest.raises(FingerprintMismatchError) as caught:
+            refuse()
+        assert caught.value.field == field
+        assert field in caught.value.message
+        assert ("--kv-cast" in caught.value.message) == (field != "rope")
+    assert reader.takes(source) == (field in (None, "rope"))
+    assert (reader.plan_from(source).trivial if field is None else False) == (
+        reader.kv_dtype == source.kv_dtype and reader.tp_size == source.tp_size and field is None
+    )
 
 
 def test_an_attached_arena_is_the_same_memory():

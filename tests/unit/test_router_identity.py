@@ -33,9 +33,9 @@ def info(role: Role = Role.DECODE, tokenizer: str = "", **fingerprint: Any) -> I
     )
 
 
-def refused(check: IdentityCheck, who: InstanceInfo, *, first: bool = False) -> str | None:
+def refused(check: IdentityCheck, who: InstanceInfo, *, first: bool = False, role: Role = Role.DECODE) -> str | None:
     with pytest.raises(BatonError) as caught:
-        check.admit(who, Role.DECODE, first=first)
+        check.admit(who, role, first=first)
     assert caught.value.field is not None
     assert caught.value.field in caught.value.message
     return caught.value.field
@@ -51,6 +51,34 @@ def test_the_first_instance_decides_for_those_that_come_after_it() -> None:
     assert refused(check, info(Role.PREFILL)) == "role"
     check.admit(info(tokenizer="b", kv_dtype="float16"), Role.DECODE, first=True)
     assert refused(check, info(tokenizer="b")) == "kv_dtype"
+
+
+def test_another_dtype_is_taken_where_somebody_converts_it() -> None:
+    check, prefill, decode = IdentityCheck(), Role.PREFILL, Role.DECODE
+    check.admit(info(prefill), prefill, first=True)
+    assert refused(check, info(kv_dtype="bfloat16")) == "kv_dtype"
+    assert refused(check, info(prefill, kv_dtype="bfloat16"), role=prefill) == "kv_dtype"
+    check.admit(info(kv_dtype="bfloat16", kv_cast=True), decode, first=False)
+    assert refused(check, info(kv_dtype="bfloat16")) == "kv_dtype"  # no prefill instance has KV for it
+    check.admit(info(prefill, kv_dtype="bfloat16"), prefill, first=False)  # now somebody takes it
+    check.admit(info(kv_dtype="bfloat16"), decode, first=False)
+    assert refused(check, info(kv_dtype="bfloat16", kv_cast=True, rope="x")) == "rope"
+    assert refused(check, info(kv_dtype="float16")) == "kv_dtype"
+
+
+def test_a_prefill_instance_that_converts_needs_somebody_who_takes_what_it_may_have_converted() -> None:
+    check, prefill = IdentityCheck(), Role.PREFILL
+    check.admit(info(), Role.DECODE, first=True)
+    assert refused(check, info(prefill, kv_cast=True), role=prefill) == "kv_cast"
+    check.admit(info(kv_cast=True), Role.DECODE, first=False)
+    check.admit(info(prefill, kv_cast=True), prefill, first=False)
+
+
+def test_who_converts_is_forgotten_with_the_last_instance() -> None:
+    check = IdentityCheck()
+    check.admit(info(kv_cast=True), Role.DECODE, first=True)
+    check.admit(info(), Role.DECODE, first=True)
+    assert refused(check, info(kv_dtype="float16")) == "kv_dtype"
 
 
 @pytest.mark.parametrize("first", [True, False])

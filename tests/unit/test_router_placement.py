@@ -409,3 +409,49 @@ async def test_a_shared_system_prompt_does_not_pile_up(cluster: Cluster, seed: i
         assert max(counts[name] for name in pair) <= 1.2 * 400 / 2, counts
     for placement in running:
         placement.release()
+
+
+HALF = replace(FINGERPRINT, kv_dtype="bfloat16", block_bytes=FINGERPRINT.block_bytes // 2)
+CASTING = replace(HALF, kv_cast=True)
+
+
+async def test_a_decode_instance_is_paired_with_those_whose_kv_it_takes() -> None:
+    """p1 is of float32, p2 of bfloat16; d1 takes its own dtype alone, d2 any."""
+    cluster = Cluster(p2=HALF, d1=HALF, d2=CASTING)
+    cluster.placer = cluster.make_placer(max_prefills=2)
+    seen = set()
+    for address, prompt in (("p:1", PROMPT), ("p:2", [7, *PROMPT])):
+        cluster.hold(address, prompt)
+        for _ in range(6):
+            placement = cluster.placer.place(Ask(prompt))
+            assert placement is not None
+            seen.add((placement.decode.address, tuple(placement.decision.prefill_addresses)))
+    # Loads even out between the two decode instances; only d2 is ever told of p1.
+    assert {address for address, _ in seen} == {"d:1", "d:2"}
+    assert {named for address, named in seen if address == "d:1"} == {("p:2",)}
+    assert {frozenset(named) for address, named in seen if address == "d:2"} == {frozenset({"p:1", "p:2"})}
+    await cluster.registry.close()
+
+
+async def test_kv_that_was_computed_in_another_dtype_counts_where_it_lies() -> None:
+    cluster = Cluster(p2=HALF, d1=CASTING, d2=CASTING)
+    cluster.hold("p:1", PROMPT)
+    placement = cluster.placer.place(Ask(PROMPT))
+    assert placement is not None
+    assert placement.decision.prefill_addresses == ["p:1"]
+    assert placement.decision.match_rate_of(InstanceId("p:1")) == 1.0
+    assert placement.decision.match_rate_of(InstanceId("p:2")) == 0.0
+    await cluster.registry.close()
+
+
+async def test_an_instance_without_partners_is_used_when_no_other_is_free() -> None:
+    cluster = Cluster(p1=HALF, p2=HALF, d2=HALF)
+    for _ in range(4):
+        placement = cluster.placer.place(Ask(PROMPT))
+        assert placement is not None
+        assert (placement.decode.address, bool(placement.decision.prefill_addresses)) == ("d:2", True)
+    cluster.get("d:2").status = Status.DOWN
+    placement = cluster.placer.place(Ask(PROMPT))
+    assert placement is not None
+    assert (placement.decode.address, placement.decision.prefill_addresses) == ("d:1", [])
+    await cluster.registry.close()

@@ -38,7 +38,7 @@ class PrefillServicer(WorkerServicerBase):
             with worker.admission.admit():
                 engine_request = self._engine_request(request)
                 tokens = as_token_array(request.prompt_token_ids)
-                held = _held(request)
+                held = self._held(request)
                 lease = self._offerer.open_lease(engine_request.request_id, tokens, request.num_held_tokens)
                 worker.metrics.leases.set(self._offerer.num_leases())
                 try:
@@ -106,7 +106,7 @@ class PrefillServicer(WorkerServicerBase):
         tokens = list(request.prompt_token_ids)
         request_id = require_request(request.request_id, len(tokens))
         mine, theirs = self._worker.runner.fingerprint, fingerprint_from_pb(request.fingerprint)
-        mine.require_compatible(theirs, who="decode instance")
+        mine.require_reader(theirs, who="decode instance")
         theirs.plan_from(mine)  # whether its shape can take these blocks
         if request.num_held_tokens >= len(tokens):
             raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
@@ -123,6 +123,11 @@ class PrefillServicer(WorkerServicerBase):
             priority=request.priority,
             tenant=tenant_from_pb(request.tenant),
         )
+
+    def _held(self, request: worker_pb2.PrefillRequest) -> HeldBlocks | None:
+        """Return the blocks that the caller holds; ``None``: there are none that this instance takes."""
+        held = _held(request)
+        return held if held is not None and self._worker.runner.fingerprint.takes(held.source.fingerprint) else None
 
 
 def _held(request: worker_pb2.PrefillRequest) -> HeldBlocks | None:

@@ -36,6 +36,7 @@ class InstanceInfo:
     Attributes:
         content_key: Root of its block hash chains, from its fingerprint. Instances whose blocks have the same number
             of tokens share it, however many ranks they have.
+        kind: What of its KV's dtype decides whose it takes, see ``Fingerprint.kind``.
         kvstore: The nodes of the KV store that it loads from, as it was told of them; empty: none.
     """
 
@@ -54,9 +55,11 @@ class InstanceInfo:
     kvstore: str = ""
     calls_port: int = 0
     content_key: bytes = field(init=False)
+    kind: str = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "content_key", self.fingerprint.content_key())
+        object.__setattr__(self, "kind", self.fingerprint.kind)
 
     @classmethod
     def from_pb(cls, message: worker_pb2.GetInfoResponse) -> InstanceInfo:

@@ -16,6 +16,7 @@ from baton_router.index import PrefixIndex
 from baton_router.instance import Instance
 from baton_router.load import REQUEST_OVERHEAD_TOKENS, Hold
 from baton_router.metrics import RouterMetrics
+from baton_router.pairing import pairings
 from baton_router.placed import Ask, Placement
 from baton_router.placement_metrics import PlacementMetrics
 from baton_router.policy import Policy, Request, Side
@@ -122,8 +123,11 @@ class Placer:
         if not decodes:
             return None
         prefills = [] if ask.local_only else self._fleet.ready(Role.PREFILL)
-        prefill, decode, request = self._look_up(ask, prefills, decodes)
-        placement = self._choose(request, prefill, decode)
+        options = []
+        for some in pairings(prefills, decodes):
+            prefill, decode, request = self._look_up(ask, *some)
+            options.append((request, self._choose(request, prefill, decode), prefill, decode))
+        request, placement, prefill, decode = max(options, key=_with_partners_first)
         if reserve:
             self._reserve(request, placement, prefill, decode)
             self._metrics.decision_time.observe(time.perf_counter() - began)
@@ -141,7 +145,7 @@ class Placer:
                 tiers = [self._tiers(x) for x in found.instances]
                 if any(tiers):
                     self._count_tiers(found, tiers, max(1, total))
-        chain = decode.chains[0]
+        chain = (prefill.chains or decode.chains)[0]  # what travels is the source's KV
         request = Request(
             total,
             ask.num_sequences,
@@ -260,6 +264,12 @@ class Placer:
         for found in (prefill, decode):
             for at, instance in enumerate(found.instances):
                 instance.last_score = decision, at
+
+
+def _with_partners_first(option: tuple[Request, Placement, _Found, _Found]) -> tuple[bool, float]:
+    """Order placements: an instance that nobody here can hand KV over to is used when no other is free."""
+    _, placement, prefill, _ = option
+    return bool(prefill.instances), placement.decision.choice.score
 
 
 def _found(role: Role, instances: list[Instance], chains: list[_Chain], size: tuple[int, int]) -> _Found:

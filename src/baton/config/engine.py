@@ -37,6 +37,11 @@ class EngineConfig:
         "when KV from outside does not come: compute what is missing here, or fail the request",
         choices=("recompute", "fail"),
     )
+    kv_cast: bool = option(
+        False,
+        "take KV of another dtype from other instances, converted while it is loaded; what this instance holds is then "
+        "kept apart from KV that was computed in its dtype",
+    )
     attention_backend: str = option("auto", "attention operator", choices=("auto", "cpp", "torch"))
     packed_linears: bool = option(True, "repack weights for the processor (bfloat16 on a CPU)")
     seed: int = option(0, "seed for requests that bring none")

@@ -82,7 +82,8 @@ class ModelRunner:
             rope=rope_digest(model.text_config.to_dict()),
             layout=layout,
         )
-        return dataclasses.replace(found, tp_size=self.config.tp, pp_size=self.config.pp)
+        config = self.config
+        return dataclasses.replace(found, tp_size=config.tp, pp_size=config.pp, kv_cast=config.kv_cast)
 
     def _choose_way(self, model: LoadedModel, check: SelfCheck) -> None:
         """Check transformers' own modules over the paged pool, then use the fastest way that is as exact.

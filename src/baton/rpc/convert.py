@@ -178,6 +178,7 @@ _FINGERPRINT_PLAIN = (
     "tp_size",
     "pp_size",
     "hash_scheme",
+    "kv_cast",
 )
 
 

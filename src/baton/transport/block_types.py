@@ -64,6 +64,7 @@ class FetchResult:
         waited_s: How much of it was waiting for the source's computation.
         valid: bool [n], per block asked for: whether its content is what was offered. Others must not be used.
         fallback_reason: Why a kind preferred over ``pipe_kind`` was not used; empty if there was none.
+        num_out_of_range: How many blocks are not valid because they have numbers that this side's dtype cannot hold.
     """
 
     pipe_kind: str
@@ -72,6 +73,15 @@ class FetchResult:
     valid: Valid
     fallback_reason: str = ""
     waited_s: float = 0.0
+    num_out_of_range: int = 0
+
+    @property
+    def failure(self) -> str:
+        """Why blocks are not valid; empty: all are."""
+        if self.num_out_of_range:
+            return f"{self.num_out_of_range} blocks have numbers out of this instance's dtype's range"
+        invalid = int((~self.valid).sum())
+        return f"{invalid} blocks changed, or were damaged, on their way" if invalid else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,7 +68,10 @@ class Facts:
         if fields.get("epoch") != self.epoch.hex():
             raise StaleBlockError("the blocks belong to another epoch: their instance was restarted", field="epoch")
         theirs = fingerprint_from_fields(fields.get("fingerprint"))
-        self.fingerprint.require_compatible(theirs, who=who)
+        if self.source is not None:
+            self.fingerprint.require_source(theirs, who=who)
+        else:
+            self.fingerprint.require_reader(theirs, who=who)
         if fields.get("digest") != theirs.digest().hex():
             raise FingerprintMismatchError(
                 f"the {who}'s fingerprint is not the one it made a digest of", field="digest"
@@ -130,7 +133,7 @@ def fingerprint_from_fields(fields: object) -> Fingerprint:
     Raises:
         BadFrameError: A field is missing, unknown or of another type.
     """
-    types = {"str": str, "int": int}
+    types = {"str": str, "int": int, "bool": bool}
     declared = {item.name: types.get(str(item.type)) for item in dataclasses.fields(Fingerprint)}
     if not isinstance(fields, dict) or set(fields) != set(declared):
         raise BadFrameError("the peer's fingerprint has other fields", field="fingerprint")

@@ -26,6 +26,7 @@ from baton.kv.fingerprint import Fingerprint
 from baton.kv.reshard import ReshardPlan
 from baton.kv.shards import KVShards
 from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid
+from baton.transport.blocks.cast_reads import CastReads, Staging
 from baton.transport.blocks.kinds import resolve_kinds
 from baton.transport.blocks.links import Connector, Link, LinkCache, LinkOptions
 from baton.transport.blocks.parts import Part, SequenceBlocks, followed_parts, parts_of
@@ -45,7 +46,8 @@ class BlockFetcher:
 
     Args:
         pool: Target of all copies: the arenas of all ranks, or the only one.
-        fingerprint: What its blocks are; a source's KV must be the same, however it is cut up.
+        fingerprint: What its blocks are; a source's KV must be the same, however it is cut up. If it says ``kv_cast``,
+            KV of another dtype is converted.
         kinds: Kinds of pipe in order of preference; ``"auto"``: as :func:`resolve_kinds` says.
         max_threads: Threads of :meth:`fetch_async`.
         links: How sources are reached.
@@ -68,7 +70,8 @@ class BlockFetcher:
         self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
         check_shards(fingerprint, self._shards)
         self._fingerprint = fingerprint
-        self._plan: tuple[Fingerprint, ReshardPlan] | None = None  # of the latest source; most are alike
+        self._plan: tuple[Fingerprint, _Way] | None = None  # of the latest source; most are alike
+        self._staging = Staging()
         self._links = LinkCache(Connector(wanted, options), idle_s=options.idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
         self._closing = threading.Event()
@@ -135,14 +138,14 @@ class BlockFetcher:
         start = time.perf_counter()
         wait = Wait(deadline, _AnyOf(self._closing, cancelled))
         _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
-        plan = self._plan_from(source.fingerprint)
+        way = self._way_from(source.fingerprint)
         if self._closing.is_set():
             raise PipeClosedError("the fetcher was closed")
         wait.check("starting a fetch")
         if len(blocks) == 0:
             return FetchResult("", 0, time.perf_counter() - start, np.zeros(0, dtype=np.bool_))
         try:
-            link, came = self._read(source, plan, blocks, wait)
+            link, came = self._read(source, way, blocks, wait)
         except CancelledError as error:
             if self._closing.is_set():
                 raise PipeClosedError("the fetcher was closed") from error
@@ -154,6 +157,7 @@ class BlockFetcher:
             valid=came.valid,
             fallback_reason=link.fallback_reason,
             waited_s=came.waited_s,
+            num_out_of_range=came.num_out_of_range(),
         )
 
     async def fetch_async(
@@ -203,18 +207,20 @@ class BlockFetcher:
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _plan_from(self, source: Fingerprint) -> ReshardPlan:
+    def _way_from(self, source: Fingerprint) -> _Way:
         known = self._plan
         if known is None or known[0] != source:
-            known = self._plan = source, self._fingerprint.plan_from(source)
+            plan, mine = self._fingerprint.plan_from(source), self._fingerprint
+            casts = CastReads(source, mine, self._staging) if source.kv_dtype != mine.kv_dtype else None
+            known = self._plan = source, _Way(plan, casts)
         return known[1]
 
-    def _read(self, source: BlockSource, plan: ReshardPlan, blocks: SequenceBlocks, wait: Wait) -> tuple[Link, _Came]:
+    def _read(self, source: BlockSource, way: _Way, blocks: SequenceBlocks, wait: Wait) -> tuple[Link, _Came]:
         facts = Facts(source.epoch, self._fingerprint, source.num_blocks, source.fingerprint)
         while True:
             link, fresh = self._links.take(source, facts, wait)
             try:
-                return link, self._copy(link.pipe, plan, blocks, wait)
+                return link, self._copy(link.pipe, way, blocks, wait)
             except PipeClosedError as error:
                 self._links.drop(link)
                 if fresh:
@@ -227,18 +233,19 @@ class BlockFetcher:
             finally:
                 self._links.give(link)
 
-    def _copy(self, pipe: ReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, wait: Wait) -> _Came:
+    def _copy(self, pipe: ReadPipe, way: _Way, blocks: SequenceBlocks, wait: Wait) -> _Came:
         """Copy everything, or the layers as they are computed."""
-        came = _Came(np.ones(len(blocks), dtype=np.bool_))
+        came, plan = _Came(np.ones(len(blocks), dtype=np.bool_)), way.plan
         if blocks.ready is None:
-            self._copy_parts(pipe, parts_of(plan, blocks), came, wait)
+            self._copy_parts(pipe, way, parts_of(plan, blocks), came, wait)
             return came
-        if isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
+        # What is converted is read group by group: a read that followed all layers would need room for all at once.
+        if way.casts is None and isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
             self._follow(pipe, plan, blocks, blocks.ready, came, wait)
             return came
         layers = _Layers(pipe, blocks.ready, self._group_of(pipe, len(blocks)), len(self._fingerprint.layer_shapes))
         while (some := layers.take(wait)) is not None:
-            self._copy_parts(pipe, parts_of(plan, blocks, some), came, wait)
+            self._copy_parts(pipe, way, parts_of(plan, blocks, some), came, wait)
         came.waited_s = layers.waited_s
         return came
 
@@ -263,12 +270,25 @@ class BlockFetcher:
         layer_bytes = max(1, num_blocks * self._fingerprint.block_bytes // count)
         return max(1, min(count // 4, -(-pipe.group_bytes // layer_bytes)))
 
-    def _copy_parts(self, pipe: ReadPipe, parts: Iterable[Part], came: _Came, wait: Wait) -> None:
+    def _copy_parts(self, pipe: ReadPipe, way: _Way, parts: Iterable[Part], came: _Came, wait: Wait) -> None:
         for part in parts:
             target = self._shards.arenas[part.target].blocks
-            valid = pipe.read(part.reads, target, wait)
+            if way.casts is None:
+                valid = pipe.read(part.reads, target, wait)
+            else:
+                cast = way.casts.read(pipe, part.reads, target, wait)
+                valid = cast.valid
+                came.lose(part.blocks[cast.out_of_range])
             came.valid[part.blocks] &= valid
             came.num_bytes += int(valid.sum()) * part.reads.bytes_per_block(target.shape[1])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Way:
+    """How one source's blocks become this instance's; ``casts``: they are of another dtype."""
+
+    plan: ReshardPlan
+    casts: CastReads | None
 
 
 @dataclass(eq=False, slots=True)
@@ -278,6 +298,18 @@ class _Came:
     valid: Valid
     num_bytes: int = 0
     waited_s: float = 0.0
+    out_of_range: Valid | None = None
+
+    def lose(self, blocks: npt.NDArray[np.intp]) -> None:
+        """Note blocks that have numbers out of range."""
+        if len(blocks):
+            if self.out_of_range is None:
+                self.out_of_range = np.zeros(len(self.valid), dtype=np.bool_)
+            self.out_of_range[blocks] = True
+
+    def num_out_of_range(self) -> int:
+        """Blocks that have numbers out of range."""
+        return 0 if self.out_of_range is None else int(self.out_of_range.sum())
 
 
 class _Layers:

@@ -286,7 +286,7 @@ class P2PLoader(KVConnector):
         load.source = attempt.source.instance_id
         attempt.came(offer, wanted, result.valid)
         if not result.valid.all():
-            raise StaleBlockError(f"{int((~result.valid).sum())} blocks changed, or were damaged, on their way")
+            raise StaleBlockError(result.failure)
 
     async def _fetch(self, load: _Load, source: BlockSource, blocks: SequenceBlocks) -> FetchResult:
         return await self._fetcher.fetch_async(

@@ -148,5 +148,4 @@ class P2PReuser(KVConnector):
             transfer_us=round(1e6 * result.seconds),
             transferred_tokens=valid - load.num_local_tokens,
         )
-        error = None if good == len(result.valid) else "held blocks changed while they were fetched"
-        return LoadUpdate(load.request_id, valid, stats=stats, error=error)
+        return LoadUpdate(load.request_id, valid, stats=stats, error=result.failure or None)

@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 
 from baton.errors import InvalidRequestError
 from baton.transport.block_types import BlockReads, Bytes, Valid
+from baton.transport.casting import BlockCaster, Cast
 from baton.transport.waiting import Flag, Wait
 
 MAX_TENSORS = 4096
@@ -242,6 +243,24 @@ class FollowingReadPipe(ReadPipe):
 
         Returns:
             Parallel to ``reads`` what :meth:`ReadPipe.read` returns, and the seconds that passed in waiting.
+
+        Raises:
+            BatonError: As :meth:`ReadPipe.read`.
+        """
+
+
+class CastingReadPipe(ReadPipe):
+    """A pipe whose source's memory is mapped here, so that a read can convert what it copies."""
+
+    @abstractmethod
+    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+        """Convert blocks; on return nothing writes into ``local`` any more, whatever happened.
+
+        Args:
+            reads: In range on both sides, with segments, all of whose bytes are those of the source's dtype.
+            local: uint8 [blocks, block_bytes], the blocks of the target's rank.
+            caster: From the source's dtype to the target's.
+            wait: Deadline and cancel flag.
 
         Raises:
             BatonError: As :meth:`ReadPipe.read`.

@@ -1,0 +1,301 @@
+"""Blocks between instances of different KV dtype, over every kind of pipe: what arrives is a plain ``Tensor.to``."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kv_shapes import pool_of
+from tests.transport_rig import KINDS, in_thread, soon, tls_of
+
+from baton.errors import CancelledError, DeadlineError, FingerprintMismatchError
+from baton.kv.arena import KVArena
+from baton.kv.fingerprint import Fingerprint
+from baton.kv.layout import KVLayout, LayerShape
+from baton.kv.shards import KVGeometry, KVShards, shard_layout, shard_specs
+from baton.transport.blocks import (
+    BlockFetcher,
+    BlockServer,
+    FetchResult,
+    LinkOptions,
+    MemoryNetwork,
+    SequenceBlocks,
+    ServerOptions,
+    TcpOptions,
+)
+from baton.transport.blocks.cast_reads import MAX_AREAS, Staging
+from baton.transport.waiting import Wait
+from baton.types import InstanceId
+
+LAYERS = (LayerShape(4, 6, 4), LayerShape(2, 8, 8), LayerShape(4, 6, 4))
+DTYPES = ("float32", "bfloat16", "float16")
+PAIRS = [(a, b) for a in DTYPES for b in DTYPES if a != b]
+TOKENS = 192
+Shape = tuple[int, int, int]
+"""TP, PP, block size."""
+RESHARDED: tuple[Shape, Shape] = ((2, 1, 16), (1, 2, 32))
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """The numbers as unsigned integers, which numpy has for all dtypes."""
+    if tensor.dtype is torch.float32:
+        return tensor.view(torch.int32).numpy().view(np.uint32)
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def whole_kv(layers: tuple[LayerShape, ...], dtype: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer K and V [heads, tokens, dim] of a dtype, within every dtype's range."""
+    torch.manual_seed(len(layers))
+    return [
+        (torch.randn(x.kv_heads, TOKENS, x.k_dim).to(kind), torch.randn(x.kv_heads, TOKENS, x.v_dim).to(kind) * 100)
+        for x in layers
+        for kind in (getattr(torch, dtype),)
+    ]
+
+
+class Side:
+    """An instance's arenas, and what they hold once everything is there."""
+
+    def __init__(
+        self, shape: Shape, dtype: str, kv: list[tuple[torch.Tensor, torch.Tensor]], layers: tuple[LayerShape, ...]
+    ) -> None:
+        tp, pp, self.size = shape
+        whole = KVLayout(layers, self.size, dtype)
+        base = Fingerprint.of(model="m", model_digest="d", rope="r", layout=whole)
+        self.print = dataclasses.replace(base, tp_size=tp, pp_size=pp)
+        geometry, specs = KVGeometry(layers, dtype), shard_specs(tp, pp)
+        self.blocks = TOKENS // self.size
+        self.shards = KVShards(
+            [KVArena(self.blocks, shard_layout(geometry, spec, self.size).block_bytes) for spec in specs]
+        )
+        kind = getattr(torch, dtype)
+        arrays = [(bits_of(k.to(kind)), bits_of(v.to(kind))) for k, v in kv]
+        self.pools = [pool_of(geometry, spec, self.size, arrays) for spec in specs]
+
+    def fill(self) -> None:
+        for arena, pool in zip(self.shards.arenas, self.pools, strict=True):
+            arena.blocks[:] = pool
+        self.shards.primary.generations[:] = np.arange(self.blocks) + 5
+
+
+class Pair:
+    """A source with its blocks, and a target of another dtype that takes them."""
+
+    def __init__(
+        self,
+        kind: str,
+        streams: int = 1,
+        shapes: tuple[Shape, Shape] = RESHARDED,
+        dtypes: tuple[str, str] = ("float32", "bfloat16"),
+        layers: tuple[LayerShape, ...] = LAYERS,
+    ) -> None:
+        kv = whole_kv(layers, dtypes[0])
+        self.layers = layers
+        self.source, self.target = (Side(x, y, kv, layers) for x, y in zip(shapes, dtypes, strict=True))
+        self.source.fill()
+        network = MemoryNetwork()
+        options = ServerOptions(memory=network, tls=tls_of(kind))
+        self.server = BlockServer(
+            self.source.shards, self.source.print, InstanceId("p"), kinds=(kind,), options=options
+        )
+        self._links = LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=network, tls=tls_of(kind))
+        self.fetcher = self.open_fetcher(kind, kv_cast=True)
+
+    def open_fetcher(self, kind: str, *, kv_cast: bool) -> BlockFetcher:
+        mine = dataclasses.replace(self.target.print, kv_cast=kv_cast)
+        return BlockFetcher(self.target.shards, mine, kinds=(kind,), links=self._links)
+
+    def blocks(self, *, held: int = 0, ready: int | None = None) -> SequenceBlocks:
+        ids = np.arange(self.source.blocks)
+        writable = np.arange(self.target.blocks) >= held
+        offered = (ids, self.source.shards.primary.generations[ids], ids)
+        return SequenceBlocks.of(offered, np.arange(self.target.blocks), writable, ready)
+
+    def fetch(self, *, held: int = 0, ready: int | None = None) -> FetchResult:
+        blocks = self.blocks(held=held, ready=ready)
+        return self.fetcher.fetch_sequence(self.server.source, blocks, deadline=soon())
+
+    def right(self, first: int = 0) -> bool:
+        return all(
+            np.array_equal(arena.blocks[first:], pool[first:])
+            for arena, pool in zip(self.target.shards.arenas, self.target.pools, strict=True)
+        )
+
+    def close(self) -> None:
+        self.fetcher.close()
+        self.server.close()
+        self.source.shards.close()
+        self.target.shards.close()
+
+
+@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
+def kind(request: pytest.FixtureRequest) -> tuple[str, int]:
+    found: tuple[str, int] = request.param
+    return found
+
+
+@pytest.fixture
+def pair(kind: tuple[str, int]) -> Iterator[Pair]:
+    pair = Pair(*kind)
+    yield pair
+    pair.close()
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=" to ".join)
+def test_what_arrives_is_what_torch_makes_of_it(kind: tuple[str, int], dtypes: tuple[str, str]) -> None:
+    for shapes in (RESHARDED, ((1, 1, 16), (1, 1, 16))):
+        pair = Pair(*kind, shapes, dtypes)
+        result = pair.fetch()
+        assert result.valid.all()
+        assert pair.right()
+        kv_bytes = sum(x.elements_per_token for x in LAYERS) * TOKENS * (4 if dtypes[0] == "float32" else 2)
+        assert result.num_bytes == kv_bytes  # what moved: the source's bytes
+        pair.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tps=st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4))),
+    pps=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    sizes=st.tuples(st.sampled_from((4, 8, 12, 16, 48)), st.sampled_from((4, 8, 12, 16, 48))),
+    layers=st.lists(
+        st.tuples(st.sampled_from((1, 2, 4)), st.integers(1, 5), st.integers(1, 5)), min_size=2, max_size=4
+    ),
+    dtypes=st.sampled_from(PAIRS),
+    area=st.sampled_from((64, 1 << 10, 1 << 20)),
+    medium=st.sampled_from(("memory", "vm")),
+    ready=st.sampled_from((None, 0)),
+)
+def test_any_shapes_block_sizes_and_dtypes(
+    tps: tuple[int, int],
+    pps: tuple[int, int],
+    sizes: tuple[int, int],
+    layers: list[tuple[int, int, int]],
+    dtypes: tuple[str, str],
+    area: int,
+    medium: str,
+    ready: int | None,
+) -> None:
+    shapes = [(tp, pp, size) for tp, pp, size in zip(tps, pps, sizes, strict=True)]
+    pair = Pair(medium, 1, (shapes[0], shapes[1]), dtypes, tuple(LayerShape(*x) for x in layers))
+    pair.fetcher._staging = Staging(area_bytes=area)
+    pair.source.shards.primary.progress.advance(len(layers))
+    assert pair.fetch(ready=ready).valid.all()
+    assert pair.right()
+    pair.close()
+
+
+def test_without_leave_to_convert_both_sides_refuse_and_say_what_would_help(kind: tuple[str, int]) -> None:
+    pair = Pair(*kind)
+    fetcher = pair.open_fetcher(kind[0], kv_cast=False)
+    with pytest.raises(
+        FingerprintMismatchError, match=r"kv_dtype: 'bfloat16' here, 'float32' there; .*--kv-cast"
+    ) as no:
+        fetcher.fetch_sequence(pair.server.source, pair.blocks(), deadline=soon())
+    assert no.value.field == "kv_dtype"
+    fetcher.close()
+    pair.close()
+
+
+def test_blocks_that_are_there_already_are_not_written(pair: Pair) -> None:
+    for arena in pair.target.shards.arenas:
+        arena.blocks[:] = 0xEE
+        arena.blocks[2:] = 0
+    assert pair.fetch(held=2).valid.all()
+    for arena in pair.target.shards.arenas:
+        assert (arena.blocks[:2] == 0xEE).all()
+    assert pair.right(2)
+
+
+def test_blocks_that_changed_are_not_valid_and_not_converted(pair: Pair) -> None:
+    blocks = pair.blocks()
+    pair.source.shards.primary.generations[6] += np.uint64(1)
+    result = pair.fetcher.fetch_sequence(pair.server.source, blocks, deadline=soon())
+    assert np.flatnonzero(~result.valid).tolist() == [6]
+    assert result.failure == "1 blocks changed, or were damaged, on their way"
+    for arena, pool in zip(pair.target.shards.arenas, pair.target.pools, strict=True):
+        differ = np.flatnonzero((arena.blocks != pool).any(axis=1))
+        assert differ.tolist() == [3]  # of 32 tokens: its first half
+
+
+@pytest.mark.parametrize(("dtypes", "number"), [(("float32", "float16"), 65520.0), (("bfloat16", "float16"), -7e4)])
+def test_a_number_out_of_range_costs_its_block(kind: tuple[str, int], dtypes: tuple[str, str], number: float) -> None:
+    pair = Pair(*kind, RESHARDED, dtypes)
+    view = torch.from_numpy(pair.source.shards.arenas[1].blocks).view(getattr(torch, dtypes[0]))
+    view[4, 9] = number
+    result = pair.fetch()
+    assert np.flatnonzero(~result.valid).tolist() == [4]
+    assert result.num_out_of_range == 1
+    assert result.failure == "1 blocks have numbers out of this instance's dtype's range"
+    view[4, 9] = float("inf")  # is infinite there, too: nothing is lost
+    assert pair.fetch().valid.all()
+    pair.close()
+
+
+@pytest.mark.parametrize("source", [(1, 1, 16), (2, 1, 16)])
+def test_layers_arrive_as_they_are_computed(kind: tuple[str, int], source: Shape) -> None:
+    pair = Pair(*kind, (source, (1, 1, 16)))
+    progress = pair.source.shards.primary.progress
+    progress.advance(100)
+    job = in_thread(lambda: pair.fetch(ready=100))
+    arena = pair.target.shards.arenas[0]
+    for layer in range(len(LAYERS)):
+        before = arena.blocks.copy()
+        assert not job.done()
+        progress.advance(100 + layer + 1)
+        if layer == 0:
+            deadline = time.monotonic() + 10
+            while np.array_equal(before, arena.blocks):  # the first layer comes without waiting for the others
+                assert time.monotonic() < deadline
+    assert job.result(60).valid.all()
+    assert pair.right()
+    pair.close()
+
+
+def test_waiting_for_layers_ends_with_the_deadline_or_the_flag(pair: Pair) -> None:
+    with pytest.raises(DeadlineError):
+        pair.fetcher.fetch_sequence(pair.server.source, pair.blocks(ready=7), deadline=soon(0.1))
+    flag = threading.Event()
+    job = in_thread(
+        lambda: pair.fetcher.fetch_sequence(pair.server.source, pair.blocks(ready=7), deadline=soon(), cancelled=flag)
+    )
+    flag.set()
+    with pytest.raises(CancelledError):
+        job.result(60)
+    assert pair.fetch().valid.all()
+    assert pair.fetcher._staging.num_free() == pair.fetcher._staging.num_areas
+
+
+def test_many_fetches_share_few_areas(kind: tuple[str, int]) -> None:
+    pair = Pair(*kind)
+    jobs = [in_thread(pair.fetch) for _ in range(MAX_AREAS + 4)]
+    assert all(job.result(60).valid.all() for job in jobs)
+    assert pair.right()
+    staging = pair.fetcher._staging
+    assert staging.num_free() == staging.num_areas <= MAX_AREAS
+    pair.close()
+
+
+def test_areas_are_bounded_lent_once_and_used_again() -> None:
+    staging = Staging(area_bytes=1 << 10, max_areas=2)
+    wait = Wait(soon())
+    with staging.area(wait) as first, staging.area(wait) as second:
+        assert first.ctypes.data != second.ctypes.data
+        assert all(area.nbytes == 1 << 10 and area.ctypes.data % 64 == 0 for area in (first, second))
+        with pytest.raises(DeadlineError), staging.area(Wait(soon(0.05))):
+            pass
+        waiting = in_thread(lambda: _address(staging))
+    assert waiting.result(60) in (first.ctypes.data, second.ctypes.data)
+    assert staging.num_areas == 2
+
+
+def _address(staging: Staging) -> int:
+    with staging.area(Wait(soon())) as area:
+        return int(area.ctypes.data)
