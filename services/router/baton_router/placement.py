@@ -16,7 +16,7 @@ from baton_router.index import PrefixIndex
 from baton_router.instance import Instance
 from baton_router.load import REQUEST_OVERHEAD_TOKENS, Hold
 from baton_router.metrics import RouterMetrics
-from baton_router.pairing import pairings
+from baton_router.pairing import Takes, only_taken, who_takes
 from baton_router.placed import Ask, Placement
 from baton_router.placement_metrics import PlacementMetrics
 from baton_router.policy import Policy, Request, Side
@@ -123,11 +123,11 @@ class Placer:
         if not decodes:
             return None
         prefills = [] if ask.local_only else self._fleet.ready(Role.PREFILL)
-        options = []
-        for some in pairings(prefills, decodes):
-            prefill, decode, request = self._look_up(ask, *some)
-            options.append((request, self._choose(request, prefill, decode), prefill, decode))
-        request, placement, prefill, decode = max(options, key=_with_partners_first)
+        takes = who_takes(prefills, decodes)
+        if takes is not None and not any(map(any, takes)):
+            prefills, takes = [], None
+        prefill, decode, request = self._look_up(ask, prefills, decodes)
+        placement = self._choose(request, prefill, decode, takes)
         if reserve:
             self._reserve(request, placement, prefill, decode)
             self._metrics.decision_time.observe(time.perf_counter() - began)
@@ -215,10 +215,16 @@ class Placer:
                 depths[at] = [next(answers) for _ in tiers[at]]
         return depths
 
-    def _choose(self, request: Request, prefill: _Found, decode: _Found) -> Placement:
+    def _choose(self, request: Request, prefill: _Found, decode: _Found, takes: Takes | None) -> Placement:
         ratings = self._policy.score(request, prefill.side, decode.side)
-        choice = choose(ratings, self._rng)
-        order = prefill_order(ratings, choice, self._max_prefills, self._rng)
+        if takes is None:
+            choice = choose(ratings, self._rng)
+            order = prefill_order(ratings, choice, self._max_prefills, self._rng)
+        else:
+            ratings = only_taken(ratings, takes)
+            choice = choose(ratings, self._rng)
+            order = prefill_order(ratings, choice, len(prefill.instances), self._rng)
+            order = [p for p in order if takes[choice.decode][p]][: self._max_prefills]
         path = choice.path
         if self._threshold is not None and order and path is not PrefillPath.STORE:
             missing = request.tokens - decode.side.matched[choice.decode]
@@ -264,12 +270,6 @@ class Placer:
         for found in (prefill, decode):
             for at, instance in enumerate(found.instances):
                 instance.last_score = decision, at
-
-
-def _with_partners_first(option: tuple[Request, Placement, _Found, _Found]) -> tuple[bool, float]:
-    """Order placements: an instance that nobody here can hand KV over to is used when no other is free."""
-    _, placement, prefill, _ = option
-    return bool(prefill.instances), placement.decision.choice.score
 
 
 def _found(role: Role, instances: list[Instance], chains: list[_Chain], size: tuple[int, int]) -> _Found:
