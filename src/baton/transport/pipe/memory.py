@@ -12,9 +12,17 @@ from typing import ClassVar
 from baton.errors import PipeClosedError
 from baton.kv.shards import KVShards
 from baton.transport.block_types import BlockReads, Bytes, Valid
+from baton.transport.casting import BlockCaster, Cast
 from baton.transport.copying import BlockCopier
 from baton.transport.handshake import Facts
-from baton.transport.pipe.base import MAX_MESSAGE_BYTES, Pipe, PipeListener, ReadPipe, WireTensor, check_message
+from baton.transport.pipe.base import (
+    MAX_MESSAGE_BYTES,
+    CastingReadPipe,
+    Pipe,
+    PipeListener,
+    WireTensor,
+    check_message,
+)
 from baton.transport.waiting import TICK_S, Flag, Wait
 
 QUEUE_BYTES = 64 << 20
@@ -77,7 +85,7 @@ class MemoryNetwork:
             self._listeners.pop(address, None)
 
 
-class MemoryReadPipe(ReadPipe):
+class MemoryReadPipe(CastingReadPipe):
     """Copies out of an arena of the same process."""
 
     kind: ClassVar[str] = "memory"
@@ -98,6 +106,16 @@ class MemoryReadPipe(ReadPipe):
         valid = readers[reads.source_shard].read(local, reads, wait)
         self._network.find(self._address)
         return valid
+
+    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
+        if not self._readers:
+            raise PipeClosedError("the pipe was closed")
+        _, shards = self._network.find(self._address)
+        remote = shards.arenas[reads.source_shard].blocks
+        cast = caster.read(local, remote, shards.primary.generations, reads, wait)
+        self._network.find(self._address)
+        return cast
 
     def wait_ready(self, value: int, wait: Wait) -> int:
         """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""

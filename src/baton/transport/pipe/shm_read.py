@@ -18,9 +18,10 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.shards import KVShards, shard_layout, shard_specs
 from baton.transport.block_types import BlockReads, Bytes, Valid
+from baton.transport.casting import BlockCaster, Cast
 from baton.transport.copying import BlockCopier, Line
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.transport.pipe.base import ReadPipe
+from baton.transport.pipe.base import CastingReadPipe
 from baton.transport.sockets import Stream, connect_unix
 from baton.transport.waiting import TICK_S, Wait
 from baton.transport.wire import BadFrameError
@@ -29,7 +30,7 @@ MAX_DESCRIPTORS = 253
 """File descriptors that Linux passes with one message."""
 
 
-class ShmReadPipe(ReadPipe):
+class ShmReadPipe(CastingReadPipe):
     """Reads another instance's arenas on the same host."""
 
     kind: ClassVar[str] = "shm"
@@ -77,6 +78,17 @@ class ShmReadPipe(ReadPipe):
         if peer is None:
             raise PipeClosedError("the pipe was closed")
         return peer.readers[reads.source_shard].read(local, reads, wait)
+
+    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
+        peer = self._peer
+        if peer is None:
+            raise PipeClosedError("the pipe was closed")
+        remote = peer.shards.arenas[reads.source_shard].blocks
+        cast = caster.read(local, remote, peer.shards.primary.generations, reads, wait)
+        if not peer.readers[0].holds():
+            raise PipeClosedError(f"{self._stream.peer} went away during a read: its lease on the blocks is over")
+        return cast
 
     def wait_ready(self, value: int, wait: Wait) -> int:
         """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
