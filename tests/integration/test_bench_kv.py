@@ -160,6 +160,21 @@ def test_overlap():
         assert study["exposed_ms"] > 0
 
 
+def test_a_target_of_another_dtype():
+    done = bench("--geometry", "baton-tiny", "--isl", "96", "--pipe", "shm,vm,tcp,nixl,gloo", "--streams", "2",
+                 "--repeat", "1", "--no-reference", "--kv-dtype", "float32", "--dst-kv-dtype", "bfloat16",
+                 "--src-tp", "2", "--dst-block-size", "32", "--overlap", "--prefill-tokens-per-s", "2000",
+                 "--json")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = lines(done.stdout)
+    assert (found[0]["kv_dtype"], found[0]["dst_kv_dtype"]) == ("float32", "bfloat16")
+    assert {t["pipe"] for t in of(found, "transfer")} == {"shm", "vm", "tcp", "nixl", "gloo"}
+    for transfer in of(found, "transfer"):
+        assert transfer["verified"]
+        assert transfer["bytes"] == 2 * 1536 * 96  # the source's
+    assert all(study["verified"] for study in of(found, "overlap"))
+
+
 def test_a_slow_link_is_not_good_enough():
     done = bench(*QUICK, "--pipe", "shm", "--require-gbps", "100000", "--json")
     assert done.returncode == 3

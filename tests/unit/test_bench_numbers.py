@@ -149,6 +149,8 @@ def test_sweeps():
         {"streams": (0,)},
         {"pattern": "2-2"},
         {"kv_dtype": "int3"},
+        {"dst_kv_dtype": "int3"},
+        {"dst_kv_dtype": "float32", "bytes": 4096},
         {"overlap": True, "bytes": 4096},
         {"overlap": True, "pattern": "N-1"},
         {"repeat": 0},

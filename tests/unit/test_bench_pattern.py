@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from baton.bench.geometries import named_geometry
 from baton.bench.pattern import ShardPattern, shard_patterns, source_tokens
@@ -93,6 +94,22 @@ def test_a_last_block_filled_in_part():
     out[1, 0, 0, 0, 3, 0] ^= 1
     out[1, 0, 0, 0, 4, 0] ^= 1  # beyond the sequence's end
     assert pattern.wrong(target, np.array([0, 1]), 3, tokens) == []
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])
+def test_a_target_of_another_dtype_knows_every_number(source: str, target: str) -> None:
+    shape = Shape.of(named_geometry("baton-tiny", source), 4, cast=True)
+    (blocks,) = filled(shape, 3)
+    numbers = torch.from_numpy(blocks).view(getattr(torch, source))
+    assert (numbers.abs() < 2).all()
+    assert numbers.unique().numel() > 1000
+    made = numbers.to(getattr(torch, target)).view(torch.uint8).numpy().copy()
+    (pattern,) = shard_patterns(1, dataclasses.replace(shape, dtype=target), source)
+    ids = np.arange(3)
+    assert pattern.wrong(made, ids, 3, source_tokens(shape, ids)) == []
+    made[1, made.shape[1] // 2] ^= 1
+    assert pattern.wrong(made, ids, 3, source_tokens(shape, ids)) == [1]
 
 
 @pytest.mark.parametrize("size", [64, 192, 4096, 32 << 10, 1 << 20, 65 * 64])

@@ -137,6 +137,7 @@ class Driver:
             block_size=options.block_size,
             dst_block_size=options.dst_block_size or options.block_size,
             kv_dtype=options.kv_dtype,
+            dst_kv_dtype=options.dst_kv_dtype or options.kv_dtype,
             src_tp=options.src_tp,
             src_pp=options.src_pp,
             dst_tp=options.dst_tp,

@@ -4,10 +4,14 @@ A row is one head's K or V of one token in one layer. Its 8-byte words are
 ``mix(seed, source, layer, K or V, head) + token * A + word * B`` modulo 2^64, where ``token`` counts the source's
 tokens in the order of its blocks' ids. The map from rows to bytes is each side's own layout, so a wrong block, rank,
 head, layer or offset shows in nearly every word, without using the transfer's own map between two shapes.
+
+Where the target has another dtype, a few bits of every number are fixed, so that it is within every dtype's range, and
+the target expects the numbers as numpy converts them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +21,7 @@ from baton.bench.specs import Ids, Shape
 from baton.kv.layout import KVLayout
 from baton.kv.shards import ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
 from baton.transport.block_types import Bytes
+from baton.transport.casting import convert
 
 Words = npt.NDArray[np.uint64]
 WORD_BYTES = 8
@@ -24,6 +29,9 @@ WIPED = 0xA5
 """What a target's blocks are set to before a run that is verified."""
 _A, _B = 0xD1B54A32D192ED03, 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_KEPT = {"float32": 0x87FFFFFF_87FFFFFF, "bfloat16": 0x87FF87FF_87FF87FF, "float16": 0xBFFFBFFF_BFFFBFFF}
+_SET = {"float32": 0x38000000_38000000, "bfloat16": 0x38003800_38003800, "float16": 0}
+"""Bits of a word's numbers that stay, and that are set, where they must be convertible: magnitudes are below 2 then."""
 
 
 class ShardPattern:
@@ -33,10 +41,14 @@ class ShardPattern:
         seed: Of the whole run.
         shape: Of the instance's blocks.
         spec: Which rank.
+        source_dtype: Of the sources; empty: this instance's.
     """
 
-    def __init__(self, seed: int, shape: Shape, spec: ShardSpec) -> None:
+    def __init__(self, seed: int, shape: Shape, spec: ShardSpec, source_dtype: str = "") -> None:
         self._seed = seed
+        self._cast, self._origin = shape.cast, self
+        if source_dtype not in ("", shape.dtype):
+            self._origin = ShardPattern(seed, dataclasses.replace(shape, dtype=source_dtype), spec)
         self._layout: KVLayout = shard_layout(shape.geometry, spec, shape.block_size)
         layers = layer_range(len(shape.layers), spec.pp_size, spec.pp_rank)
         self._heads = [np.array(shard_heads(shape.geometry, spec, layer)) for layer in layers]
@@ -61,25 +73,36 @@ class ShardPattern:
             owner: Number of the source.
             tokens: uint64 [t], the source's token at each place of the sequence; the last block may be filled in part.
         """
-        size, bad = self._layout.block_size, []
-        expected = np.empty(self._layout.block_bytes, dtype=np.uint8)
+        size, bad, origin = self._layout.block_size, [], self._origin
+        expected = np.empty(origin._layout.block_bytes, dtype=np.uint8)
         for place, block in enumerate(local_ids.tolist()):
             want = tokens[place * size : (place + 1) * size]
-            self._write(expected, owner, want)
+            origin._write(expected, owner, want)
             if any(
-                not np.array_equal(mine, theirs)
+                not np.array_equal(mine, self._as_here(theirs))
                 for (mine, _), (theirs, _) in zip(
-                    self._rows(blocks[block], len(want)), self._rows(expected, len(want)), strict=True
+                    self._rows(blocks[block], len(want)), origin._rows(expected, len(want)), strict=True
                 )
             ):
                 bad.append(block)
         return bad
+
+    def _as_here(self, words: Words) -> Words:
+        """Return a source's numbers as this instance has them."""
+        if self._origin is self:
+            return words
+        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, words.shape[2] * WORD_BYTES)
+        made, _ = convert(rows, self._origin._layout.dtype, self._layout.dtype)
+        return made.view(np.uint64).reshape(*words.shape[:2], -1)
 
     def _write(self, out: Bytes, owner: int, tokens: Words) -> None:
         bases = self._bases_of(owner)
         shift = tokens * np.uint64(_A)
         for index, (rows, words) in enumerate(self._rows(out, len(tokens))):
             np.add((bases[index][:, None] + shift)[:, :, None], self._ramp[:words], out=rows)
+            if self._cast:
+                rows &= np.uint64(_KEPT[self._layout.dtype])
+                rows |= np.uint64(_SET[self._layout.dtype])
 
     def _rows(self, block: Bytes, num_tokens: int) -> Iterator[tuple[Words, int]]:
         """Yield K and V of every layer of a block, uint64 [heads, num_tokens, words], and the words."""
@@ -103,9 +126,9 @@ class ShardPattern:
         return self._bases[owner]
 
 
-def shard_patterns(seed: int, shape: Shape) -> list[ShardPattern]:
-    """Return the pattern of every rank of an instance, by rank index."""
-    return [ShardPattern(seed, shape, spec) for spec in shard_specs(shape.tp, shape.pp)]
+def shard_patterns(seed: int, shape: Shape, source_dtype: str = "") -> list[ShardPattern]:
+    """Return the pattern of every rank of an instance, by rank index; see :class:`ShardPattern`."""
+    return [ShardPattern(seed, shape, spec, source_dtype) for spec in shard_specs(shape.tp, shape.pp)]
 
 
 def source_tokens(shape: Shape, remote_ids: Ids) -> Words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Options:
     block_size: int = 16
     dst_block_size: int | None = None
     kv_dtype: str = "bfloat16"
+    dst_kv_dtype: str | None = None
     src_tp: int = 1
     src_pp: int = 1
     dst_tp: int = 1
@@ -71,8 +73,11 @@ class Options:
             raise ConfigError(f"--streams takes numbers from 1 to {MAX_STREAMS}", field="streams")
         if self.pattern not in PATTERNS:
             raise ConfigError(f"--pattern is one of {', '.join(PATTERNS)}, got {shown(self.pattern)}", field="pattern")
-        if self.kv_dtype not in DTYPE_BYTES:
-            raise ConfigError(f"--kv-dtype is one of {', '.join(DTYPE_BYTES)}", field="kv_dtype")
+        for name, dtype in (("kv_dtype", self.kv_dtype), ("dst_kv_dtype", self.dst_kv_dtype)):
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                raise ConfigError(f"--{name.replace('_', '-')} is one of {', '.join(DTYPE_BYTES)}", field=name)
+        if self.dst_kv_dtype and self.bytes:
+            raise ConfigError("--dst-kv-dtype needs a model or a geometry", field="dst_kv_dtype")
         if self.overlap and (self.bytes or self.pattern != "1-1"):
             raise ConfigError("--overlap needs a model or a geometry, and pattern 1-1", field="overlap")
         self._check_numbers()
@@ -215,8 +220,10 @@ def model_stage(options: Options) -> Stage:
         case = Case("raw", 0, options.descriptors, options.descriptors > 1, size * options.descriptors)
         return Stage("raw", shape, shape, options.descriptors, options.descriptors, (case,))
     geometry = options.kv()
-    source = Shape.of(geometry, options.block_size, options.src_tp, options.src_pp)
-    target = Shape.of(geometry, options.dst_block_size or options.block_size, options.dst_tp, options.dst_pp)
+    there = dataclasses.replace(geometry, dtype=options.dst_kv_dtype or options.kv_dtype)
+    cast, size = there.dtype != geometry.dtype, options.dst_block_size or options.block_size
+    source = Shape.of(geometry, options.block_size, options.src_tp, options.src_pp, cast=cast)
+    target = Shape.of(there, size, options.dst_tp, options.dst_pp, cast=cast)
     for shape in (source, target):
         shape.layouts()  # refuses what cannot be divided
     cases = tuple(_kv_case(source, target, tokens) for tokens in parse_sweep(options.isl))

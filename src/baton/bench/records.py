@@ -36,6 +36,7 @@ class RunRecord(Record):
     block_size: int
     dst_block_size: int
     kv_dtype: str
+    dst_kv_dtype: str
     src_tp: int
     src_pp: int
     dst_tp: int

@@ -35,6 +35,7 @@ class Shape:
         block_size: Tokens per block.
         tp: Tensor-parallel ranks.
         pp: Pipeline stages.
+        cast: Whether sources and targets have different dtypes: what sources hold is then within every dtype's range.
     """
 
     layers: tuple[tuple[int, int, int], ...]
@@ -43,6 +44,7 @@ class Shape:
     block_size: int
     tp: int = 1
     pp: int = 1
+    cast: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES or not self.layers or min(self.block_size, self.tp, self.pp) < 1:
@@ -52,10 +54,10 @@ class Shape:
                 raise ConfigError("heads must have dimensions of whole 8-byte words", field="geometry")
 
     @classmethod
-    def of(cls, geometry: KVGeometry, block_size: int, tp: int = 1, pp: int = 1) -> Shape:
+    def of(cls, geometry: KVGeometry, block_size: int, tp: int = 1, pp: int = 1, *, cast: bool = False) -> Shape:
         """Describe an instance that holds a model's KV."""
         layers = tuple((layer.kv_heads, layer.k_dim, layer.v_dim) for layer in geometry.layers)
-        return cls(layers, geometry.dtype, bool(geometry.unsplit), block_size, tp, pp)
+        return cls(layers, geometry.dtype, bool(geometry.unsplit), block_size, tp, pp, cast)
 
     @classmethod
     def raw(cls, block_bytes: int) -> Shape:
@@ -86,6 +88,7 @@ class Shape:
             tp_size=self.tp,
             pp_size=self.pp,
             unsplit_layers=tuple(sorted(self.geometry.unsplit)),
+            kv_cast=self.cast,
         )
 
     def new_shards(self, num_blocks: int) -> KVShards:

@@ -42,7 +42,7 @@ class Target:
         require_memory(spec.shape.memory(total))
         self._shards = spec.shape.new_shards(total)
         self._shards.touch()
-        self._patterns = shard_patterns(spec.seed, spec.shape)
+        self._patterns = shard_patterns(spec.seed, spec.shape, spec.sources[0].shape.dtype)
         self._methods: dict[tuple[str, int], Method] = {}
         self._progress = 0
 

@@ -52,6 +52,9 @@ def add_kv_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     what.add_argument("--block-size", type=int, default=16, help="tokens per block of the source")
     what.add_argument("--dst-block-size", type=int, default=None, help="tokens per block of the target (default: same)")
     what.add_argument("--kv-dtype", default="bfloat16", help="dtype of the KV")
+    what.add_argument(
+        "--dst-kv-dtype", default=None, help="dtype of the target, which converts what it reads (default: same)"
+    )
     for side, name in (("src", "source"), ("dst", "target")):
         what.add_argument(f"--{side}-tp", type=int, default=1, help=f"tensor-parallel ranks of the {name}")
         what.add_argument(f"--{side}-pp", type=int, default=1, help=f"pipeline stages of the {name}")
