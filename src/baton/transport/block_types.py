@@ -25,6 +25,8 @@ MAX_SEGMENTS = 65_536
 """Segments per block in one read request: 128 layers with 256 heads."""
 MAX_STEPS = 1024
 """Steps in one read request; there are at most as many as layers."""
+_FEW = 64
+"""Up to so many numbers a list is looked through faster than numpy begins to."""
 Steps = npt.NDArray[np.int64]
 """int64 [n, 2]: progress of the source from which on the next so many segments are there."""
 
@@ -114,9 +116,9 @@ class BlockReads:
         for name, array in (("generations", gens), ("local_ids", local)):
             if len(array) != len(remote):
                 raise InvalidRequestError(f"{name} has {len(array)} entries for {len(remote)} remote_ids", field=name)
-        if len(local) > 1 and len(np.unique(local)) != len(local):
-            raise InvalidRequestError("local_ids names a block twice", field="local_ids")
-        return cls(remote.astype(np.int64), gens, local.astype(np.int64))
+        local = local.astype(np.int64)
+        require_different(local)
+        return cls(remote.astype(np.int64), gens, local)
 
     def __len__(self) -> int:
         return len(self.remote_ids)
@@ -155,10 +157,7 @@ class BlockReads:
             InvalidRequestError: Names the side.
         """
         for name, ids, count in (("remote_ids", self.remote_ids, num_remote), ("local_ids", self.local_ids, num_local)):
-            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
-                raise InvalidRequestError(
-                    f"{name} goes from {ids.min()} to {ids.max()}, the arena has {count} blocks", field=name
-                )
+            require_below(ids, count, name)
 
 
 @functools.lru_cache(maxsize=64)
@@ -172,6 +171,35 @@ def current(arena: KVArena, reads: BlockReads) -> Valid:
     """Return, per read, whether the arena's block still has the generation that was offered."""
     same: Valid = arena.generations[reads.remote_ids] == reads.generations
     return same
+
+
+def bounds(ids: Ids) -> tuple[int, int]:
+    """Return the lowest and the highest of some ids; (0, -1) if there are none."""
+    if len(ids) > _FEW:
+        return int(ids.min()), int(ids.max())
+    few = ids.tolist()
+    return (min(few), max(few)) if few else (0, -1)
+
+
+def require_below(ids: Ids, count: int, name: str) -> None:
+    """Refuse ids outside an arena.
+
+    Raises:
+        InvalidRequestError: Names them ``name``.
+    """
+    lowest, highest = bounds(ids)
+    if lowest < 0 or highest >= count:
+        raise InvalidRequestError(f"{name} goes from {lowest} to {highest}, the arena has {count} blocks", field=name)
+
+
+def require_different(local_ids: Ids) -> None:
+    """Refuse targets that are named twice.
+
+    Raises:
+        InvalidRequestError: One is.
+    """
+    if len(set(local_ids.tolist())) != len(local_ids):
+        raise InvalidRequestError("local_ids names a block twice", field="local_ids")
 
 
 def integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:

@@ -25,7 +25,7 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.reshard import ReshardPlan
 from baton.kv.shards import KVShards
-from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid
+from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid, bounds, require_below
 from baton.transport.blocks.cast_reads import CastReads, Staging
 from baton.transport.blocks.kinds import resolve_kinds
 from baton.transport.blocks.links import Connector, Link, LinkCache, LinkOptions
@@ -209,7 +209,7 @@ class BlockFetcher:
 
     def _way_from(self, source: Fingerprint) -> _Way:
         known = self._plan
-        if known is None or known[0] != source:
+        if known is None or (known[0] is not source and known[0] != source):
             plan, mine = self._fingerprint.plan_from(source), self._fingerprint
             casts = CastReads(source, mine, self._staging) if source.kv_dtype != mine.kv_dtype else None
             known = self._plan = source, _Way(plan, casts)
@@ -235,7 +235,7 @@ class BlockFetcher:
 
     def _copy(self, pipe: ReadPipe, way: _Way, blocks: SequenceBlocks, wait: Wait) -> _Came:
         """Copy everything, or the layers as they are computed."""
-        came, plan = _Came(np.ones(len(blocks), dtype=np.bool_)), way.plan
+        came, plan = _Came.all_of(len(blocks)), way.plan
         if blocks.ready is None:
             self._copy_parts(pipe, way, parts_of(plan, blocks), came, wait)
             return came
@@ -261,8 +261,7 @@ class BlockFetcher:
         valid, waited_s = pipe.follow(reads, wait)
         came.waited_s = min(waited_s, time.perf_counter() - start)  # the source says how long
         for part, each, good in zip(parts, reads, valid, strict=True):
-            came.valid[part.blocks] &= good
-            came.num_bytes += int(good.sum()) * part.reads.bytes_per_block(each.local.shape[1])
+            came.take(part, good, each.local.shape[1])
 
     def _group_of(self, pipe: ReadPipe, num_blocks: int) -> int:
         """Layers to read at once: several where one is small, yet a quarter at most, or nothing would overlap."""
@@ -279,8 +278,7 @@ class BlockFetcher:
                 cast = way.casts.read(pipe, part.reads, target, wait)
                 valid = cast.valid
                 came.lose(part.blocks[cast.out_of_range])
-            came.valid[part.blocks] &= valid
-            came.num_bytes += int(valid.sum()) * part.reads.bytes_per_block(target.shape[1])
+            came.take(part, valid, target.shape[1])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -299,6 +297,20 @@ class _Came:
     num_bytes: int = 0
     waited_s: float = 0.0
     out_of_range: Valid | None = None
+
+    @classmethod
+    def all_of(cls, count: int) -> _Came:
+        """Of so many blocks nothing is known to be wrong."""
+        valid = np.empty(count, dtype=np.bool_)
+        valid.fill(True)  # a third of the time that np.ones takes
+        return cls(valid)
+
+    def take(self, part: Part, valid: Valid, block_bytes: int) -> None:
+        """Note which blocks of a part are valid; ``block_bytes``: of whole blocks here."""
+        good = int(np.count_nonzero(valid))
+        if good < len(valid):
+            self.valid[part.blocks] &= valid
+        self.num_bytes += good * part.reads.bytes_per_block(block_bytes)
 
     def lose(self, blocks: npt.NDArray[np.intp]) -> None:
         """Note blocks that have numbers out of range."""
@@ -349,12 +361,9 @@ class _Layers:
 
 def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> None:
     """Refuse ids outside the two pools."""
-    for name, ids, count in (("remote_ids", blocks.remote_ids, num_remote), ("local_ids", blocks.local_ids, num_local)):
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
-            raise InvalidRequestError(
-                f"{name} goes from {ids.min()} to {ids.max()}, the arena has {count} blocks", field=name
-            )
-    if not blocks.paired and len(blocks.positions) and int(blocks.positions.min()) < 0:
+    require_below(blocks.remote_ids, num_remote, "remote_ids")
+    require_below(blocks.local_ids, num_local, "local_ids")
+    if not blocks.paired and bounds(blocks.positions)[0] < 0:
         raise InvalidRequestError("positions must not be negative", field="positions")
 
 

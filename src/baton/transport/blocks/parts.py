@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from baton.errors import InvalidRequestError
 from baton.kv.reshard import ReshardPlan, Segments, ShardCopy, merge_segments
-from baton.transport.block_types import BlockReads, Generations, Ids, Steps, Valid, integers
+from baton.transport.block_types import BlockReads, Generations, Ids, Steps, Valid, integers, require_different
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,11 +68,9 @@ class SequenceBlocks:
         Raises:
             InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
         """
-        ids, gens, places = (
-            integers(values, name)
-            for values, name in zip(offered, ("remote_ids", "generations", "positions"), strict=True)
-        )
-        local, free = integers(local_ids, "local_ids"), np.asarray(writable, dtype=np.bool_)
+        ids, gens = integers(offered[0], "remote_ids"), integers(offered[1], "generations")
+        places, local = integers(offered[2], "positions"), integers(local_ids, "local_ids")
+        free = np.asarray(writable, dtype=np.bool_)
         for name, array, count in (
             ("generations", gens, len(ids)),
             ("positions", places, len(ids)),
@@ -80,14 +78,16 @@ class SequenceBlocks:
         ):
             if len(array) != count:
                 raise InvalidRequestError(f"{name} has {len(array)} entries for {count} blocks", field=name)
-        if len(np.unique(local)) != len(local):
-            raise InvalidRequestError("local_ids names a block twice", field="local_ids")
-        return cls(
-            ids.astype(np.int64), gens.astype(np.uint64), places.astype(np.int64), local.astype(np.int64), free, ready
-        )
+        local = local.astype(np.int64)
+        require_different(local)
+        return cls(ids.astype(np.int64), gens.astype(np.uint64), places.astype(np.int64), local, free, ready)
 
     def __len__(self) -> int:
         return len(self.remote_ids)
+
+
+_FIRST = np.zeros(1, dtype=np.intp)
+_FIRST.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,10 +148,10 @@ def _part(
     """The read that makes a copy, if there is anything to copy."""
     turn, place = np.divmod(wanted.positions, plan.source_period)
     target = turn * plan.target_period + copy.piece.target_block
-    mine = np.flatnonzero((place == copy.piece.source_block) & (target < len(wanted.local_ids)))
+    (mine,) = ((place == copy.piece.source_block) & (target < len(wanted.local_ids))).nonzero()
     mine = mine[wanted.writable[target[mine]]]
     if len(mine) and len(segments):
-        mine = mine[np.argsort(wanted.remote_ids[mine], kind="stable")]
+        mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
         local = wanted.local_ids[target[mine]]
         reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, segments, copy.source.index, steps)
         yield Part(reads, copy.target.index, mine)
@@ -159,12 +159,16 @@ def _part(
 
 def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
     """Blocks are the same thing on both sides: they are copied whole, rank by rank."""
-    if wanted.paired:
-        mine = np.arange(1) if len(wanted) == 1 else np.argsort(wanted.remote_ids, kind="stable")
+    if len(wanted) == 1:  # choosing and sorting would take longer than the read
+        place = wanted.positions.item()
+        some = place < len(wanted.local_ids) and (wanted.paired or wanted.writable.item(place))
+        mine = _FIRST if some else _FIRST[:0]
+    elif wanted.paired:
+        mine = wanted.remote_ids.argsort(kind="stable")
     else:
-        mine = np.flatnonzero(wanted.positions < len(wanted.local_ids))
+        (mine,) = (wanted.positions < len(wanted.local_ids)).nonzero()
         mine = mine[wanted.writable[wanted.positions[mine]]]
-        mine = mine[np.argsort(wanted.remote_ids[mine], kind="stable")]
+        mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
     if len(mine):
         local = wanted.local_ids[wanted.positions[mine]]
         for copy in plan.copies:
