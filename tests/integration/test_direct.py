@@ -20,7 +20,7 @@ from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, wo
 from baton.client.request import build_generate
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
-from baton.errors import ConfigError, InvalidRequestError, PermissionDeniedError
+from baton.errors import ConfigError, InvalidRequestError, PermissionDeniedError, QueueFullError
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, sign
@@ -44,6 +44,10 @@ class World:
     async def metric(self, name: str) -> float:
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"baton_router_{name}"))
+
+    async def of_requests(self, name: str) -> float:
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"baton_request_{name}"))
 
     async def nothing_held(self) -> bool:
         return await self.metric("instance_in_flight{") == 0 and await self.metric("direct_open") == 0
@@ -103,6 +107,57 @@ async def test_tokens_come_from_the_instance_and_the_reservation_ends(world: Wor
     await until(world.nothing_held)
     assert await world.metric('direct_requests_total{outcome="done"}') == 2
     assert await world.metric("decision_seconds_count") == 2, "the router placed them, and saw no token"
+
+
+async def test_the_router_explains_them_and_counts_their_times(world: World) -> None:
+    def use() -> None:
+        with Client(world.grpc, direct=True) as client:
+            client.generate(PROMPT, max_tokens=9, seed=5, request_id="asked-directly")
+
+    await asyncio.to_thread(use)
+    await until(world.nothing_held)
+    told = (await world.http.get("/debug/decisions/asked-directly")).json()
+    assert (told["outcome"], told["direct"], told["generated_tokens"]) == ("done", True, 9)
+    assert told["placements"][0]["candidates"]
+    assert told["trace"]["decode"] == told["decode"]
+    assert "direct mode" in " ".join(told["why"])
+    assert told["ttft_ms"] > 0
+    assert told["duration_ms"] > 0
+    assert await world.of_requests("ttft_seconds_count") == 1
+    assert await world.of_requests("itl_seconds_count") == 8, "the fake worker sends a message per token"
+    assert await world.of_requests("generated_tokens_total") == 9
+    assert await world.of_requests("prompt_tokens_total") == len(PROMPT)
+    assert await world.of_requests('finished_total{outcome="done"}') == 1
+
+
+async def test_one_that_cannot_be_placed_is_explained_too(world: World, tmp_path: Path) -> None:
+    addresses = ",".join(x.address for x in world.workers)
+    world.workers[0].state.pause_after = world.workers[1].state.pause_after = 1
+    async with contextlib.AsyncExitStack() as stack:
+        flags = ("--decode", addresses, "--ticket-key-file", str(tmp_path / "key"), "--max-in-flight", "1")
+        narrow = await stack.enter_async_context(router(*flags))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{narrow.http}", timeout=20))
+
+        async def ready() -> bool:
+            return (await http.get("/readyz")).status_code == 200
+
+        await until(ready)
+        client = await stack.enter_async_context(AsyncClient(narrow.grpc, direct=True))
+        stream = await stack.enter_async_context(
+            await client.generate(PROMPT, max_tokens=5, stream=True, request_id="first")
+        )
+        await anext(stream)
+        with pytest.raises(QueueFullError):
+            await client.generate(PROMPT, max_tokens=3, request_id="second")
+        refused = (await http.get("/debug/decisions/second")).json()
+        assert (refused["outcome"], refused["direct"], refused["placements"]) == (QueueFullError.code, True, [])
+        assert (await http.get("/debug/decisions/first")).json()["outcome"] == "running"
+        stream.cancel()
+
+        async def cancelled() -> bool:
+            return (await http.get("/debug/decisions/first")).json()["outcome"] == "cancelled"
+
+        await until(cancelled)
 
 
 async def broken_stream(world: World, break_off: Callable[[FakeWorker], Awaitable[None]], n: int) -> Any:

@@ -41,6 +41,7 @@ class DecisionRecord:
         outcome: ``running``, ``done``, ``cancelled`` or an error's code.
         duration_s: How long it took; ``None`` while it runs.
         kept: Whether it is still among those that are remembered.
+        direct: Whether its client has the tokens from the decode instance itself.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class DecisionRecord:
     outcome: str = RUNNING
     duration_s: float | None = None
     kept: bool = True
+    direct: bool = False
 
     @property
     def decision(self) -> Decision | None:

@@ -51,6 +51,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "duration_ms": _ms(record.duration_s),
         "placements": len(record.placements),
         "migrations": trace.num_migrations,
+        "direct": record.direct,
     }
 
 
@@ -146,6 +147,8 @@ def _why(record: DecisionRecord) -> list[str]:
     lines = [_choice(first, role) for role in ("decode", "prefill")]
     for at, decision in record.placements[1:]:
         lines.append(f"after {1000 * at:.1f} ms it was placed again, on {decision.decode_instance}")
+    if record.direct:
+        lines.append("its client had the tokens from the decode instance itself, and told of them (direct mode)")
     trace = record.trace
     if trace is not None and trace.router_queue_us:
         lines.insert(0, f"it waited {trace.router_queue_us / 1000:.1f} ms in the router's queue for room")

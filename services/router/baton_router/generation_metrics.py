@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 
@@ -70,6 +71,25 @@ class GenerationClock:
         self._last = now
         self.generated += count
         self._metrics.generated_tokens.inc(count)
+
+    def told(self, first_token_s: float | None, gaps_s: Iterable[float], generated: int) -> None:
+        """Take what somebody else, who sees the tokens, has measured.
+
+        Args:
+            first_token_s: Seconds from the request's arrival to its first token, if there is one; the first is taken.
+            gaps_s: Seconds between messages with tokens that have not been told yet.
+            generated: Tokens so far; fewer than before are passed over.
+        """
+        if self._metrics is None:
+            return
+        if first_token_s is not None and self.first_token_s is None:
+            self.first_token_s = first_token_s
+            self._metrics.ttft.observe(first_token_s)
+        for gap in gaps_s:
+            self._metrics.itl.observe(gap)
+        if generated > self.generated:
+            self._metrics.generated_tokens.inc(generated - self.generated)
+            self.generated = generated
 
     def prompt(self, prompt_tokens: int, cached: int) -> None:
         """Count the prompt, once it is known how its KV came about."""

@@ -27,6 +27,7 @@ from baton_router.chunk_queue import ChunkQueue
 from baton_router.core import Dispatcher, ModelInfo, RoutedRequest, Running
 from baton_router.decision import Decision
 from baton_router.decisions import DecisionLog
+from baton_router.direct_run import DirectRun
 from baton_router.generation_metrics import GenerationClock, GenerationMetrics
 from baton_router.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
 from baton_router.text_run import TextRun, TextSink
@@ -208,6 +209,10 @@ class TextPipeline:
         run = TextRun(prepared, sink, GenerationClock(self._metrics, prepared.arrived), self._decisions)
         run.start(self._dispatcher)
         return run
+
+    def follow(self, prepared: PreparedRequest) -> DirectRun:
+        """Begin to keep the books of a request that somebody else runs; :meth:`DirectRun.end` it."""
+        return DirectRun(prepared, GenerationClock(self._metrics, prepared.arrived), self._decisions)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[TextChunk, None]:
         """Run a request. Closing the generator cancels it everywhere at once.

@@ -17,6 +17,7 @@ from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
 from baton_router.accounts import Account
+from baton_router.direct_run import DirectRun
 from baton_router.dispatcher import PlacingDispatcher, Reserved
 from baton_router.grpc_generate import text_request
 from baton_router.metrics import RouterMetrics
@@ -27,12 +28,22 @@ START_S = 30.0
 LEASE_S = 30.0
 MAX_RESERVATIONS = 65536
 _TICK_S = 1.0
+_CODES = {
+    "failed": UnavailableError.code,  # what remained was asked of a router, as a request of its own
+    "router_ended": UnavailableError.code,
+    "expired": "cancelled",  # a client that says nothing any more has ended its stream, too
+}
+"""What the outcomes of direct requests are called where those of all requests are counted."""
 
 
 @dataclass(slots=True)
 class _Open:
+    """A reservation; ``most``: tokens that its request can have at all, whatever its client says."""
+
     reserved: Reserved
+    run: DirectRun
     ends_at: float
+    most: int
     tokens: int = 0
 
 
@@ -102,11 +113,18 @@ class TicketDesk:
         if len(self._open) >= MAX_RESERVATIONS:
             raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
         prepared = await self._pipeline.prepare(text_request(request, account))
-        reserved = await self._dispatcher.reserve(prepared.routed)
+        run = self._pipeline.follow(prepared)
+        try:
+            reserved = await self._dispatcher.reserve(prepared.routed)
+        except BaseException as error:
+            run.fail(error)
+            raise
+        run.placed(reserved.placement.decision)
         message, decode = reserved.message, reserved.placement.decode
         assert decode.info is not None  # it was chosen, so it said who it is
         sign(self._key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
-        self._open[message.request_id] = _Open(reserved, self._now() + max(START_S, LEASE_S))
+        most = message.sampling.n * message.sampling.max_tokens
+        self._open[message.request_id] = _Open(reserved, run, self._now() + max(START_S, LEASE_S), most)
         return router_pb2.RouteResponse(
             decision=reserved.placement.decision.to_pb(),
             direct=router_pb2.DirectPlacement(
@@ -124,14 +142,16 @@ class TicketDesk:
         if found is None:
             return False
         found.ends_at = self._now() + LEASE_S
-        if request.num_tokens > found.tokens:
-            found.reserved.grow(request.num_tokens - found.tokens, first=not found.tokens)
-            found.tokens = request.num_tokens
+        tokens = min(request.num_tokens, found.most)
+        if tokens > found.tokens:
+            found.reserved.grow(tokens - found.tokens, first=not found.tokens)
+            found.tokens = tokens
+        found.run.note(request, found.tokens)
         if request.ended:
             if request.HasField("trace"):
                 self._metrics.observe_trace(request.trace)
             found.reserved.failed = request.failed
-            self._end(request.request_id, "failed" if request.failed else "done")
+            self._end(request.request_id, _outcome(request))
         return True
 
     def expire(self) -> None:
@@ -141,10 +161,18 @@ class TicketDesk:
             self._end(name, "expired")
 
     def _end(self, name: str, outcome: str) -> None:
-        self._open.pop(name).reserved.end()
+        found = self._open.pop(name)
+        found.reserved.end()
+        found.run.end(_CODES.get(outcome, outcome))
         self._ended.labels(outcome=outcome).inc()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
             self.expire()
+
+
+def _outcome(notice: router_pb2.NoteDirectRequest) -> str:
+    if notice.failed:
+        return "failed"
+    return "cancelled" if notice.cancelled else "done"

@@ -25,6 +25,8 @@ from baton.types import FinishReason, TokenLogprob
 MAX_CHANNELS = 64
 NOTE_TIMEOUT_S = 5.0
 _NOTE_EVERY_S = 5.0
+_MAX_GAPS = 4096
+"""Times between messages that a notice tells of: more than come in its interval."""
 _CONTEXT_PROMPTS = frozenset({"text", "token_ids"})
 """Prompts whose text the answer's text goes on with; after a conversation it begins anew."""
 
@@ -60,6 +62,11 @@ def load_text_model(tokenizer: str, model_path: str) -> TextModel:
         message = f"direct mode makes the text here and needs the model's tokenizer: {path!r} is no directory"
         raise ConfigError(message, field="tokenizer")
     return TextModel.load(path)
+
+
+def _micros(seconds: float) -> int:
+    """Return whole microseconds that fit into the notice's 32 bits (71 minutes)."""
+    return min(2**32 - 1, max(0, round(1e6 * seconds)))
 
 
 @dataclass(slots=True)
@@ -103,6 +110,9 @@ class DirectAnswer:
         self._trace: common_pb2.RequestTrace | None = None
         self._prompt_logprobs = False
         self._noted_at = 0.0
+        self._last_at = self._routed_at = now()
+        self._first_token_us: int | None = None
+        self._gaps_us: list[int] = []
         sampling = sampling_from_pb(self.message.sampling, stop=tuple(request.stop))
         prompt = self.message.prompt_token_ids if request.WhichOneof("prompt") in _CONTEXT_PROMPTS else ()
         stops = StopStrings(sampling.stop) if sampling.stop else None
@@ -145,6 +155,8 @@ class DirectAnswer:
             )
             for item in response.deltas
         ]
+        if any(delta.token_ids for delta in deltas):
+            self._tick()
         if response.HasField("trace"):
             self._trace = response.trace
             self._trace.decode_instance = self._trace.decode_instance or self.address
@@ -161,17 +173,13 @@ class DirectAnswer:
         if now - self._noted_at < _NOTE_EVERY_S:
             return None
         self._noted_at = now
-        return router_pb2.NoteDirectRequest(request_id=self.message.request_id, num_tokens=self._num_tokens)
+        return self._notice()
 
     def last_note(self, *, failed: bool) -> router_pb2.NoteDirectRequest:
         """Return the notice that gives the reservation back."""
-        return router_pb2.NoteDirectRequest(
-            request_id=self.message.request_id,
-            num_tokens=self._num_tokens,
-            ended=True,
-            failed=failed,
-            trace=self._trace,
-        )
+        notice = self._notice()
+        notice.ended, notice.failed, notice.cancelled = True, failed, not (failed or self.ended)
+        return notice
 
     # --- going on elsewhere ---
 
@@ -206,6 +214,24 @@ class DirectAnswer:
         return out
 
     # --- inside ---
+
+    def _tick(self) -> None:
+        """Note when tokens came: the router, which does not see them, is told."""
+        last, self._last_at = self._last_at, self._now()
+        if self._first_token_us is None:
+            self._first_token_us = _micros(self._last_at - self._routed_at)
+        elif len(self._gaps_us) < _MAX_GAPS:
+            self._gaps_us.append(_micros(self._last_at - last))
+
+    def _notice(self) -> router_pb2.NoteDirectRequest:
+        gaps, self._gaps_us = self._gaps_us, []
+        return router_pb2.NoteDirectRequest(
+            request_id=self.message.request_id,
+            num_tokens=self._num_tokens,
+            trace=self._trace,
+            first_token_us=self._first_token_us,
+            itl_us=gaps,
+        )
 
     @property
     def _num_tokens(self) -> int:

@@ -362,6 +362,9 @@ class NoteDirectRequest(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
+    ITL_US_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """of the GenerateRequest"""
     num_tokens: _builtins.int
@@ -370,9 +373,17 @@ class NoteDirectRequest(_message.Message):
     """however it did"""
     failed: _builtins.bool
     """the instance broke off"""
+    first_token_us: _builtins.int
+    """from the router's answer to the first token; absent: none has come"""
+    cancelled: _builtins.bool
+    """with ended: the client wanted no more"""
     @_builtins.property
     def trace(self) -> _common_pb2.RequestTrace:
         """the latest, if one came"""
+
+    @_builtins.property
+    def itl_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """between messages with tokens, since the notice before; at most 4096"""
 
     def __init__(
         self,
@@ -382,12 +393,17 @@ class NoteDirectRequest(_message.Message):
         ended: _builtins.bool = ...,
         failed: _builtins.bool = ...,
         trace: _common_pb2.RequestTrace | None = ...,
+        first_token_us: _builtins.int | None = ...,
+        itl_us: _abc.Iterable[_builtins.int] | None = ...,
+        cancelled: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us", "first_token_us", b"first_token_us", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "failed", b"failed", "num_tokens", b"num_tokens", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us", "cancelled", b"cancelled", "ended", b"ended", "failed", b"failed", "first_token_us", b"first_token_us", "itl_us", b"itl_us", "num_tokens", b"num_tokens", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__first_token_us: _TypeAlias = _typing.Literal["first_token_us"]  # noqa: Y015
+    _WhichOneofArgType__first_token_us: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_us) -> _WhichOneofReturnType__first_token_us | None: ...
 
 Global___NoteDirectRequest: _TypeAlias = NoteDirectRequest  # noqa: Y015
 
