@@ -215,6 +215,7 @@ def test_blocks_that_are_there_already_are_not_written(pair: Pair) -> None:
 
 
 def test_blocks_that_changed_are_not_valid_and_not_converted(pair: Pair) -> None:
+    pair.fetcher._staging = Staging(area_bytes=1 << 12)  # two blocks at a time
     blocks = pair.blocks()
     pair.source.shards.primary.generations[6] += np.uint64(1)
     result = pair.fetcher.fetch_sequence(pair.server.source, blocks, deadline=soon())
@@ -228,13 +229,14 @@ def test_blocks_that_changed_are_not_valid_and_not_converted(pair: Pair) -> None
 @pytest.mark.parametrize(("dtypes", "number"), [(("float32", "float16"), 65520.0), (("bfloat16", "float16"), -7e4)])
 def test_a_number_out_of_range_costs_its_block(kind: tuple[str, int], dtypes: tuple[str, str], number: float) -> None:
     pair = Pair(*kind, RESHARDED, dtypes)
+    pair.fetcher._staging = Staging(area_bytes=1 << 12)  # two blocks at a time
     view = torch.from_numpy(pair.source.shards.arenas[1].blocks).view(getattr(torch, dtypes[0]))
-    view[4, 9] = number
+    view[[4, 8], 9] = number
     result = pair.fetch()
-    assert np.flatnonzero(~result.valid).tolist() == [4]
-    assert result.num_out_of_range == 1
-    assert result.failure == "1 blocks have numbers out of this instance's dtype's range"
-    view[4, 9] = float("inf")  # is infinite there, too: nothing is lost
+    assert np.flatnonzero(~result.valid).tolist() == [4, 8]
+    assert result.num_out_of_range == 2
+    assert result.failure == "2 blocks have numbers out of this instance's dtype's range"
+    view[[4, 8], 9] = float("inf")  # is infinite there, too: nothing is lost
     assert pair.fetch().valid.all()
     pair.close()
 

@@ -30,7 +30,8 @@ from baton.testing.checkpoints import make_checkpoint
 from baton.testing.cluster import LocalCluster
 from baton.testing.equality import hf_greedy
 from baton.testing.warm import WarmStarter
-from baton.types import PrefillPath, SamplingParams
+from baton.transport.connector.p2p_reuse import HeldBlocks, P2PReuser
+from baton.types import PrefillPath, RequestId, SamplingParams
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
@@ -189,8 +190,18 @@ async def _prefilled(cluster: LocalCluster) -> int:
 
 
 @pytest.mark.parametrize("both", [False, True])
-async def test_what_may_have_been_converted_goes_back_only_to_who_converts(small: str, both: bool) -> None:
-    """A second turn: a prefill instance that does not convert computes what decode holds, and asks nobody for it."""
+async def test_what_may_have_been_converted_goes_back_only_to_who_converts(
+    small: str, both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second turn: a prefill instance that does not convert computes what decode holds, and asks for none of it."""
+    expected: list[HeldBlocks] = []
+    expect = P2PReuser.expect
+
+    def noted(self: P2PReuser, request_id: RequestId, held: HeldBlocks) -> None:
+        expected.append(held)
+        expect(self, request_id, held)
+
+    monkeypatch.setattr(P2PReuser, "expect", noted)
     changes = {"dtype": "bfloat16", "kv_cast": True}
     async with LocalCluster(config(small, kv_cast=both), decode_changes=changes) as cluster:
         first = await cluster.generate(cluster.decode[0], PROMPT, SamplingParams(temperature=0.0, max_tokens=80))
@@ -199,6 +210,7 @@ async def test_what_may_have_been_converted_goes_back_only_to_who_converts(small
         second = await cluster.generate(cluster.decode[0], turn, GREEDY)
         assert [x.trace.path for x in (first, second)] == [common_pb2.PREFILL_PATH_REMOTE] * 2
         new = await _prefilled(cluster) - before
+        assert len(expected) == both
         assert new < 130 if both else new >= len(turn) - 112, new
         await cluster.check_integrity()
 

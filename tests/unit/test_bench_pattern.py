@@ -104,6 +104,7 @@ def test_a_target_of_another_dtype_knows_every_number(source: str, target: str) 
     numbers = torch.from_numpy(blocks).view(getattr(torch, source))
     assert (numbers.abs() < 2).all()
     assert numbers.unique().numel() > 1000
+    assert numbers.half().unique().numel() > 1000  # in the narrowest range too
     made = numbers.to(getattr(torch, target)).view(torch.uint8).numpy().copy()
     (pattern,) = shard_patterns(1, dataclasses.replace(shape, dtype=target), source)
     ids = np.arange(3)

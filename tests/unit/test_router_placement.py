@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -454,4 +455,6 @@ async def test_an_instance_without_partners_is_used_when_no_other_is_free() -> N
     placement = cluster.placer.place(Ask(PROMPT))
     assert placement is not None
     assert (placement.decode.address, placement.decision.prefill_addresses) == ("d:1", [])
+    assert placement.decision.path is PrefillPath.LOCAL
+    assert math.isfinite(placement.decision.score)
     await cluster.registry.close()

@@ -81,6 +81,20 @@ def test_only_blocks_with_their_generation_are_converted_and_only_their_segments
     assert np.array_equal(target, bytes_of(expected))
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_block_whose_generation_changes_under_its_conversion_is_not_valid(native: bool) -> None:
+    """The numbers are written over the generations, so that they change while it goes on."""
+    target = np.zeros((3, 8), np.uint8)
+    generations = target[2].view(np.uint64)
+    source = bytes_of(torch.ones(1, 4))
+    reads = BlockReads(np.zeros(1, np.int64), np.zeros(1, np.uint64), np.array([2]), np.array([[0, 0, 16]]))
+    caster = BlockCaster("float32", "bfloat16", native=native)
+    cast = caster.read(target, source, generations, reads, Wait(soon()))
+    assert generations[0] != 0
+    assert not cast.valid.any()
+    assert not cast.out_of_range.any()
+
+
 def test_a_conversion_looks_at_the_flag_and_refuses_what_is_none() -> None:
     caster, flag = BlockCaster("float32", "float16"), threading.Event()
     flag.set()
