@@ -277,6 +277,16 @@ def test_a_reader_that_leaves_while_its_requests_wait_is_noticed(tcp_rig: Rig) -
         assert time.monotonic() < deadline
 
 
+@pytest.mark.parametrize("on_host", [1, 2, 3])
+def test_a_read_on_one_host_takes_no_more_connections_than_it_is_given_there(tcp_rig: Rig, on_host: int) -> None:
+    links = LinkOptions(tcp=TcpOptions(streams=3, share_bytes=1, streams_on_host=on_host))
+    fetcher = BlockFetcher(tcp_rig.target, PRINT, kinds=("tcp",), links=links)
+    source, generations = tcp_rig.server.source, tcp_rig.source_arena.generations[:3]
+    assert fetcher.fetch(source, [0, 1, 2], generations, [0, 1, 2], deadline=soon()).valid.all()
+    assert tcp_rig.server.num_connections() == on_host
+    fetcher.close()
+
+
 def test_readers_cannot_write_into_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig("shm")
     rig.fetch([0], [0])

@@ -70,7 +70,9 @@ class Pair:
             kinds=(kind,),
             options=ServerOptions(memory=network, tls=tls_of(kind)),
         )
-        links = LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=network, tls=tls_of(kind))
+        links = LinkOptions(
+            tcp=TcpOptions(streams, share_bytes=1, streams_on_host=streams), memory=network, tls=tls_of(kind)
+        )
         self.fetcher = BlockFetcher(self.target.shards, self.target.print, kinds=(kind,), links=links)
 
     def blocks(self, *, held: int = 0, ready: int | None = None) -> SequenceBlocks:

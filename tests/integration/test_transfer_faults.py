@@ -59,7 +59,10 @@ def streams(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def fetcher(streams: int, target: KVArena) -> Iterator[BlockFetcher]:
     fetcher = BlockFetcher(
-        target, fingerprint(LAYOUT), kinds=("tcp",), links=LinkOptions(tcp=TcpOptions(streams, share_bytes=1))
+        target,
+        fingerprint(LAYOUT),
+        kinds=("tcp",),
+        links=LinkOptions(tcp=TcpOptions(streams, share_bytes=1, streams_on_host=streams)),
     )
     yield fetcher
     fetcher.close()

@@ -42,9 +42,9 @@ def aims(streams: Sequence[int]) -> list[Aim]:
         ]
     unchecked = MethodKey("tcp-unchecked", max(streams))
     if len(streams) > 1:
-        first = MethodKey("tcp-unchecked", min(streams))
-        name = f"{unchecked.label} / {first.label}, contiguous"
-        out.append(Aim(name, ("contiguous", unchecked), ("contiguous", first), 1.3))
+        for name in ("tcp-unchecked", "tcp"):
+            many, one = MethodKey(name, max(streams)), MethodKey(name, min(streams))
+            out.append(Aim(f"{many.label} / {one.label}, contiguous", ("contiguous", many), ("contiguous", one), 1.3))
     nixl, nixl_tcp = MethodKey("nixl-bare"), MethodKey("nixl-tcp-bare")
     return [
         *out,

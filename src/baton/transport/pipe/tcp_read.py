@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,12 +57,14 @@ class TcpOptions:
 
     Attributes:
         streams: Connections that one read is split over.
+        streams_on_host: How many of them where both ends are on one host, and share its processors.
         share_bytes: Least bytes that are worth a connection of their own.
         checksums: Ask for checksums and compare them.
     """
 
     streams: int = 1
     share_bytes: int = 1 << 20
+    streams_on_host: int = len(os.sched_getaffinity(0))
     checksums: bool = True
 
 
@@ -124,7 +127,8 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        parts = self._num_shares(self._options.streams, len(reads), len(reads) * reads.bytes_per_block(local.shape[1]))
+        size = len(reads) * reads.bytes_per_block(local.shape[1])
+        parts = self._num_shares(self._streams_of_read(), len(reads), size)
         if parts == 1:
             return super().read(reads, local, wait)
         read = super().read
@@ -149,15 +153,23 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
         return request_blocks(connection.stream, reads, local, wait, options=self._options)
 
+    def _streams_of_read(self) -> int:
+        """Connections for a read in one go."""
+        options = self._options
+        return min(options.streams, options.streams_on_host) if self._stays_on_host() else options.streams
+
+    def _stays_on_host(self) -> bool:
+        with self._changed:
+            connection = next(iter(self._open), None)
+        return connection is not None and connection.stream.stays_on_host
+
     def _streams_of_chunk(self) -> int:
         """Connections for a chunk that is followed: a chunk that cannot keep pace still travels when the next begins.
 
         Between hosts half of them. On one host the two ends compete for its processors, and each connection more costs
         processor time for every layer, so chunks get a quarter: as many chunks travel at once as fetches are made.
         """
-        with self._changed:
-            connection = next(iter(self._open), None)
-        return self._options.streams // (4 if connection is not None and connection.stream.stays_on_host else 2)
+        return self._options.streams // (4 if self._stays_on_host() else 2)
 
     def _follow(self, reads: Sequence[LayerRead], wait: Wait, parts: int) -> tuple[list[Valid], float]:
         """Follow over one connection of so many that share the reads."""
