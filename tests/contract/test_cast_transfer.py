@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kv_shapes import pool_of
+from tests.transport_faults import Proxy
 from tests.transport_rig import KINDS, in_thread, soon, tls_of
 
-from baton.errors import CancelledError, DeadlineError, FingerprintMismatchError
+from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
 from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
@@ -122,9 +124,9 @@ class Pair:
         blocks = self.blocks(held=held, ready=ready)
         return self.fetcher.fetch_sequence(self.server.source, blocks, deadline=soon())
 
-    def right(self, first: int = 0) -> bool:
+    def right(self, first: int = 0, end: int | None = None) -> bool:
         return all(
-            np.array_equal(arena.blocks[first:], pool[first:])
+            np.array_equal(arena.blocks[first:end], pool[first:end])
             for arena, pool in zip(self.target.shards.arenas, self.target.pools, strict=True)
         )
 
@@ -273,6 +275,36 @@ def test_waiting_for_layers_ends_with_the_deadline_or_the_flag(pair: Pair) -> No
         job.result(60)
     assert pair.fetch().valid.all()
     assert pair.fetcher._staging.num_free() == pair.fetcher._staging.num_areas
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_way_that_garbles_or_breaks_never_makes_a_wrong_block_valid(seed: int) -> None:
+    """Checksums are of the source's bytes, before they are converted."""
+    pair, rng = Pair("tcp"), random.Random(seed)
+    at_byte = rng.randrange(40_000)
+
+    def garble(at: int, data: bytes) -> bytes:
+        if not at <= at_byte < at + len(data):
+            return data
+        changed = bytearray(data)
+        changed[at_byte - at] ^= 1 << rng.randrange(8)
+        return bytes(changed)
+
+    address = pair.server.endpoints[0].address
+    proxy = Proxy(address, garble) if seed % 2 else Proxy(address, cut_at=at_byte)
+    try:
+        blocks = pair.blocks(ready=0 if seed % 3 else None)
+        pair.source.shards.primary.progress.advance(len(LAYERS))
+        result = pair.fetcher.fetch_sequence(proxy.source(pair.server.source), blocks, deadline=soon(2))
+    except BatonError:
+        pass  # refused, or broken off: right
+    else:
+        for place in range(pair.target.blocks):
+            if result.valid[2 * place : 2 * place + 2].all():  # blocks of 16 tokens make one of 32
+                assert pair.right(place, place + 1)
+    proxy.close()
+    assert pair.fetcher._staging.num_free() == pair.fetcher._staging.num_areas
+    pair.close()
 
 
 def test_many_fetches_share_few_areas(kind: tuple[str, int]) -> None:
