@@ -27,6 +27,8 @@ IOV_MAX = 512
 BATCH_BYTES = 16 << 20
 """Bytes per system call, so that a cancel flag is looked at every few milliseconds."""
 
+_WORD_BYTES = 4096
+"""Up to here a buffer is tried with one call first."""
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 Buffer = bytes | bytearray | memoryview
@@ -110,6 +112,22 @@ class Stream:
             poller.register(self._sock, select.POLLIN)
             return bool(poller.poll(math.ceil(seconds * 1000)))
 
+    def spin_readable(self, seconds: float) -> bool:
+        """Whether bytes (or the peer's end) are there, or come within this time, without sleeping.
+
+        Other threads, and whoever else waits for this core, may go first.
+
+        Raises:
+            PipeClosedError: This side has closed the stream.
+        """
+        with self.in_use():
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN)
+            end = time.perf_counter() + seconds
+            while not poller.poll(0) and time.perf_counter() < end:
+                os.sched_yield()
+            return time.perf_counter() < end
+
     def _poll(self, event: int, wait: Wait, what: str) -> None:
         with self.in_use():
             poller = select.poll()
@@ -155,8 +173,10 @@ class Stream:
             PipeClosedError: The peer ended before they were full.
             DeadlineError, CancelledError: The wait was over; part of the bytes may have been taken.
         """
-        todo = _Cursor(views)
         with self.in_use():
+            if len(views) == 1 and (views := self._recv_word(views[0], wait, what)) == ():
+                return
+            todo = _Cursor(views)
             while batch := todo.batch():
                 try:
                     if len(batch) == 1:
@@ -187,8 +207,10 @@ class Stream:
             PipeClosedError: The peer is gone.
             DeadlineError, CancelledError: The wait was over; part of the bytes may have been sent.
         """
-        todo = _Cursor([memoryview(b) for b in buffers])
         with self.in_use():
+            if len(buffers) == 1 and (buffers := self._send_word(buffers[0], wait, what)) == ():
+                return
+            todo = _Cursor([memoryview(b) for b in buffers])
             while batch := todo.batch():
                 try:
                     sent = self._sock.sendmsg(batch, [], socket.MSG_NOSIGNAL)
@@ -202,6 +224,39 @@ class Stream:
                     wait = Wait(time.monotonic() + stall_s, wait.cancelled)
                 elif not todo.done:
                     wait.check(what)
+
+    def _recv_word(self, view: memoryview, wait: Wait, what: str) -> Sequence[memoryview]:
+        """Fill one buffer by one call, as far as that goes; returns what is left. Most are few bytes, and there."""
+        if not 0 < view.nbytes <= _WORD_BYTES:
+            return (view,)
+        try:
+            got = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            got = -1
+        except OSError as error:
+            raise self.gone(what, error) from error
+        if got == view.nbytes:
+            return ()
+        if got == 0:
+            raise self.gone(what)
+        wait.check(what)
+        return (as_bytes(view)[max(0, got) :],)
+
+    def _send_word(self, buffer: Buffer, wait: Wait, what: str) -> Sequence[Buffer]:
+        """Send one buffer by one call, as far as that goes; returns what is left. Most are a few bytes."""
+        view = memoryview(buffer)
+        if not 0 < view.nbytes <= _WORD_BYTES:
+            return (view,)
+        try:
+            sent = self._sock.send(view, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self.gone(what, error) from error
+        if sent == view.nbytes:
+            return ()
+        wait.check(what)
+        return (as_bytes(view)[sent:],)
 
     def close(self) -> None:
         """End the stream and wake whoever is blocked in it; harmless if repeated."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from baton.errors import PipeClosedError
 from baton.transport.block_types import Bytes
+from baton.transport.pipe.pace import Pace
 from baton.transport.pipe.stream import ByteChannel
 from baton.transport.sockets import Buffer, Stream
 from baton.transport.waiting import Wait
@@ -23,6 +24,8 @@ MIN_RING_BYTES = 4096
 MAX_RING_BYTES = 256 << 20
 _CHUNK_BYTES = 512 << 10
 """Bytes per doorbell, so that the receiver copies out while the sender copies in."""
+_JOIN_BYTES = 32 << 10
+"""Messages of up to so many bytes go into the ring in one piece."""
 _COUNT = struct.Struct("<Q")
 
 
@@ -51,6 +54,8 @@ class RingSender(ByteChannel):
 
     def send(self, buffers: Sequence[Buffer], wait: Wait) -> None:
         """Copy all of the buffers into the ring, as it has room."""
+        if sum(memoryview(buffer).nbytes for buffer in buffers) <= _JOIN_BYTES:
+            buffers = (b"".join(buffers),)
         unsaid = 0
         for buffer in buffers:
             source = np.frombuffer(buffer, dtype=np.uint8)
@@ -106,6 +111,7 @@ class RingReceiver(ByteChannel):
     def __init__(self, ring: Ring, doorbell: Stream) -> None:
         self._ring, self._doorbell = ring, doorbell
         self._at, self._filled, self._owed = 0, 0, 0
+        self._pace = Pace()
 
     def send(self, buffers: Sequence[Buffer], wait: Wait) -> None:
         """Never: the other direction has a channel of its own."""
@@ -131,7 +137,7 @@ class RingReceiver(ByteChannel):
     def wait_readable(self, wait: Wait) -> None:
         """Block until the ring holds a byte, or the sender is gone."""
         if self._filled == 0:
-            self._doorbell.wait_readable(wait, "waiting for a message")
+            self._pace.wait(self._doorbell, wait)
 
     def wait_writable(self, wait: Wait) -> None:
         """Never: the other direction has a channel of its own."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 
 import numpy as np
 
@@ -89,17 +88,17 @@ class StreamPipe(Pipe):
         head = describe(tensors)
         data = [tensor.data for tensor in tensors or () if tensor.data.nbytes]
         wait = Wait(deadline, cancelled)
-        with self._turn(self._sending, wait, "waiting for another send"):
+        with _Turn(self, self._sending, wait, "waiting for another send"):
             self._out.wait_writable(wait)
-            with self._whole_message():
+            with _WholeMessage(self):
                 self._out.send_message([pack_header(FrameKind.TENSORS, len(head) + size), head], data, wait)
 
     def recv(self, *, deadline: float, cancelled: Flag | None = None) -> list[WireTensor] | None:
         """Receive the next message; see :meth:`Pipe.recv`."""
         wait = Wait(deadline, cancelled)
-        with self._turn(self._receiving, wait, "waiting for another receive"):
+        with _Turn(self, self._receiving, wait, "waiting for another receive"):
             self._in.wait_readable(wait)
-            with self._whole_message():
+            with _WholeMessage(self):
                 return self._recv_message(wait)
 
     def close(self) -> None:
@@ -136,20 +135,6 @@ class StreamPipe(Pipe):
             self._in.recv([memoryview(data)], wait)
         return data
 
-    @contextmanager
-    def _turn(self, lock: threading.Lock, wait: Wait, what: str) -> Iterator[None]:
-        while not lock.acquire(timeout=min(TICK_S, max(0.0, (wait.deadline or 0.0) - time.monotonic()))):
-            self._check_open()
-            wait.check(what)
-        try:
-            self._check_open()
-            wait.check(what)
-            yield
-        finally:
-            lock.release()
-            if self._closed:
-                self._release()
-
     def _release(self) -> None:
         """Let go of the channels' memory, or leave it to the call that is still in one of them."""
         for lock, channel in ((self._sending, self._out), (self._receiving, self._in)):
@@ -159,21 +144,51 @@ class StreamPipe(Pipe):
                 finally:
                     lock.release()
 
-    @contextmanager
-    def _whole_message(self) -> Iterator[None]:
-        """Close the pipe if a message breaks off in the middle: what follows could not be told apart from its rest."""
-        try:
-            yield
-        except InvalidRequestError as error:  # a description that no sender of ours writes
-            self.close()
-            raise BadFrameError(error.message) from error
-        except BaseException:
-            self.close()
-            raise
-
     def _check_open(self) -> None:
         if self._closed:
             raise PipeClosedError("the pipe was closed")
+
+
+class _Turn:
+    """Holds one direction of a pipe; the last to leave a closed pipe gives its memory back."""
+
+    def __init__(self, pipe: StreamPipe, lock: threading.Lock, wait: Wait, what: str) -> None:
+        self._pipe, self._lock, self._wait, self._what = pipe, lock, wait, what
+
+    def __enter__(self) -> None:
+        pipe, lock, wait = self._pipe, self._lock, self._wait
+        if not lock.acquire(blocking=False):
+            while not lock.acquire(timeout=min(TICK_S, wait.remaining() or 0.0)):
+                pipe._check_open()
+                wait.check(self._what)
+        try:
+            pipe._check_open()
+            wait.check(self._what)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+        if self._pipe._closed:
+            self._pipe._release()
+
+
+class _WholeMessage:
+    """Closes a pipe if a message breaks off in the middle: what follows could not be told apart from its rest."""
+
+    def __init__(self, pipe: StreamPipe) -> None:
+        self._pipe = pipe
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            return
+        self._pipe.close()
+        if isinstance(error, InvalidRequestError):  # a description that no sender of ours writes
+            raise BadFrameError(error.message) from error
 
 
 def describe(tensors: Sequence[WireTensor] | None) -> bytes:
