@@ -24,6 +24,7 @@ from baton.transport.pipe.base import Pipe, WireTensor
 from baton.transport.pipe.gloo_group import Group
 from baton.transport.pipe.lines import EAGER_BYTES, call_lines
 from baton.transport.pipe.nixl import RegisteredRing
+from baton.transport.pipe.nixl_about import describe_agent
 from baton.transport.pipe.stream import describe
 from baton.transport.sockets import connect_tcp
 from baton.transport.waiting import Wait
@@ -76,12 +77,8 @@ class RawPeer:
         agent = nixl_agents()[1]
         ring = RegisteredRing(agent, 64 << 10)
         self._held.append(ring)
-        about = {
-            "agent": agent.name,
-            "metadata": ring.region.metadata.hex(),
-            "address": ring.region.address,
-            "bytes": ring.size,
-        }
+        about = describe_agent(agent.name, ring.region.metadata)
+        about |= {"address": ring.region.address, "bytes": ring.size}
         change(about)
         self.lines.exchange(about, Wait(soon()))
 
@@ -203,6 +200,8 @@ def test_credit_that_was_never_owed_closes_the_pipe(media: Media) -> None:
         ("metadata", "00" * 70_000),
         ("metadata", b"nonsense".hex()),
         ("metadata", None),
+        ("digest", "0" * 64),
+        ("digest", None),
     ],
 )
 def test_a_malformed_description_is_refused_by_its_field(name: str, value: object) -> None:
@@ -213,12 +212,8 @@ def test_a_malformed_description_is_refused_by_its_field(name: str, value: objec
         lines = call_lines("nixl", listener.address, None, Wait(soon()))
         agent = nixl_agents()[1]
         ring = RegisteredRing(agent, 4096)
-        about: dict[str, Any] = {
-            "agent": agent.name,
-            "metadata": ring.region.metadata.hex(),
-            "address": ring.region.address,
-            "bytes": 4096,
-        }
+        about = describe_agent(agent.name, ring.region.metadata)
+        about |= {"address": ring.region.address, "bytes": 4096}
         lines.exchange(about | {name: value}, Wait(soon()))
         with pytest.raises(BadFrameError) as caught:  # after the server's own words comes its refusal
             recv_control(lines.outgoing, FrameKind.WELCOME, Wait(soon()))

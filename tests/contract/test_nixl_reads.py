@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from tests.transport_rig import Rig, soon
 
-from baton.errors import PipeClosedError
+from baton.errors import ConfigError, PipeClosedError
 from baton.transport.block_types import BlockReads
 from baton.transport.handshake import Facts
 from baton.transport.pipe import nixl_read
 from baton.transport.pipe.base import FollowingReadPipe, LayerRead
+from baton.transport.pipe.nixl_about import describe_agent
 from baton.transport.pipe.nixl_agent import NixlAgent
 from baton.transport.pipe.tcp_read import dial_reader
 from baton.transport.read_wire import pack_request
@@ -39,6 +40,8 @@ def rig() -> Iterator[Rig]:
         ("metadata", ""),
         ("metadata", "00" * 70_000),
         ("metadata", b"nonsense".hex()),
+        ("digest", "0" * 64),
+        ("digest", 7),
         ("arenas", []),
         ("arenas", [[1]]),
         ("arenas", [[0, 4096]]),
@@ -57,7 +60,53 @@ def test_a_malformed_description_of_arenas_is_refused_by_its_field(
     monkeypatch.setattr(source, "_describe", lambda: real | {name: value})
     with pytest.raises(BadFrameError) as caught:
         rig.fetch([1], [2])
-    assert caught.value.field == name
+    assert caught.value.field == ("metadata" if name == "digest" else name)
+
+
+def test_metadata_that_came_damaged_once_spoil_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = rig.server._nixl
+    assert source is not None
+    real = source._describe()
+    for damaged in (real["metadata"][:-40], real["metadata"][:-2], real["metadata"][:-40] + "00" * 20):
+        monkeypatch.setattr(source, "_describe", lambda damaged=damaged: real | {"metadata": damaged})
+        with pytest.raises(BadFrameError):
+            rig.fetch([1], [2])
+        monkeypatch.undo()
+    assert rig.fetch([1], [2]).valid.all()
+    assert rig.same([1], [2])
+
+
+def test_a_peer_whose_metadata_nixl_refused_is_met_by_another_agent(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = rig.server._nixl
+    assert source is not None
+    real = source._describe()
+    cut = describe_agent(real["agent"], bytes.fromhex(real["metadata"])[:-20])  # whole, as far as the digest can tell
+    other = Rig("nixl")  # another peer, whose connection lives on
+    try:
+        rig.fetcher._links._connector._targets = other.fetcher._links._connector._targets
+        assert other.fetch([1], [2]).valid.all()
+        for _ in range(nixl_read.AGENTS):
+            monkeypatch.setattr(source, "_describe", lambda: real | cut)
+            with pytest.raises(BadFrameError, match="NIXL refuses"):
+                rig.fetch([1], [2])
+            monkeypatch.undo()
+            assert other.fetch([1], [3]).valid.all()
+        assert rig.fetch([1], [2]).valid.all()
+        assert rig.same([1], [2])
+        assert other.fetch([1], [4]).valid.all()
+    finally:
+        other.close()
+
+
+def test_the_agents_that_refusals_may_cost_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_read, "AGENTS", 1)
+    monkeypatch.setattr(nixl_read, "MAX_RETIRED", 1)
+    targets = nixl_read.NixlTargets()
+    for _ in range(2):
+        targets.agent("127.0.0.1").refused = True
+    with pytest.raises(ConfigError, match="refused"):
+        targets.agent("127.0.0.1")
+    targets.close()
 
 
 def test_arenas_that_are_elsewhere_than_described_cannot_be_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

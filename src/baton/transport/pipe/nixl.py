@@ -16,7 +16,8 @@ import numpy as np
 
 from baton.transport.pipe.base import MAX_MESSAGE_BYTES
 from baton.transport.pipe.lines import LineReceiver, Lines, LineSender, LinesListener, call_lines
-from baton.transport.pipe.nixl_agent import MAX_METADATA_BYTES, NixlAgent, Region, Rows, attend
+from baton.transport.pipe.nixl_about import describe_agent, parse_agent
+from baton.transport.pipe.nixl_agent import NixlAgent, Region, Rows, attend
 from baton.transport.pipe.ring import MAX_RING_BYTES, MIN_RING_BYTES, Ring, RingReceiver, RingSender
 from baton.transport.pipe.stream import StreamPipe
 from baton.transport.sockets import Buffer, Stream
@@ -59,28 +60,13 @@ class PeerRing:
         Raises:
             BadFrameError: A field is missing, malformed or out of bounds.
         """
-        name, address, size = fields.get("agent"), fields.get("address"), fields.get("bytes")
-        if not isinstance(name, str) or not 0 < len(name) <= 64:
-            raise BadFrameError("the peer's agent name is malformed", field="agent")
+        address, size = fields.get("address"), fields.get("bytes")
         if type(size) is not int or not MIN_RING_BYTES <= size <= MAX_RING_BYTES:
             raise BadFrameError(f"the peer's ring of {size!r:.40} bytes is out of bounds", field="bytes")
         if type(address) is not int or not 0 < address < (1 << 64) - size:
             raise BadFrameError("the peer's ring has no address", field="address")
-        return cls(name, parse_metadata(fields.get("metadata")), address, size)
-
-
-def parse_metadata(text: object) -> bytes:
-    """Read an agent's metadata from its hexadecimal form.
-
-    Raises:
-        BadFrameError: It is none, or too long.
-    """
-    try:
-        if isinstance(text, str) and 0 < len(text) <= 2 * MAX_METADATA_BYTES:
-            return bytes.fromhex(text)
-    except ValueError as error:
-        raise BadFrameError("the peer's NIXL metadata is malformed", field="metadata") from error
-    raise BadFrameError("the peer's NIXL metadata is missing or too long", field="metadata")
+        name, metadata = parse_agent(fields)
+        return cls(name, metadata, address, size)
 
 
 class _Source(RingSender):
@@ -207,17 +193,14 @@ class NixlPipe(StreamPipe):
         """Make an end of a pipe over a call's lines; the caller closes them if this fails.
 
         Raises:
-            BadFrameError: The peer's description cannot be used.
+            BadFrameError: The peer's description cannot be used. If ``agent.refused`` says that NIXL had begun to take
+                it, that peer needs another agent.
         """
         ring = RegisteredRing(agent, ring_bytes)
         rings = [ring]
         try:
-            about = {
-                "agent": agent.name,
-                "metadata": ring.region.metadata.hex(),
-                "address": ring.region.address,
-                "bytes": ring.size,
-            }
+            about = describe_agent(agent.name, ring.region.metadata)
+            about |= {"address": ring.region.address, "bytes": ring.size}
             peer = PeerRing.parse(lines.exchange(about, wait))
             rings.append(RegisteredRing(agent, peer.size))
             agent.connect(peer.agent, peer.metadata)

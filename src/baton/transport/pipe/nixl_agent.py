@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 Rows = npt.NDArray[np.uint64]
 """uint64 [n, 3]: address, bytes, device (0)."""
 
-MAX_METADATA_BYTES = 64 << 10
-"""Bound on what a peer says about its memory; a machine with eight network cards needs a few KiB."""
 MAX_PEERS = 256
 """Peers known at once, as far as they are not in use."""
 DRAIN_S = 2.0
@@ -85,6 +83,8 @@ class NixlAgent:
 
     Attributes:
         name: Unique in the world.
+        refused: Whether NIXL has refused a peer's metadata. It keeps half of them, for as long as the agent lives: that
+            peer can only be met by another agent.
 
     Raises:
         ConfigError: NIXL is not installed or UCX does not come up; says which, and what to do.
@@ -94,6 +94,7 @@ class NixlAgent:
         set_ucx_environment(host)
         api = _import_nixl()
         self.name = f"baton-{secrets.token_hex(8)}"
+        self.refused = False
         self._errors = _error_types(api)
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {}
@@ -157,8 +158,12 @@ class NixlAgent:
     def connect(self, name: str, metadata: bytes) -> None:
         """Get to know a peer's agent and a region of it; :meth:`disconnect` once per call.
 
+        Args:
+            name: Of the peer's agent.
+            metadata: Whole and undamaged (:func:`baton.transport.pipe.nixl_about.parse_agent`): NIXL does not check.
+
         Raises:
-            BadFrameError: The metadata is not that of this agent.
+            BadFrameError: The metadata is not that of this agent, or NIXL has :attr:`refused` it.
             PipeClosedError: This agent was closed.
         """
         if name == self.name:
@@ -168,11 +173,14 @@ class NixlAgent:
             try:
                 found = agent.add_remote_agent(metadata)
             except self._errors as error:
-                raise BadFrameError(f"the peer's NIXL metadata is malformed: {error}", field="metadata") from error
+                self.refused = True
+                raise BadFrameError(f"NIXL refuses the peer's metadata: {error}", field="metadata") from error
             found = found.decode(errors="replace") if isinstance(found, bytes) else found
             if found != name:
                 if found not in self._peers:
                     agent.remove_remote_agent(found)
+                else:  # what is known of that one may be wrong now
+                    self._failed.add(found)
                 raise BadFrameError("the peer's NIXL metadata is another agent's", field="agent")
             self._peers[name] = self._peers.pop(name, 0) + 1  # the latest comes last
             idle = [peer for peer, uses in self._peers.items() if uses == 0]

@@ -23,14 +23,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from baton.errors import InvalidRequestError
+from baton.errors import ConfigError, InvalidRequestError
 from baton.kv.reshard import merge_segments
 from baton.kv.shards import KVShards
 from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
 from baton.transport.copying import BATCH_BYTES, fence, merge_runs
 from baton.transport.handshake import Facts
 from baton.transport.pipe.base import FollowingReadPipe, LayerRead
-from baton.transport.pipe.nixl import parse_metadata
+from baton.transport.pipe.nixl_about import describe_agent, parse_agent
 from baton.transport.pipe.nixl_agent import NixlAgent, Region, Rows, attend
 from baton.transport.pipe.pool import WORD, PooledReadPipe, ask_progress, hear_progress
 from baton.transport.pipe.read_server import ServeLimits, send_progress, serve_reads
@@ -45,6 +45,9 @@ BATCH_ROWS = 16_384
 AGENTS = 4
 """Agents of a process that reads: as many reads move bytes at once, as many as an instance makes. After the first each
 costs 30 ms to make, 5 MB and a registration of the arenas, once that many reads go on at once."""
+MAX_RETIRED = 16
+"""Agents at most that NIXL's refusals have spoilt. They end with the process: ended before that, with half of a peer in
+them, they were seen to take the process down with them. Beyond that the next kind of pipe is taken."""
 _MAX_RANKS = 1024
 
 
@@ -71,24 +74,29 @@ class NixlTargets:
     """The registered arenas that a process reads into, and its agents; made for the first connections, thread safe.
 
     An agent moves one reader's bytes at a time: between processes UCX copies in the thread that asks. So there are
-    several, and connections take them in turn.
+    several, and connections take them in turn. One that can no longer meet some peer serves the connections that it
+    has, and gets no others.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._agents: list[NixlAgent] = []
+        self._retired: list[NixlAgent] = []
         self._regions: dict[tuple[NixlAgent, int, int], Region] = {}
 
     def agent(self, host: str) -> NixlAgent:
         """Return the agent for a new connection; a new one, for this address of this machine, if there are few.
 
         Raises:
-            ConfigError: NIXL cannot work here; says why.
+            ConfigError: NIXL cannot work here, or has refused too many peers; says why.
         """
         with self._lock:
-            self._agents = [agent for agent in self._agents if not agent.closed]  # others had to be given up
+            self._retire()
             self._regions = {key: region for key, region in self._regions.items() if not key[0].closed}
-            agent = self._agents.pop(0) if len(self._agents) >= AGENTS else NixlAgent(host)
+            full = len(self._agents) + len(self._retired) >= AGENTS + MAX_RETIRED
+            if full and not self._agents:
+                raise ConfigError(f"NIXL has refused what {MAX_RETIRED} peers said of themselves", field="pipes")
+            agent = self._agents.pop(0) if full or len(self._agents) >= AGENTS else NixlAgent(host)
             self._agents.append(agent)
             return agent
 
@@ -99,14 +107,21 @@ class NixlTargets:
             region = self._regions.get(key)
             if region is None:
                 region = agent.register(blocks.reshape(-1))
-                if agent in self._agents:
+                if agent in self._agents or agent in self._retired:
                     self._regions[key] = region
             return region
+
+    def _retire(self) -> None:
+        """Sort out agents that were given up, or can no longer meet some peer."""
+        self._retired += [agent for agent in self._agents if agent.refused]
+        self._agents = [agent for agent in self._agents if not (agent.closed or agent.refused)]
+        self._retired = [agent for agent in self._retired if not agent.closed]
 
     def close(self) -> None:
         """End the agents."""
         with self._lock:
-            agents, self._agents, self._regions = self._agents, [], {}
+            agents = [*self._agents, *self._retired]
+            self._agents, self._retired, self._regions = [], [], {}
         for agent in agents:
             agent.close()
 
@@ -211,9 +226,10 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
             agent.disconnect(peer)
 
     def _meet(self, agent: NixlAgent, stream: Stream, fields: Mapping[str, Any]) -> NixlConnection:
-        name, bases = _parse_description(fields)
+        name, metadata = parse_agent(fields)
+        bases = _parse_arenas(fields.get("arenas"))
         if (agent, name) not in self._met:
-            agent.connect(name, parse_metadata(fields.get("metadata")))
+            agent.connect(name, metadata)
             self._met[agent, name] = None
         return NixlConnection(stream, agent, name, bases)
 
@@ -261,7 +277,7 @@ class NixlSource:
                 self._region = self._agent.register(*(arena.blocks.reshape(-1) for arena in arenas))
             region = self._region
         bases = [[int(arena.blocks.ctypes.data), arena.block_bytes] for arena in arenas]
-        return {"agent": self._agent.name, "metadata": region.metadata.hex(), "arenas": bases}
+        return describe_agent(self._agent.name, region.metadata) | {"arenas": bases}
 
     def _let_read(self, stream: Stream, reads: BlockReads, limits: ServeLimits) -> None:
         before = current(self._shards.primary, reads)
@@ -379,14 +395,11 @@ def _recv_bits(stream: Stream, count: int, wait: Wait) -> Valid:
     return unpack_bits(stream.recv_exact(size, wait, "asking for blocks"), count)
 
 
-def _parse_description(fields: Mapping[str, Any]) -> tuple[str, tuple[tuple[int, int], ...]]:
-    name, arenas = fields.get("agent"), fields.get("arenas")
-    if not isinstance(name, str) or not 0 < len(name) <= 64:
-        raise BadFrameError("the peer's agent name is malformed", field="agent")
+def _parse_arenas(arenas: object) -> tuple[tuple[int, int], ...]:
     if not isinstance(arenas, list) or not 0 < len(arenas) <= _MAX_RANKS:
         raise BadFrameError("the peer's arenas are malformed", field="arenas")
     for arena in arenas:
         right = isinstance(arena, list) and len(arena) == 2 and all(type(v) is int and 0 < v < 1 << 63 for v in arena)
         if not right:
             raise BadFrameError("the peer's arenas are malformed", field="arenas")
-    return name, tuple((int(address), int(size)) for address, size in arenas)
+    return tuple((int(address), int(size)) for address, size in arenas)
