@@ -111,6 +111,34 @@ def test_who_has_not_taken_the_answer_before_is_cut_off_too() -> None:
         assert len(api.dispatcher.requests) == 2
 
 
+@pytest.mark.parametrize("cors", [(), ("https://ui.example",)], ids=["direct", "asgi"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_socket_of_a_client_that_reads_nothing_does_not_stay(cors: tuple[str, ...], stream: bool) -> None:
+    with Served(send_timeout_s=0.3, cors_origins=cors) as api:
+        generate_much(api)
+        with connect(api, buffer=4096) as client:
+            client.sendall(post({"prompt": "def", "stream": stream, "max_tokens": 10**5}))
+            api.wait_until(lambda: len(api.dispatcher.requests) == 1)
+            api.wait_until(lambda: not api.server.server_state.connections)
+            assert api.dispatcher.open_streams == 0
+
+
+def test_a_client_that_reads_an_answer_slowly_gets_all_of_it(noted: type[Noted]) -> None:
+    with Served(send_timeout_s=0.5, cors_origins=("https://ui.example",), protocol=noted) as api:
+        generate_much(api)
+        with connect(api, buffer=4096) as client:
+            client.sendall(post({"prompt": "def", "max_tokens": 10**5}, b"connection: close"))
+            received = bytearray()
+            for _ in range(4):  # each time it has taken something when its time would have been over
+                api.wait_until(lambda: noted.made[0].flow.write_paused)
+                waiting = noted.made[0]._send_timer
+                received += client.recv(65536)
+                api.wait_until(lambda waiting=waiting: noted.made[0]._send_timer is not waiting)
+            while piece := client.recv(65536):
+                received += piece
+        assert json.loads(received.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == LONG
+
+
 def test_no_connection_is_idle_behind_an_answer_that_came_at_once(api: Served, noted: type[Noted]) -> None:
     api.dispatcher.hang_after = 0
     with connect(api) as client:

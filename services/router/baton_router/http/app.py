@@ -44,7 +44,9 @@ def create_app(
     """
     options = options or HttpOptions()
     metrics = HttpMetrics(registry)
-    app = RouterHttp(title="Baton", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = RouterHttp(
+        send_timeout_s=options.send_timeout_s, title="Baton", version=__version__, lifespan=lifespan, redoc_url=None
+    )
     errors.install(app)
     app.add_middleware(Front, accounts=options.accounts, metrics=metrics)
     if options.cors_origins:

@@ -45,10 +45,15 @@ class DirectApp:
 
 
 class RouterHttp(FastAPI):
-    """The whole HTTP interface: what is direct goes straight to its endpoint, the rest through the framework."""
+    """The whole HTTP interface: what is direct goes straight to its endpoint, the rest through the framework.
 
-    def __init__(self, **options: Any) -> None:
+    Attributes:
+        send_timeout_s: Seconds that a client may take nothing of what was written for it, before it is cut off.
+    """
+
+    def __init__(self, *, send_timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
+        self.send_timeout_s = send_timeout_s
         self._direct: DirectApp | None = None
         self._front: ASGIApp | None = None
         self.direct: Direct | None = None

@@ -13,6 +13,7 @@ from baton_router.http.exchange import Direct, Exchange
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
+SEND_TIMEOUT_S = 60.0
 _EARLY_BYTES = 2**20
 _BODY_WAIT_S = 0.1
 """Bodies up to this length are gathered for so long, for requests that are served without ASGI once they are whole."""
@@ -120,6 +121,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """Ends connections whose request line and headers are too long, or don't come.
 
     Bodies have bounds of their own where they are read, and idle connections between two requests have uvicorn's.
+    A connection whose client takes nothing of what was written is broken, whoever wrote it: closing it would wait for
+    the client, and its socket and what it was not sent would stay for as long as that likes.
 
     An ``Upgrade`` is ignored, as a server may: clients that offer HTTP/2 so (Java's do with every request) get their
     answer over HTTP/1.1. The parser gives such a request no body, so it is parsed again without the offer.
@@ -127,10 +130,12 @@ class BoundedProtocol(HttpToolsProtocol):
     Attributes:
         max_head_bytes: Bytes of a head, but for the read it begins in, and of what else is no body.
         head_timeout_s: Seconds from the connection, or from a head's first byte, to its end.
+        send_timeout_s: Seconds that a client may take nothing while something waits for it.
     """
 
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
+    send_timeout_s = SEND_TIMEOUT_S
     _default_lines: tuple[Any, bytes] = (None, b"")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +145,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._serving: Any = None
         """What is answered now: requests that came behind it wait in line, and :attr:`cycle` is the last of them."""
         self._direct: Direct | None = getattr(self.app, "direct", None)
+        self.send_timeout_s = getattr(self.app, "send_timeout_s", self.send_timeout_s)
+        self._untaken = 0
+        self._send_timer: asyncio.TimerHandle | None = None
         self._early: list[bytes] | None = None
         self._early_bytes = 0
         self._early_timer: asyncio.TimerHandle | None = None
@@ -154,6 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._end_head()
+        self._end_watch()
         if self._early is not None:  # a request that was cut short is one, too
             self._begin_cycle()
         super().connection_lost(exc)
@@ -168,6 +177,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._early is not None:
             self._begin_cycle()
         super().shutdown()
+        self._watch_closing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End a connection on which no request comes."""
+        super().timeout_keep_alive_handler()
+        self._watch_closing()
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
@@ -266,15 +281,19 @@ class BoundedProtocol(HttpToolsProtocol):
         """Go on with the request that waits, if there is one."""
         self._serving = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
+        self._watch_closing()
 
     def pause_writing(self) -> None:
         """The client does not keep up."""
         super().pause_writing()
+        self._watch_writes()
         self._tell_flow(paused=True)
 
     def resume_writing(self) -> None:
         """The client has caught up."""
         super().resume_writing()
+        self._end_watch()
+        self._watch_closing()
         self._tell_flow(paused=False)
 
     def default_lines(self) -> bytes:
@@ -285,6 +304,29 @@ class BoundedProtocol(HttpToolsProtocol):
             lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             BoundedProtocol._default_lines = headers, lines
         return lines
+
+    def _watch_closing(self) -> None:
+        if self.transport.is_closing():
+            self._watch_writes()
+
+    def _watch_writes(self) -> None:
+        """See to it that the client takes what waits for it, or is cut off."""
+        if self._send_timer is None:
+            self._untaken = self.transport.get_write_buffer_size()
+            if self._untaken:
+                self._send_timer = self.loop.call_later(self.send_timeout_s, self._check_writes)
+
+    def _check_writes(self) -> None:
+        self._send_timer = None
+        if self.transport.get_write_buffer_size() < self._untaken:  # slow, but it reads
+            self._watch_writes()
+        else:
+            self.transport.abort()
+
+    def _end_watch(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def _tell_flow(self, *, paused: bool) -> None:
         callback = getattr(self._serving, "on_flow", None)
