@@ -52,8 +52,8 @@ class Replica:
 
 
 @contextlib.asynccontextmanager
-async def workers(count: int) -> AsyncIterator[list[FakeWorker]]:
-    found = [FakeWorker(Role.DECODE, f"d{number}") for number in range(count)]
+async def workers(count: int, role: Role = Role.DECODE, *, caches: bool = True) -> AsyncIterator[list[FakeWorker]]:
+    found = [FakeWorker(role, f"{role.value[0]}{number}", caches=caches) for number in range(count)]
     async with contextlib.AsyncExitStack() as stack:
         for worker in found:
             worker.state.model_path = "models/baton-tiny"
@@ -185,3 +185,83 @@ async def test_replicas_share_loads_and_registrations_and_one_that_dies_loses_bo
             return 'instance="d0"' not in await second.metrics()
 
         await until(gone)
+
+
+async def test_a_prompt_goes_where_another_router_has_it_computed_until_redis_is_away() -> None:
+    async with (
+        RedisServer() as redis,
+        workers(2, Role.PREFILL) as prefills,
+        workers(2, caches=False) as decodes,  # of what they hold nobody hears: only expectations count
+    ):
+        addresses = [",".join(x.address for x in found) for found in (prefills, decodes)]
+        flags = ("--prefill", addresses[0], "--decode", addresses[1], "--beta", "0.2", "--prefill-candidates", "1")
+        async with replicas(2, redis, *flags) as routers:
+            first, second = routers
+            running: list[asyncio.Task[list[int]]] = []
+
+            async def placed(who: Replica, number: int) -> tuple[str, str]:
+                """Begin a request whose prefill does not end; return the addresses of its instances."""
+                before = {id(request) for x in decodes for request in x.state.requests}
+                running.append(asyncio.create_task(who.generate(number)))
+                found: list[tuple[str, str]] = []
+
+                async def is_there() -> bool:
+                    found.extend(
+                        (x.address, request.prefill_candidates[0])
+                        for x in decodes
+                        for request in x.state.requests
+                        if id(request) not in before
+                    )
+                    return bool(found)
+
+                await until(is_there)
+                return found[0]
+
+            async def finish() -> None:
+                for x in decodes:
+                    x.state.pause_after = None
+                    x.changed()
+                await asyncio.gather(*running)
+                running.clear()
+                for x in decodes:
+                    x.state.pause_after = 0
+
+            async def counted(*numbers: int) -> bool:
+                """Each router has taken over so many chains, and told those of the other."""
+                metrics = [await x.metrics() for x in routers]
+                told = [(await x.state())["expectations_told"] for x in reversed(routers)]
+                return told == list(numbers) and all(
+                    f"baton_router_replica_expectations {number}.0\n" in text
+                    for number, text in zip(numbers, metrics, strict=True)
+                )
+
+            await until(lambda: all_are(routers, "shared"))
+            for x in decodes:
+                x.state.pause_after = 0
+            pair = await placed(first, 1)
+            await until(lambda: counted(0, 2))
+            assert (await second.state())["others"][0]["expectations"] == 2
+            assert await placed(second, 1) == pair
+            await until(lambda: counted(2, 2))
+            other = await placed(second, 2)
+            assert (other[0] != pair[0], other[1] != pair[1]) == (True, True), "by load alone it goes elsewhere"
+            await finish()
+            await until(lambda: counted(0, 0))
+            assert "baton_router_replica_expectations_told_total 2.0\n" in await first.metrics()
+
+            pair = await placed(first, 3)
+            await until(lambda: counted(0, 2))
+            await redis.kill()
+            await until(lambda: all_are(routers, "alone"))
+            await until(lambda: counted(0, 0))
+            await placed(second, 3)
+            assert await placed(first, 3) == pair, "its own expectations count"
+            await redis.start()
+            await until(lambda: all_are(routers, "shared"))
+            pair = await placed(second, 4)
+            await until(lambda: counted(2, 0))
+            assert await placed(first, 4) == pair
+            await finish()
+            await until(lambda: counted(0, 0))
+            for router_ in routers:
+                assert "baton_router_request_failures_total{" not in await router_.metrics()

@@ -123,6 +123,9 @@ class RouterConfig:
     replica_name: str = option("", "what other routers call this one; default: host name and --grpc-port")
     replicas: int = option(0, "routers for which a part of every capacity is kept, whether they are there or not")
     replica_interval_ms: int = option(10, "time between two looks for news for the other routers")
+    replica_expectations: bool = option(
+        True, "share with the other routers, through --redis, the hashes of blocks that instances are about to compute"
+    )
     replica_forget_s: float = option(60.0, "seconds of silence after which the others take a router's whole part")
     load_interval_ms: int = option(100, "shortest time between two load reports of an instance")
     probe_interval_s: float = option(2.0, "seconds between two probes of an instance")

@@ -28,11 +28,16 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """A chain that an owner is expected to hold; give it back once with :meth:`ExpectedChains.forget`."""
+    """A chain that an owner is expected to hold; give it back once with :meth:`ExpectedChains.forget`.
+
+    Attributes:
+        over: It was given back.
+    """
 
     tree: ExpectedChains
     owner: int
     leaf: _Node
+    over: bool = False
 
 
 class ExpectedChains:
@@ -67,6 +72,7 @@ class ExpectedChains:
     def forget(self, expectation: Expectation) -> None:
         """End an expectation."""
         owner, node = expectation.owner, expectation.leaf
+        expectation.over = True
         while node.parent is not None:
             node.counts[owner] -= 1
             if not node.counts[owner]:

@@ -263,9 +263,13 @@ class EventFeed:
 
     def expect(self, hashes: Sequence[BlockHash]) -> Expectation | None:
         """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.expect`."""
+        index = self._index
         if not self._known:
             self._decisions.remember(self._slot, hashes)
-        return self._index.expect(self._slot, hashes)
+        expectation = index.expect(self._slot, hashes)
+        if index.news is not None and expectation is not None:
+            index.news.append((expectation, hashes))
+        return expectation
 
     def close(self) -> None:
         """Take this instance out of the index."""

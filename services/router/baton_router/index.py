@@ -20,6 +20,7 @@ a prompt has one chain per block size, and each is looked up among the slots of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.hashing import HashChain
@@ -37,10 +38,14 @@ class PrefixIndex:
         max_blocks: Distinct hashes kept at most (about 40 bytes each; 170 where no compiler is). Beyond that new ones
             are not taken: match rates come out too low, never too high.
         native: Use the table in C if there is a compiler.
+
+    Attributes:
+        news: Takes what requests placed here make expected, with the chain; ``None``: nobody wants to know.
     """
 
     def __init__(self, max_blocks: int = 4_000_000, *, native: bool = True) -> None:
         self.max_blocks = max_blocks
+        self.news: deque[tuple[Expectation, Sequence[BlockHash]]] | None = None
         self._table = make_table(max_blocks, native=native)
         self._expected = ExpectedChains()
         self._live = 0
@@ -142,6 +147,10 @@ class PrefixIndex:
         """Count a whole chain as held until :meth:`forget`; ``None`` if the slot is gone."""
         owner = self._owners.get(slot)
         return None if owner is None else self._expected.add(owner, HashChain.of(hashes))
+
+    def owner(self, slot: int) -> int:
+        """Return whose a slot is: a number that stays over snapshots and is never used twice; 0: nobody's."""
+        return self._owners.get(slot, 0)
 
     def num_expected(self, slot: int) -> int:
         """Distinct blocks that are expected of a slot."""

@@ -28,6 +28,9 @@ class ReplicaMetrics:
         )
         self.published, self.received = entries.labels(direction="published"), entries.labels(direction="received")
         self.refused = entries.labels(direction="refused")
+        self.told = Counter(
+            "baton_router_replica_expectations_told", "Chains of blocks told to the other routers", registry=registry
+        )
         self.losses = Counter("baton_router_redis_losses", "Times that Redis went away", registry=registry)
 
     def watch(self, replica: Replica) -> None:
@@ -51,6 +54,11 @@ class _StateCollector(Collector):
         yield state
         live = len(replica.peers.live())
         yield GaugeMetricFamily("baton_router_replicas", "Routers that share their books, this one included", 1 + live)
+        yield GaugeMetricFamily(
+            "baton_router_replica_expectations",
+            "Chains of blocks that other routers' requests make instances compute",
+            len(replica.taken),
+        )
 
 
 class UnitsCollector(Collector):

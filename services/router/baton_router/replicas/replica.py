@@ -1,8 +1,9 @@
 """One of several routers: tells the others what it has placed, hears what they have, keeps its part of capacities.
 
 No request ever waits for Redis. Placements read two numbers of the instance's book, which tasks here keep up to date:
-what the other replicas have in flight there, and how much this one may have. When Redis is away the router goes on
-with its own books and with what the instances themselves report.
+what the other replicas have in flight there, and how much this one may have; and they look up what the others expect
+of instances with their own. When Redis is away the router goes on with its own books and with what the instances
+themselves report.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from baton_router.registry import Registry
 from baton_router.replicas.metrics import ReplicaMetrics
 from baton_router.replicas.peers import Peer, Peers
 from baton_router.replicas.store import Store
+from baton_router.replicas.taken import TakenOver
+from baton_router.replicas.telling import Telling
 from baton_router.replicas.units import LEASE_S, Units
-from baton_router.replicas.wire import Entry, EntryError, Registered, Totals, decode, encode
+from baton_router.replicas.wire import Entry, EntryError, ExpectedNews, Registered, Totals, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Replica:
 
     Args:
         config: Where Redis is, and limits.
-        registry: Whose loads are shared; its ``units`` are kept here.
+        registry: Whose loads and expectations are shared; its ``units`` are kept here.
         metrics: Where entries and reconnections are counted.
         now: Monotonic clock.
 
@@ -73,6 +76,8 @@ class Replica:
         self._units: Units = registry.units
         self._store = Store(config.redis, config.redis_prefix, self.name)
         self.peers = Peers(self.name, SILENT_S, now)
+        self.telling = Telling(registry, metrics.told, now) if config.replica_expectations else None
+        self.taken = TakenOver(registry, now)
         self._epoch = secrets.token_hex(8)
         self._sequence = 0
         self._told: dict[str, Totals] = {}
@@ -92,6 +97,7 @@ class Replica:
     async def close(self) -> None:
         """Give everything back and say so, if Redis is there."""
         await asyncio.gather(*(end_task(task) for task in self._tasks))
+        self._forget_expectations()
         if self.state is SharedState.SHARED:
             try:
                 await self._store.leave(self._units.all())
@@ -117,6 +123,7 @@ class Replica:
                 for name, part in self._units.all().items()
             },
             "waiting": len(self._registry.room),
+            "expectations_told": 0 if self.telling is None else len(self.telling),
             "others": [
                 {
                     "replica": peer.name,
@@ -124,6 +131,7 @@ class Replica:
                     "silent": peer.silent,
                     "in_flight": {name: t.requests for name, t in peer.totals.items() if t.requests},
                     "held": {name: t.held for name, t in peer.totals.items() if t.held},
+                    "expectations": self.taken.count(peer.name),
                     "registered": [x.address for x in peer.registered],
                 }
                 for peer in self.peers.all()
@@ -139,6 +147,8 @@ class Replica:
             try:
                 await self._store.connect()
                 await self._join()
+                if self.telling is not None:
+                    self.telling.start()
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._read())
                     tasks.create_task(self._write(backoff))
@@ -150,6 +160,7 @@ class Replica:
                     )
                     self._metrics.losses.inc()
                 self.state = SharedState.ALONE
+            self._forget_expectations()
             await self._store.disconnect()
             await asyncio.sleep(backoff.next_s())
 
@@ -160,6 +171,12 @@ class Replica:
         self._told.clear()
         self._full_at = -1.0
         await self._write_once(rejoin=True)
+
+    def _forget_expectations(self) -> None:
+        """Without Redis only what this router itself expects counts: nobody would say when the rest is over."""
+        self.taken.clear()
+        if self.telling is not None:
+            self.telling.stop()
 
     async def _read(self) -> None:
         async for batch in self._store.read():
@@ -174,6 +191,8 @@ class Replica:
                 self._metrics.received.inc()
                 if self.peers.apply(entry):
                     changed = True
+                    if self.telling is not None:
+                        self.taken.take(entry)
                     if entry.full or entry.left:
                         self._take_registrations()
             if changed:
@@ -217,12 +236,13 @@ class Replica:
         full = full or registered != self._told_registered
         totals = self._totals()
         news = totals if full else {name: t for name, t in totals.items() if self._told.get(name) != t}
-        if not full and not news:
+        expected = ExpectedNews() if self.telling is None else self.telling.news(full=full)
+        if not (full or news or expected.new or expected.over):
             return None
         self._told, self._told_registered = totals, registered
         if full:
             self._full_at = self._now() + _FULL_S
-        return self._entry(news, full=full, registered=registered if full else ())
+        return self._entry(news, full=full, registered=registered if full else (), expected=expected)
 
     def _totals(self) -> dict[str, Totals]:
         found: dict[str, Totals] = {}
@@ -239,10 +259,12 @@ class Replica:
         full: bool = False,
         registered: tuple[Registered, ...] = (),
         left: bool = False,
+        expected: ExpectedNews | None = None,
     ) -> Entry:
         self._sequence += 1
         count = 1 + len(self.peers.live())
-        return Entry(self.name, self._epoch, self._sequence, totals, full, count, registered, left)
+        news = expected or ExpectedNews()
+        return Entry(self.name, self._epoch, self._sequence, totals, full, count, registered, left, news)
 
     # --- what is heard ---
 
@@ -266,6 +288,7 @@ class Replica:
         while True:
             await asyncio.sleep(_TICK_S)
             for peer in self.peers.expire():
+                self.taken.drop(peer.name)
                 if self.state is SharedState.SHARED:
                     log.warning("router %s fell silent: its share counts no more", peer.name)
             if self.state is SharedState.SHARED:
@@ -273,6 +296,7 @@ class Replica:
                 await self._reclaim()
             elif self._now() - self._reached_at > LEASE_S / 2:
                 self._units.alone(max([1 + len(self.peers.all()), *(x.count for x in self.peers.all())]))
+            self.taken.tick()
             self._spread()
             self._units.keep_only(x.instance_id for x in self._registry.instances())
             free = sum(max(0, part.book.limit - part.book.requests) for part in self._units.all().values())
