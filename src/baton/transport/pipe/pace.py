@@ -9,7 +9,7 @@ from collections.abc import Callable
 from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait
 
-SPIN_S = 150e-6
+SPIN_S = 200e-6
 """Longest time (seconds) that a message is waited for awake."""
 SOON_S = 600e-6
 """A message that came within this time tells of a peer that is busy with this pipe."""
@@ -47,7 +47,7 @@ class Pace:
             if self._left:
                 self._left -= 1
             elif line.spin_readable(SPIN_S):
-                self._rest = max(1, self._rest - 1)
+                self._rest = max(1, self._rest // 2)
                 return
             else:  # nothing came, or another process had this core meanwhile
                 self._rest = self._left = min(4 * self._rest, MAX_REST)
