@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.api.v1 import common_pb2, worker_pb2
+from baton.errors import QueueFullError
+from baton.rpc import frame_server, many
 from baton.rpc.call_stream import CallServer
 from baton.rpc.frames import MAGIC, FrameError, Frames, frame, hello
 from baton.rpc.many import Calls, generate_many
@@ -58,6 +61,8 @@ class Engine:
             for at in range(request.sampling.max_tokens):
                 if at:
                     await self.go_on.wait()
+                if at % 1000 == 999:
+                    await asyncio.sleep(0)  # as an engine's steps do
                 yield worker_pb2.GenerateResponse(deltas=[worker_pb2.SequenceDelta(token_ids=[at])])
         finally:
             self.running.discard(request.request_id)
@@ -92,8 +97,13 @@ class World:
     def __init__(self, engine: Engine, port: int, stack: contextlib.AsyncExitStack) -> None:
         self.engine, self._port, self._stack = engine, port, stack
 
-    async def connect(self) -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+    async def connect(self, *, buffer: int = 0) -> Client:
+        sock = socket.socket()
+        if buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        sock.connect(("127.0.0.1", self._port))
+        sock.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=sock)
         self._stack.callback(writer.close)
         return Client(reader, writer)
 
@@ -104,7 +114,10 @@ async def world() -> AsyncIterator[World]:
     server = CallServer(lambda: Calls(engine.generate, None), lambda: EPOCH, TOKEN)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(server.stop)
-        yield World(engine, await server.start("127.0.0.1"), stack)
+        port = await server.start("127.0.0.1")
+        assert server._server is not None
+        server._server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+        yield World(engine, port, stack)
 
 
 async def test_a_step_is_one_frame_and_leaving_ends_all_calls(world: World) -> None:
@@ -175,3 +188,53 @@ async def test_a_call_that_is_cancelled_before_it_began_is_forgotten() -> None:
 
     async with asyncio.timeout(30):  # the stream ends when the last call has
         assert [message async for message in generate_many(Engine().generate, requests(), None)] == []
+
+
+async def flooded(world: World) -> Client:
+    """A client that has begun a call whose answers it does not read."""
+    client = await world.connect(buffer=4096)
+    client.reader._limit = 1  # type: ignore[attr-defined]  # the stream reads ahead no more than this
+    client.writer.write(hello(EPOCH, TOKEN))
+    client.start("a", tokens=10**9)
+    world.engine.go_on.set()
+    return client
+
+
+async def test_a_client_that_reads_nothing_is_given_up_after_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(frame_server, "UNREAD_S", 0.1)
+    await flooded(world)
+    async with asyncio.timeout(30):
+        await world.engine.idle.wait()
+    assert "its client has read nothing for 0.1 s" in caplog.text
+
+
+async def test_what_a_client_leaves_unread_is_bounded_in_bytes(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(many, "MAX_MESSAGE_BYTES", 100_000)
+    await flooded(world)
+    async with asyncio.timeout(30):
+        await world.engine.idle.wait()
+    assert "its caller left more than 100000 bytes unread" in caplog.text
+
+
+async def test_a_caller_over_grpc_that_reads_nothing_is_told_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "MAX_MESSAGE_BYTES", 100_000)
+    engine, forever = Engine(), asyncio.Event()
+    engine.go_on.set()
+
+    async def requests() -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        message = worker_pb2.GenerateManyRequest()
+        sampling = common_pb2.SamplingParams(max_tokens=10**9)
+        message.starts.add(call=1, request=worker_pb2.GenerateRequest(request_id="a", sampling=sampling))
+        yield message
+        await forever.wait()
+
+    stream = generate_many(engine.generate, requests(), None)
+    async with asyncio.timeout(30):
+        await anext(stream)  # and takes no more
+        await engine.idle.wait()
+        with pytest.raises(QueueFullError, match="more than 100000 bytes"):
+            await anext(stream)

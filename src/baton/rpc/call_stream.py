@@ -48,6 +48,7 @@ class _Framed:
         self._take = handler.take
         self.close = handler.close
         handler.outbox.on_filled = outlet.filled
+        handler.outbox.on_overfull.append(outlet.abort)
 
     def receive(self, payload: bytes) -> None:
         self._take(worker_pb2.GenerateManyRequest.FromString(payload))

@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 _MAX_HELLO = 8192
 _HELLO_S = 10.0
 """How long a client may take to say who it is."""
+UNREAD_S = 60.0
+"""How long a client may read nothing while something waits for it. Meanwhile nothing is read of it either, so that it
+cannot make more of what waits."""
 
 
 class Handler(Protocol):
@@ -43,6 +46,9 @@ class Outlet(Protocol):
 
     def flush(self) -> None:
         """Send what there is to ``gather`` at once."""
+
+    def abort(self) -> None:
+        """Close the connection at once: its client leaves more unread than may be."""
 
 
 Serve = Callable[[Outlet], Handler]
@@ -99,6 +105,7 @@ class _Connection(asyncio.Protocol):
         self._start = b""
         self._handler: Handler | None = None
         self._flushing = self._paused = False
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -156,13 +163,28 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._paused = True
+        self._transport.pause_reading()
+        self._unread = self._loop.call_later(UNREAD_S, self._give_up)
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._end_unread()
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
         self.filled()
+
+    def _give_up(self) -> None:
+        log.warning("a connection of calls is closed: its client has read nothing for %g s", UNREAD_S)
+        self.abort()
+
+    def _end_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._end_unread()
         self._server.connections.discard(self)
         if self._handler is not None:
             self._handler.close()

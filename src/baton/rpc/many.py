@@ -15,8 +15,9 @@ from typing import Any
 import grpc
 
 from baton.api.v1 import worker_pb2
-from baton.errors import BatonError
+from baton.errors import BatonError, QueueFullError
 from baton.rpc.errors import status_code, status_details
+from baton.rpc.server import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,9 @@ Generate = Callable[[worker_pb2.GenerateRequest, Any], AsyncIterator[worker_pb2.
 
 MAX_CALLS = 65536
 """Calls that a stream may have at a time. Instances admit far fewer; this bounds the tasks of those that wait."""
+
+_TOKEN_BYTES = 8
+"""Of a call and a token, about."""
 
 
 async def generate_many(
@@ -49,7 +53,11 @@ async def generate_many(
 
 
 class Outbox:
-    """Gathers what calls send into one message per turn of the event loop."""
+    """Gathers what calls send into one message per turn of the event loop.
+
+    What a caller leaves untaken is bounded by what one message may hold. Beyond that the outbox is overfull: it drops
+    what it has, and takes nothing more.
+    """
 
     def __init__(self) -> None:
         self._message = worker_pb2.GenerateManyResponse()
@@ -58,16 +66,21 @@ class Outbox:
         self._closed = False
         self.on_filled: Callable[[], None] | None = None
         """Called, instead of waking :meth:`next`, when there is something to :meth:`take`."""
+        self.on_overfull: list[Callable[[], None]] = []
+        """Called once when more is untaken than may be."""
+        self._bytes = 0
+        self._overfull = False
 
     def token(self, call: int, token_id: int) -> None:
         """Send one token of sequence 0 and nothing else."""
         if call in self._with_message:  # messages come after tokens: the order within a call stays
             delta = worker_pb2.SequenceDelta(token_ids=[token_id])
             self._message.messages.add(call=call, response=worker_pb2.GenerateResponse(deltas=[delta]))
+            self._fill(4 * _TOKEN_BYTES)
             return
         self._message.token_calls.append(call)
         self._message.token_ids.append(token_id)
-        self._fill()
+        self._fill(_TOKEN_BYTES)
 
     def send(self, call: int, response: worker_pb2.GenerateResponse) -> None:
         """Send a message of a call."""
@@ -77,12 +90,12 @@ class Outbox:
             return
         self._with_message.add(call)
         self._message.messages.add(call=call, response=response)
-        self._fill()
+        self._fill(response.ByteSize())
 
     def end(self, call: int, code: int = 0, message: str = "", details: bytes = b"") -> None:
         """Send the end of a call."""
         self._message.ends.add(call=call, code=code, message=message, details=details)
-        self._fill()
+        self._fill(len(message) + len(details) + _TOKEN_BYTES)
 
     def close(self) -> None:
         """No more comes."""
@@ -94,20 +107,37 @@ class Outbox:
         message = self._message
         if not (message.token_calls or message.messages or message.ends):
             return None
-        self._message = worker_pb2.GenerateManyResponse()
-        self._with_message.clear()
+        self._empty()
         return message
 
-    def _fill(self) -> None:
+    def _empty(self) -> None:
+        self._message, self._bytes = worker_pb2.GenerateManyResponse(), 0
+        self._with_message.clear()
+
+    def _fill(self, size: int = 0) -> None:
+        self._bytes += size
+        if self._overfull or self._bytes > MAX_MESSAGE_BYTES:
+            self._empty()
+            if not self._overfull:
+                self._overfull = True
+                log.warning("a stream of calls ends: its caller left more than %d bytes unread", MAX_MESSAGE_BYTES)
+                for call in self.on_overfull:
+                    call()
         if self.on_filled is not None:
             self.on_filled()
         else:
             self._filled.set()
 
     async def next(self) -> worker_pb2.GenerateManyResponse | None:
-        """Wait for something to send and return all of it; ``None`` once closed and empty."""
+        """Wait for something to send and return all of it; ``None`` once closed and empty.
+
+        Raises:
+            QueueFullError: More was left untaken than may be.
+        """
         # Who fills it wakes this task at the end of the queue, behind all others that the same step has woken.
         await self._filled.wait()
+        if self._overfull:
+            raise QueueFullError(f"more than {MAX_MESSAGE_BYTES} bytes of answers were left unread")
         message = self.take()
         if message is not None and not self._closed:
             self._filled.clear()
@@ -127,6 +157,7 @@ class Calls:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._reading = True
         self.outbox = Outbox()
+        self.outbox.on_overfull.append(self.close)
 
     async def read(self, requests: AsyncIterator[worker_pb2.GenerateManyRequest]) -> None:
         """Start and cancel calls as they are told."""
