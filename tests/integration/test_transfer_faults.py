@@ -261,7 +261,7 @@ def test_fetch_from_another_process(process: Process, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "look"), [("shm", 4), ("tcp", 3), ("nixl", 3), ("nixl", 4), ("gloo", 4), ("gloo", 60)]
+    ("kind", "look"), [("shm", 4), ("vm", 4), ("tcp", 3), ("nixl", 3), ("nixl", 4), ("gloo", 4), ("gloo", 60)]
 )
 def test_sigkill_of_the_server_in_mid_transfer(kind: str, look: int) -> None:
     if kind in {"nixl", "gloo"}:
