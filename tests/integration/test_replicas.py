@@ -153,7 +153,7 @@ async def test_three_replicas_never_place_more_than_the_capacity_while_redis_die
 
 
 async def test_replicas_share_loads_and_registrations_and_one_that_dies_loses_both() -> None:
-    async with RedisServer() as redis, workers(1) as (worker,), replicas(3, redis) as routers:
+    async with RedisServer() as redis, workers(1, caches=False) as (worker,), replicas(3, redis) as routers:
         first, second, third = routers
         lease = await first.stub.Register(
             router_pb2.RegisterRequest(
@@ -162,7 +162,11 @@ async def test_replicas_share_loads_and_registrations_and_one_that_dies_loses_bo
         )
 
         async def knows(who: Replica, in_flight: int) -> bool:
-            return f'baton_router_instance_shared_in_flight{{instance="d0"}} {in_flight}.0' in await who.metrics()
+            metrics = await who.metrics()
+            return (
+                f'baton_router_instance_shared_in_flight{{instance="d0"}} {in_flight}.0' in metrics
+                and f"baton_router_replica_expectations {in_flight}.0\n" in metrics
+            )
 
         for x in (second, third):
             await until(lambda x=x: knows(x, 0))

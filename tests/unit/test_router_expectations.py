@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +26,7 @@ from baton_router.index import Expectation, PrefixIndex
 from baton_router.metrics import RouterMetrics
 from baton_router.registry import Registry
 from baton_router.replicas.metrics import ReplicaMetrics
-from baton_router.replicas.replica import Replica
+from baton_router.replicas.replica import SILENT_S, Replica
 from baton_router.replicas.taken import TakenOver
 from baton_router.replicas.telling import LIFETIME_S, MAX_BYTES, MAX_ENTRY_CHAIN_BYTES, Telling
 from baton_router.replicas.wire import (
@@ -432,23 +433,52 @@ TestTaken.settings = settings(max_examples=60, stateful_step_count=25, deadline=
 # --- a replica ---
 
 
-@pytest.mark.parametrize("shares", [True, False])
-async def test_a_replica_tells_and_takes_over_only_if_it_may(shares: bool) -> None:
-    metrics = CollectorRegistry()
+async def make_replica(fleet: Fleet, metrics: CollectorRegistry, *, shares: bool) -> Replica:
+    """Make a replica without Redis that has read an entry of another one's, called b."""
     config = RouterConfig(redis="redis://127.0.0.1:1", replica_expectations=shares)
-    registry, fleet = Registry(config, RouterMetrics()), Fleet()
+    registry = Registry(config, RouterMetrics())
     registry.index, registry.instances = fleet.index, fleet.instances  # type: ignore[method-assign]
-    replica = Replica(config, registry, ReplicaMetrics(metrics))
+    replica = Replica(config, registry, ReplicaMetrics(metrics), now=fleet.now)
     replica._totals = dict  # type: ignore[method-assign, assignment]
     replica._spread = lambda: None  # type: ignore[method-assign]
 
     async def read() -> AsyncIterator[list[bytes]]:
-        yield [encode(Entry("b", "1", 1, expected=ExpectedNews((told(1, "d0", [1]),))))]
+        yield [encode(Entry("b", "1", 1, expected=ExpectedNews((told(1, "d0", [1]), told(2, "p0", [1])))))]
 
     replica._store.read = read  # type: ignore[method-assign]
     await replica._read()
-    assert (len(replica.taken), replica.describe()["others"][0]["expectations"]) == ((1, 1) if shares else (0, 0))
-    assert metrics.get_sample_value("baton_router_replica_expectations") == int(shares)
+    return replica
+
+
+async def test_without_any_entry_chains_end_with_the_instance_and_with_a_replica_that_fell_silent(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton_router.replicas.replica._TICK_S", 0.001)
+    replica = await make_replica(fleet, CollectorRegistry(), shares=True)
+    ticking = asyncio.create_task(replica._tick())
+
+    async def counted(number: int) -> None:
+        async with asyncio.timeout(20):
+            while len(replica.taken) != number:
+                await asyncio.sleep(0)
+
+    await counted(2)
+    fleet.restart("d0")
+    await counted(1)
+    assert fleet.match("p0", [1]) == 1
+    fleet.clock += SILENT_S + 1
+    await counted(0)
+    assert fleet.is_empty()
+    ticking.cancel()
+    await replica.close()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_a_replica_tells_and_takes_over_only_if_it_may(fleet: Fleet, shares: bool) -> None:
+    metrics = CollectorRegistry()
+    replica = await make_replica(fleet, metrics, shares=shares)
+    assert (len(replica.taken), replica.describe()["others"][0]["expectations"]) == ((2, 2) if shares else (0, 0))
+    assert metrics.get_sample_value("baton_router_replica_expectations") == 2 * shares
     if replica.telling is not None:
         replica.telling.start()
     fleet.place("p0", chain([2]))
