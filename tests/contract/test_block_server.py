@@ -39,6 +39,7 @@ from baton.transport.pipe.read_server import ServeLimits
 from baton.transport.pipe.tcp import TcpPipeListener
 from baton.transport.pipe.tcp_read import request_blocks
 from baton.transport.read_wire import pack_request
+from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait
 from baton.transport.wire import FrameKind, pack_header, recv_control
 from baton.types import InstanceId
@@ -186,6 +187,13 @@ def test_the_server_drops_idle_and_silent_peers_and_bounds_their_number() -> Non
     rig.close()
 
 
+def _greet(stream: Stream, hello: bytes) -> None:
+    """Say hello and be welcomed; a server that leaves before it has read all of it takes its challenge with it."""
+    stream.send_all([pack_header(FrameKind.HELLO, len(hello)), hello], Wait(soon()), "garbage")
+    recv_control(stream, FrameKind.CHALLENGE, Wait(soon()))
+    recv_control(stream, FrameKind.WELCOME, Wait(soon()))
+
+
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_block_servers_survive_garbage(kind: str) -> None:
     rig = Rig(kind)
@@ -195,10 +203,8 @@ def test_block_servers_survive_garbage(kind: str) -> None:
         stream.close()
     for payload in (b"[]", b"{", b"\xff\xff", b"{}", b'{"nonce": 5}', b'{"nonce": "00"}', b"[" * 200_000):
         stream = connect_raw(kind, rig.server.endpoints[0].address)
-        with pytest.raises(BatonError):  # a server that leaves before it has read all of it takes its challenge with it
-            stream.send_all([pack_header(FrameKind.HELLO, len(payload)), payload], Wait(soon()), "garbage")
-            recv_control(stream, FrameKind.CHALLENGE, Wait(soon()))
-            recv_control(stream, FrameKind.WELCOME, Wait(soon()))
+        with pytest.raises(BatonError):
+            _greet(stream, payload)
         stream.close()
     assert rig.fetch([0], [0]).valid.all()
     rig.close()

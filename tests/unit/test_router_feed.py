@@ -217,6 +217,16 @@ def test_own_decisions_stand_in_for_events(feed: EventFeed, clock: Clock) -> Non
     assert (depth(feed, chain_of(6, 4)), feed.num_decided) == (0, 0)
 
 
+def test_own_decisions_end_with_a_process_that_never_told_anything(feed: EventFeed) -> None:
+    assert not feed.restarted(A)
+    place(feed, chain_of(1, 4))
+    assert not feed.restarted(A)
+    assert depth(feed, chain_of(1, 4)) == 4
+    assert feed.restarted(B)
+    assert (depth(feed, chain_of(1, 4)), feed.num_decided) == (0, 0)
+    assert not feed.restarted(B)
+
+
 def test_own_decisions_end_with_the_process(feed: EventFeed) -> None:
     feed.apply(batch(1, snapshot=True))
     feed.apply(batch(1, epoch=B, snapshot=True))

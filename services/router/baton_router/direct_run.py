@@ -1,4 +1,4 @@
-"""The books of a request that runs by a ticket: its client has the tokens from the decode instance, and tells of them."""
+"""The books of a request that runs by a ticket: its client has the tokens from the instance, and tells of them."""
 
 from __future__ import annotations
 

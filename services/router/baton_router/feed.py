@@ -60,6 +60,7 @@ class EventFeed:
         self._slot = index.add()
         self._lower: dict[str, int] = {}
         self._epoch: Epoch | None = None
+        self._process: Epoch | None = None
         self._sequence = 0
         self._known = False
         self._broken_at: float | None = now()
@@ -153,7 +154,8 @@ class EventFeed:
         Everything is forgotten of a process that was there before.
         """
         self._decisions.capacity = num_blocks
-        if self._epoch is None or epoch == self._epoch:
+        before, self._process = self._process, epoch
+        if epoch == self._epoch or (self._epoch is None and before in (None, epoch)):
             return False
         self._forget()
         self._decisions.clear()
