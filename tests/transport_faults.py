@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,13 @@ from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
 from baton.transport.blocks import BlockSource, Endpoint
 from baton.types import Epoch, InstanceId
+
+FAULTS = ("cut", "delay", "stall", "corrupt", "truncate")
+STALL_S = 0.4
+"""Patience of who reads; a stall lasts longer, a delay half as long at most."""
+_STALLED_S = 10.0
+
+Change = Callable[[int, bytes], bytes]
 
 LAYOUT = KVLayout((LayerShape(4, 64, 64),) * 2, 16, "float32")  # 64 KiB
 
@@ -178,3 +186,48 @@ class Hook:
             self.acted = True
             self._act()
         return False
+
+
+class Fault:
+    """What one seed does to a connection: a kind of fault, a direction and a place, all at random."""
+
+    def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
+        rng = random.Random(seed)
+        self.kind = rng.choice(FAULTS)
+        self.asked = rng.random() < 0.25
+        size = sizes[self.asked]
+        # The handshake and the headers are a small part of the bytes: every third fault is aimed at them.
+        self.at = rng.randrange(min(size, 3000)) if rng.random() < 0.33 else rng.randrange(size)
+        self.count = rng.choice((1, 7, 4096))
+        self.flip = rng.randrange(1, 256)
+        self.pause_s = rng.uniform(0.01, STALL_S / 2)
+        self.release = threading.Event()
+        self.struck = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.at} {'to' if self.asked else 'from'} the prefill instance"
+
+    def change(self, at: int, data: bytes) -> bytes:
+        """Pass a piece of the stream on, or what is left of it."""
+        if not at <= self.at < at + len(data) or self.struck:
+            return data
+        self.struck = True
+        inside = self.at - at
+        if self.kind == "cut":
+            raise ConnectionResetError("cut")
+        if self.kind == "delay":
+            self.release.wait(self.pause_s)
+        elif self.kind == "stall":
+            self.release.wait(_STALLED_S)
+        elif self.kind == "corrupt":
+            changed = bytearray(data)
+            for i in range(inside, min(len(data), inside + self.count)):
+                changed[i] ^= self.flip
+            return bytes(changed)
+        elif self.kind == "truncate":
+            return data[:inside] + data[inside + self.count :]
+        return data
+
+    def proxy(self, target: str) -> Proxy:
+        """Stand between a reader and its source."""
+        return Proxy(target, asked=self.change) if self.asked else Proxy(target, self.change)

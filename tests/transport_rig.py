@@ -179,7 +179,11 @@ class Rig:
             self.target,
             self.print,
             kinds=(kind,),
-            links=LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=self.network, tls=tls_of(kind)),
+            links=LinkOptions(
+                tcp=TcpOptions(streams, share_bytes=1, streams_on_host=streams),
+                memory=self.network,
+                tls=tls_of(kind),
+            ),
         )
 
     def serve(self, **options: Any) -> BlockServer:

@@ -7,15 +7,13 @@ import contextlib
 import gc
 import os
 import random
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
 import pytest
-from tests.transport_faults import Proxy
+from tests.transport_faults import STALL_S, Change, Fault, Proxy
 
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
@@ -27,57 +25,9 @@ from baton.types import SamplingParams
 
 SEEDS = 200
 DEADLINE_S = 10.0
-STALL_S = 0.4
 RIGS = 3
 """Side by side: two fifths of the faults cost a stall's time, and nothing else."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
-KINDS = ("cut", "delay", "stall", "corrupt", "truncate")
-Change = Callable[[int, bytes], bytes]
-
-
-class Fault:
-    """What one seed does to a connection: a kind of fault, a direction and a place, all at random."""
-
-    def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
-        rng = random.Random(seed)
-        self.kind = rng.choice(KINDS)
-        self.asked = rng.random() < 0.25
-        size = sizes[self.asked]
-        # The handshake and the headers are a small part of the bytes: every third fault is aimed at them.
-        self.at = rng.randrange(min(size, 3000)) if rng.random() < 0.33 else rng.randrange(size)
-        self.count = rng.choice((1, 7, 4096))
-        self.flip = rng.randrange(1, 256)
-        self.pause_s = rng.uniform(0.01, STALL_S / 2)
-        self.release = threading.Event()
-        self.struck = False
-
-    def __str__(self) -> str:
-        return f"{self.kind} at {self.at} {'to' if self.asked else 'from'} the prefill instance"
-
-    def change(self, at: int, data: bytes) -> bytes:
-        """Pass a piece of the stream on, or what is left of it."""
-        if not at <= self.at < at + len(data) or self.struck:
-            return data
-        self.struck = True
-        inside = self.at - at
-        if self.kind == "cut":
-            raise ConnectionResetError("cut")
-        if self.kind == "delay":
-            self.release.wait(self.pause_s)
-        elif self.kind == "stall":
-            self.release.wait(DEADLINE_S)
-        elif self.kind == "corrupt":
-            changed = bytearray(data)
-            for i in range(inside, min(len(data), inside + self.count)):
-                changed[i] ^= self.flip
-            return bytes(changed)
-        elif self.kind == "truncate":
-            return data[:inside] + data[inside + self.count :]
-        return data
-
-    def proxy(self, target: str) -> Proxy:
-        """Stand between a reader and its source."""
-        return Proxy(target, asked=self.change) if self.asked else Proxy(target, self.change)
 
 
 class Rig:

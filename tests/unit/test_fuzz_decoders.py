@@ -36,7 +36,7 @@ from baton.transport import read_wire
 from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads
 from baton.transport.connector.source_pb import source_from_pb
 from baton.transport.handshake import Facts, fingerprint_from_fields, greet_as_server
-from baton.transport.pipe import gloo_group, lines, nixl_read, stream
+from baton.transport.pipe import gloo_group, lines, nixl_about, nixl_read, stream
 from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait
 from baton.transport.wire import FrameKind, error_from_fields, pack_header, parse_header, parse_object
@@ -136,12 +136,13 @@ def test_descriptions_of_tensors(data: bytes, count: int) -> None:
 
 
 @FUZZ
-@given(objects("call", "line", "kind", "agent", "arenas", "key", "value"))
+@given(objects("call", "line", "kind", "agent", "metadata", "digest", "arenas", "key", "value"))
 def test_introductions_of_pipes(fields: dict[str, Any]) -> None:
     for parse in (
         lambda x: lines._parse_call(x, "shm"),
         lambda x: lines._parse_call({**x, "kind": "shm"}, "shm"),
-        nixl_read._parse_description,
+        nixl_about.parse_agent,
+        lambda x: nixl_read._parse_arenas(x.get("arenas")),
         gloo_group._parse_entry,
     ):
         with contextlib.suppress(TransferError):

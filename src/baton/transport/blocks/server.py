@@ -37,6 +37,8 @@ _BACKLOG = 128
 ON_HOST = ("shm", "vm")
 """Kinds that listen on an abstract Unix socket, for the same user."""
 _ACCEPT_BACKOFF_S = 0.1
+_LAST_STEPS_S = 5.0
+"""Of a thread whose connection has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,10 @@ class BlockServer:
         with self._lock:
             return len(self._streams)
 
-    def close(self, *, timeout_s: float = 5.0) -> None:
+    def close(self) -> None:
         """Stop listening, end every connection and wait for the threads; harmless if repeated.
+
+        Takes as long as a handshake may where one is under way that cannot be interrupted: gloo's.
 
         Raises:
             DeadlineError: A thread did not end in time.
@@ -145,7 +149,7 @@ class BlockServer:
                 listener.shutdown(socket.SHUT_RDWR)
         for stream in streams:
             stream.close()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._options.handshake_s + _LAST_STEPS_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for listener in listeners:
@@ -249,7 +253,8 @@ class BlockServer:
         except PipeClosedError:
             log.debug("%s left", stream.peer)
         except BatonError as error:
-            log.warning("%s was sent away: %s", stream.peer, error)
+            # As text: a handler that keeps the record would keep the exception's frames, and a gloo group in them.
+            log.warning("%s was sent away: %s", stream.peer, str(error))
             with contextlib.suppress(BatonError):  # it may not even listen
                 send_error(stream, error, Wait(time.monotonic() + 1.0))
         finally:

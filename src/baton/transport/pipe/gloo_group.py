@@ -26,6 +26,8 @@ from baton.transport.wire import BadFrameError, FrameKind, recv_control, send_co
 KV_RANKS = {"prefill": 0, "decode": 1}
 """Ranks by role: the one who listens and whose KV is asked for is 0, the one who calls is 1."""
 _MAX_KEYS = 64
+_TRIES = 4
+"""How often gloo tries to connect, for so long each time; it cannot be interrupted."""
 _MAX_VALUE_BYTES = 16 << 10
 
 
@@ -115,7 +117,7 @@ class Group:
             options._devices = [gloo.create_device(hostname=host)]
         except RuntimeError as error:
             raise ConfigError(f"gloo cannot bind to {host}: {error}", field="pipes") from error
-        options._timeout, options._threads = _left(wait), 1
+        options._timeout, options._threads = _left(wait) / _TRIES, 1
         try:
             self._group: Any = gloo(store, self.rank, 2, options)
         except RuntimeError as error:

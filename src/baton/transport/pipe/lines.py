@@ -143,7 +143,7 @@ class LinesListener(PipeListener):
             try:
                 return self.make_pipe(lines, wait)
             except BatonError as error:
-                log.warning("%s was sent away: %s", stream.peer, error)
+                log.warning("%s was sent away: %s", stream.peer, str(error))
                 lines.refuse(error)
                 Wait(deadline, cancelled).check("waiting for a pipe")  # ours is over; else the peer's was
 
@@ -165,7 +165,7 @@ class LinesListener(PipeListener):
             if call in self._half:
                 raise BadFrameError("the first line of a call came twice")
         except BatonError as error:
-            log.warning("%s was sent away: %s", stream.peer, error)
+            log.warning("%s was sent away: %s", stream.peer, str(error))
             Lines(stream, stream, is_client=False).refuse(error)
             return None
         if len(self._half) >= MAX_CALLS:

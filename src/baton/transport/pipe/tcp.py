@@ -124,7 +124,7 @@ def greet(stream: Stream, token: str | None, wait: Wait) -> bool:
     try:
         greet_as_server(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
     except BatonError as error:
-        log.warning("%s was sent away: %s", stream.peer, error)
+        log.warning("%s was sent away: %s", stream.peer, str(error))
         with contextlib.suppress(BatonError):  # it may not even listen
             send_error(stream, error, Wait(time.monotonic() + 1.0))
         stream.close()
