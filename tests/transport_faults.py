@@ -188,6 +188,20 @@ class Hook:
         return False
 
 
+def counting_proxy(target: str) -> tuple[Proxy, list[int]]:
+    """A proxy that changes nothing, and the bytes of its longest connection: from the server, and to it."""
+    seen = [0, 0]
+
+    def count(which: int) -> Change:
+        def change(at: int, data: bytes) -> bytes:
+            seen[which] = max(seen[which], at + len(data))
+            return data
+
+        return change
+
+    return Proxy(target, count(0), asked=count(1)), seen
+
+
 class Fault:
     """What one seed does to a connection: a kind of fault, a direction and a place, all at random."""
 

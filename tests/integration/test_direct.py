@@ -130,6 +130,19 @@ async def test_the_router_explains_them_and_counts_their_times(world: World) -> 
     assert await world.of_requests('finished_total{outcome="done"}') == 1
 
 
+async def test_a_client_cannot_tell_of_more_tokens_than_its_request_may_have(world: World) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(open_channel(world.grpc))
+        router_stub = router_pb2_grpc.RouterServiceStub(channel)
+        asked = build_generate(PROMPT, "", {"max_tokens": 3, "n": 2})
+        route = await router_stub.Route(router_pb2.RouteRequest(direct=asked))
+        notice = router_pb2.NoteDirectRequest(request_id=route.direct.request.request_id, num_tokens=10**9, ended=True)
+        assert (await router_stub.NoteDirect(notice)).known
+        assert not (await router_stub.NoteDirect(notice)).known
+    await until(world.nothing_held)
+    assert await world.of_requests("generated_tokens_total") == 6
+
+
 async def test_one_that_cannot_be_placed_is_explained_too(world: World, tmp_path: Path) -> None:
     addresses = ",".join(x.address for x in world.workers)
     world.workers[0].state.pause_after = world.workers[1].state.pause_after = 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.transport_faults import STALL_S, Change, Fault, Proxy
+from tests.transport_faults import STALL_S, Fault, Proxy, counting_proxy
 from tests.transport_rig import Rig, lets_go, open_fds
 
 from baton.errors import BatonError
@@ -37,16 +37,7 @@ class Links:
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of an undisturbed fetch: from the source, and to it."""
-        seen = [0, 0]
-
-        def count(which: int) -> Change:
-            def change(at: int, data: bytes) -> bytes:
-                seen[which] = max(seen[which], at + len(data))
-                return data
-
-            return change
-
-        proxy = Proxy(self.address, count(0), asked=count(1))
+        proxy, seen = counting_proxy(self.address)
         assert self.fetch(proxy, 2 * DEADLINE_S).valid.all()
         proxy.close()
         return seen[0], seen[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from tests.transport_faults import STALL_S, Change, Fault, Proxy
+from tests.transport_faults import STALL_S, Fault, Proxy, counting_proxy
 
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
@@ -63,16 +63,7 @@ class Rig:
 
 async def sizes(rig: Rig, target: str, prompt: list[int]) -> tuple[int, int]:
     """Bytes of an undisturbed hand-over: from the prefill instance, and to it."""
-    seen = [0, 0]
-
-    def count(which: int) -> Change:
-        def change(at: int, data: bytes) -> bytes:
-            seen[which] = max(seen[which], at + len(data))
-            return data
-
-        return change
-
-    proxy = Proxy(target, count(0), asked=count(1))
+    proxy, seen = counting_proxy(target)
     rig.through(proxy)
     await rig.generate(prompt)
     await asyncio.to_thread(proxy.close)

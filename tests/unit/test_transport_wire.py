@@ -26,8 +26,8 @@ from baton.errors import (
 )
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import KVLayout, LayerShape
+from baton.transport.addresses import join_address, split_address
 from baton.transport.handshake import Facts, fingerprint_from_fields
-from baton.transport.sockets import join_address, split_address
 from baton.transport.waiting import Wait
 from baton.transport.wire import BadFrameError, FrameKind, error_from_fields, pack_header, parse_header, parse_object
 

@@ -15,10 +15,11 @@ import threading
 import time
 
 from baton.errors import BatonError, PipeClosedError
+from baton.transport.addresses import bind_tcp, join_address
 from baton.transport.block_types import Bytes
 from baton.transport.handshake import PURPOSE_MESSAGES, greet_as_client
 from baton.transport.pipe.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
-from baton.transport.sockets import Stream, bind_tcp, connect_tcp, join_address
+from baton.transport.sockets import Stream, connect_tcp
 from baton.transport.waiting import Wait
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from baton.bench.records import Record
 from baton.bench.tables import print_tables
 from baton.errors import ConfigError, PipeClosedError, shown
 from baton.rpc.auth import read_token
-from baton.transport.sockets import split_address
+from baton.transport.addresses import split_address
 
 FILE_WIDTH = 132
 """Columns of tables that go to a file or a pipe."""

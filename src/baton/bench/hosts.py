@@ -11,8 +11,9 @@ import time
 
 from baton.bench.agents import end, spawn
 from baton.errors import QueueFullError
+from baton.transport.addresses import bind_tcp, join_address
 from baton.transport.pipe.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
-from baton.transport.sockets import Stream, bind_tcp, join_address
+from baton.transport.sockets import Stream
 from baton.transport.waiting import Wait
 from baton.transport.wire import send_error
 

@@ -17,6 +17,7 @@ from baton.kv.arena import KVArena
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.shards import KVShards, shard_layout, shard_specs
 from baton.rpc.tls import Tls
+from baton.transport.addresses import bind_tcp, join_address
 from baton.transport.block_types import BlockSource, Endpoint
 from baton.transport.blocks.kinds import resolve_kinds
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_server
@@ -26,7 +27,7 @@ from baton.transport.pipe.nixl_read import NixlSource
 from baton.transport.pipe.read_server import ServeLimits, serve_reads
 from baton.transport.pipe.shm_read import require_same_user, send_descriptors, shm_address
 from baton.transport.pipe.vm_read import send_places
-from baton.transport.sockets import Stream, bind_tcp, join_address
+from baton.transport.sockets import Stream
 from baton.transport.tls_stream import tls_from
 from baton.transport.waiting import Wait
 from baton.transport.wire import send_error

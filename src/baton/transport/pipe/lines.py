@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import BatonError, PipeClosedError
+from baton.transport.addresses import bind_tcp, join_address
 from baton.transport.handshake import PURPOSE_MESSAGES, greet_as_client
 from baton.transport.pipe.base import MAX_MESSAGE_BYTES, Pipe, PipeListener
 from baton.transport.pipe.stream import ByteChannel
 from baton.transport.pipe.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
-from baton.transport.sockets import Buffer, Stream, bind_tcp, connect_tcp, join_address
+from baton.transport.sockets import Buffer, Stream, connect_tcp
 from baton.transport.waiting import Flag, Wait
 from baton.transport.wire import BadFrameError, FrameKind, recv_control, send_control, send_error
 

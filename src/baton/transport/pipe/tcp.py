@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from baton.errors import BatonError, PipeClosedError
+from baton.transport.addresses import bind_tcp, join_address
 from baton.transport.handshake import PURPOSE_MESSAGES, greet_as_client, greet_as_server
 from baton.transport.pipe.base import MAX_MESSAGE_BYTES, PipeListener
 from baton.transport.pipe.stream import ByteChannel, StreamPipe
-from baton.transport.sockets import Buffer, Stream, bind_tcp, connect_tcp, join_address
+from baton.transport.sockets import Buffer, Stream, connect_tcp
 from baton.transport.waiting import Flag, Wait
 from baton.transport.wire import send_error
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from baton.errors import InternalError, InvalidRequestError
 from baton.rpc.tls import Tls
+from baton.transport.addresses import split_address
 from baton.transport.block_types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
 from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.transport.moving import SpanMover
@@ -40,7 +41,7 @@ from baton.transport.read_wire import (
     target_views,
     unpack_bits,
 )
-from baton.transport.sockets import Stream, connect_tcp, split_address
+from baton.transport.sockets import Stream, connect_tcp
 from baton.transport.tls_stream import tls_to
 from baton.transport.waiting import EitherFlag, Wait, run_together
 from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_header
