@@ -130,7 +130,7 @@ def test_a_client_that_reads_an_answer_slowly_gets_all_of_it(noted: type[Noted])
             client.sendall(post({"prompt": "def", "max_tokens": 10**5}, b"connection: close"))
             received = bytearray()
             for _ in range(4):  # each time it has taken something when its time would have been over
-                api.wait_until(lambda: noted.made[0].flow.write_paused)
+                api.wait_until(lambda: bool(noted.made) and noted.made[0].flow.write_paused)
                 waiting = noted.made[0]._send_timer
                 received += client.recv(65536)
                 api.wait_until(lambda waiting=waiting: noted.made[0]._send_timer is not waiting)
