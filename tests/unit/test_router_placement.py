@@ -69,6 +69,12 @@ class Cluster:
         event = events_pb2.KvEvent(stored=events_pb2.KvBlocksStored(block_hashes=hashes))
         instance.feed.apply(events_pb2.KvEventBatch(epoch=b"e" * 16, sequence=1, events=[event], snapshot=True))
 
+    def set_down(self, *instances: Instance) -> None:
+        """Say, as a link does, that instances are not usable any more."""
+        for x in instances:
+            x.status = Status.DOWN
+        self.registry._changed()
+
     def loads(self) -> dict[str, tuple[int, int]]:
         return {x.address: (x.load.requests, x.load.tokens) for x in self.registry.instances() if x.load.requests}
 
@@ -122,6 +128,7 @@ async def test_excluded_and_draining_instances_get_nothing(cluster: Cluster) -> 
         assert placement is not None
         assert placement.decode is two
     two.load.observe(common_pb2.LoadReport(draining=True), 4)
+    cluster.registry._changed()  # as the link says that took the report
     assert cluster.placer.place(Ask(PROMPT, exclude={one.identity})) is None
     one.generation += 1
     assert cluster.placer.place(Ask(PROMPT, exclude={("d:1", 1)}), reserve=False) is not None
@@ -149,8 +156,7 @@ async def test_a_restart_while_a_request_runs(cluster: Cluster) -> None:
 
 
 async def test_no_decode_instance(cluster: Cluster) -> None:
-    for x in cluster.registry.ready(Role.DECODE):
-        x.status = Status.DOWN
+    cluster.set_down(*cluster.registry.ready(Role.DECODE))
     assert cluster.placer.place(Ask(PROMPT)) is None
 
 
@@ -302,8 +308,7 @@ async def test_the_kv_store_is_a_candidate_where_loading_is_cheaper_than_computi
     for _ in range(4):
         speeds.observe(Served(slow, "", InstanceId("d:1"), 0.0, 1))
     policy = make_policy("cost_ms", PolicyContext(speeds=speeds))
-    for x in cluster.registry.ready(Role.PREFILL):
-        x.status = Status.DOWN
+    cluster.set_down(*cluster.registry.ready(Role.PREFILL))
     placement = cluster.make_placer(policy, speeds=speeds).place(Ask(PROMPT))
     assert placement is not None
     assert (placement.decode.address, placement.decision.path) == ("d:1", PrefillPath.STORE)
@@ -451,7 +456,7 @@ async def test_an_instance_without_partners_is_used_when_no_other_is_free() -> N
         placement = cluster.placer.place(Ask(PROMPT))
         assert placement is not None
         assert (placement.decode.address, bool(placement.decision.prefill_addresses)) == ("d:2", True)
-    cluster.get("d:2").status = Status.DOWN
+    cluster.set_down(cluster.get("d:2"))
     placement = cluster.placer.place(Ask(PROMPT))
     assert placement is not None
     assert (placement.decode.address, placement.decision.prefill_addresses) == ("d:1", [])

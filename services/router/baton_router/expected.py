@@ -112,6 +112,8 @@ class ExpectedChains:
 
 def _shared(node: _Node, data: bytes, at: int) -> int:
     """Return how many bytes of a node's run agree with ``data`` from ``at`` on; the first block does."""
+    if data.startswith(node.data, at):
+        return len(node.data)
     size = min(len(node.data), len(data) - at)
     if node.data[size - HASH_BYTES : size] == data[at + size - HASH_BYTES : at + size]:
         return size

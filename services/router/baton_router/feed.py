@@ -116,7 +116,12 @@ class EventFeed:
     @property
     def usable(self) -> bool:
         """Whether a match on the slot may count: not if what is known is too old. An empty slot does no harm."""
-        return not self._known or self.age_s <= self._stale_limit_s
+        # What ``age_s`` says, in one step: every request asks this of every instance.
+        if not self._known:
+            return True
+        if self._broken_at is not None:
+            return self._now() - self._broken_at <= self._stale_limit_s
+        return self._silence_s is None or self._now() - self._heard_at <= max(self._silence_s, self._stale_limit_s)
 
     @property
     def age_s(self) -> float:

@@ -74,6 +74,7 @@ class Registry:
         self._static = frozenset((*config.prefill, *config.decode))
         self._instances: dict[str, Instance] = {}
         self._model: ModelInfo | None = None
+        self._ready: dict[Role, list[Instance]] = {}
         self._links: dict[str, tuple[Link, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._found: dict[str, frozenset[str]] = {}
@@ -126,10 +127,14 @@ class Registry:
         return list(self._instances.values())
 
     def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that take new requests."""
-        ready = Status.READY
-        # What ``ready`` of an instance says, without a call for each: this is asked several times per request.
-        return [x for x in self._instances.values() if x.role is role and x.status is ready and not x.load.draining]
+        """Return the instances of a role that take new requests; the list is nobody's to change.
+
+        It is the same list until somebody becomes more or less usable: this is asked several times per request.
+        """
+        ready = self._ready.get(role)
+        if ready is None:
+            ready = self._ready[role] = [x for x in self._instances.values() if x.role is role and x.ready]
+        return ready
 
     def model_info(self) -> ModelInfo:
         """Return what the instances serve; ``max_model_len`` is the least of the decode instances', who own requests.
@@ -164,6 +169,7 @@ class Registry:
 
     def _changed(self) -> None:
         self._model = None
+        self._ready.clear()
         self.room.wake_all()
 
     # --- discovery ---
