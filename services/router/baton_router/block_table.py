@@ -143,7 +143,10 @@ class NativeTable:
         """Return how many leading blocks each of some slots holds."""
         pairs = self._pairs
         found = self._match(self._table, chain, len(chain) // HASH_BYTES, self._set(slots), pairs)
-        return dict(zip(pairs[0 : 2 * found : 2], pairs[1 : 2 * found : 2], strict=True))
+        if not found:
+            return {}
+        flat = pairs[: 2 * found]
+        return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def match_any(self, chain: bytes, groups: Sequence[int]) -> list[int]:
         """Return how many leading blocks each group of slots holds together."""

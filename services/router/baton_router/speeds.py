@@ -58,16 +58,15 @@ class Line:
     Attributes:
         weight: How many observations it stands on.
         at: When the latest one came.
-        fit: The line.
     """
 
-    __slots__ = ("_flat", "_x", "_xx", "_xy", "_y", "at", "fit", "weight")
+    __slots__ = ("_fit", "_flat", "_x", "_xx", "_xy", "_y", "at", "weight")
 
     def __init__(self, *, flat: bool, at: float) -> None:
         self._flat = flat
         self.weight = self._x = self._y = self._xx = self._xy = 0.0
         self.at = at
-        self.fit = Fit(0.0, 0.0)
+        self._fit: Fit | None = Fit(0.0, 0.0)
 
     def add(self, amount: float, ms: float, at: float) -> None:
         """Take an observation."""
@@ -77,7 +76,14 @@ class Line:
         self._xx = _KEEP * self._xx + amount * amount
         self._xy = _KEEP * self._xy + amount * ms
         self.at = at
-        self.fit = self._solve()
+        self._fit = None
+
+    @property
+    def fit(self) -> Fit:
+        """The line through them; drawn when somebody looks, which is less often than there are observations."""
+        if self._fit is None:
+            self._fit = self._solve()
+        return self._fit
 
     def _solve(self) -> Fit:
         n, x, y = self.weight, self._x / self.weight, self._y / self.weight

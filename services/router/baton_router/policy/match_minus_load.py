@@ -63,8 +63,9 @@ class MatchMinusLoad:
         """Nothing to remember."""
 
     def _score(self, side: Side) -> Scores:
-        if not side.ids:
-            return Scores({"match": [], "load": []}, [])
-        price = -self.beta
-        loads = [price * (x if x >= 1.0 else 1.0 + math.log(max(x, _IDLE))) for x in relative_loads(side)]
-        return Scores.of(match=side.match_rates, load=loads)
+        price, loads, totals = -self.beta, [], []
+        for match, x in zip(side.match_rates, relative_loads(side), strict=True):
+            load = price * (x if x >= 1.0 else 1.0 + math.log(max(x, _IDLE)))
+            loads.append(load)
+            totals.append(match + load)
+        return Scores({"match": side.match_rates, "load": loads}, totals)
