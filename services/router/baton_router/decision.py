@@ -8,7 +8,7 @@ the decision itself, and most are never looked at. So this has the message's fie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.api.v1 import common_pb2, router_pb2
@@ -97,7 +97,7 @@ class Decision:
     prefill_order: list[int]
     prefill_addresses: Sequence[str]
     index_state: str
-    _loads: dict[Role, list[float]] = field(default_factory=dict)
+    _loads: dict[Role, list[float]] | None = None
     _candidates: list[DecisionCandidate] | None = None
 
     @property
@@ -146,9 +146,12 @@ class Decision:
 
     def loads(self, role: Role) -> list[float]:
         """Return the relative loads of a role."""
-        loads = self._loads.get(role)
+        known = self._loads
+        if known is None:
+            known = self._loads = {}
+        loads = known.get(role)
         if loads is None:
-            loads = self._loads[role] = relative_loads(self.prefill if role is Role.PREFILL else self.decode)
+            loads = known[role] = relative_loads(self.prefill if role is Role.PREFILL else self.decode)
         return loads
 
     def score_of(self, role: Role, at: int) -> float:

@@ -108,9 +108,12 @@ class EventFeed:
     @property
     def state(self) -> IndexState:
         """How far the slot can be trusted now."""
-        if not self._known or self.age_s > self._stale_limit_s:
+        if not self._known:
             return IndexState.OFF
-        exact = self._cut_at is None and not self._incomplete and not self._partial
+        cut_at = self._cut_at
+        if cut_at is not None and self._now() - cut_at > self._stale_limit_s:
+            return IndexState.OFF
+        exact = cut_at is None and not self._incomplete and not self._partial
         return IndexState.EXACT if exact else IndexState.STALE
 
     @property

@@ -229,7 +229,7 @@ class Placer:
             path=path,
             prefill_order=order,
             prefill_addresses=[x.address for x in chosen],
-            index_state=state.value,
+            index_state=state,
         )
         return Placement(target, chosen, decision, threshold=self._threshold)
 

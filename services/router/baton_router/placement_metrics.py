@@ -21,7 +21,7 @@ class PlacementMetrics:
         self._decisions = metrics.decisions.labels(policy=policy)
         self._prefill_rate = metrics.match_rate.labels(role=Role.PREFILL)
         self._decode_rate = metrics.match_rate.labels(role=Role.DECODE)
-        self._index_use = {state.value: metrics.index_use.labels(state=state.value) for state in IndexState}
+        self._index_use = {str(state): metrics.index_use.labels(state=state.value) for state in IndexState}
 
     def observe(self, decision: Decision, prefill_rate: float | None) -> None:
         """Count a decision; ``prefill_rate``: the match rate of the prefill instance, if one is used."""

@@ -85,6 +85,11 @@ class Line:
             self._fit = self._solve()
         return self._fit
 
+    @property
+    def mean(self) -> float:
+        """The mean time, whatever the amounts."""
+        return self._y / self.weight
+
     def _solve(self) -> Fit:
         n, x, y = self.weight, self._x / self.weight, self._y / self.weight
         variance = max(0.0, self._xx / n - x * x)
@@ -187,7 +192,7 @@ class Speeds:
     @property
     def output_tokens(self) -> float:
         """Tokens that a request generates, on average."""
-        return self.output.fit.base if self.output.weight else 128.0
+        return self.output.mean if self.output.weight else 128.0
 
     def observe(self, served: Served) -> None:
         """Learn from a request that was served."""
