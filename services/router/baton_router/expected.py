@@ -8,6 +8,7 @@ in all before it, so where they part is found by halving.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.hashing import HASH_BYTES, HashChain
 
@@ -40,12 +41,31 @@ class Expectation:
     over: bool = False
 
 
+class _Walk(NamedTuple):
+    """How far a chain follows the tree.
+
+    Attributes:
+        data: The chain.
+        passed: Nodes whose whole run it shares, from the root's child on.
+        at: Bytes of the chain up to the last one's end.
+        below: The node that it shares ``shared`` bytes more with, if there is one; it parts or ends within it.
+    """
+
+    data: bytes
+    passed: list[_Node]
+    at: int
+    below: _Node | None
+    shared: int
+
+
 class ExpectedChains:
     """The tree. Owners are numbers of the caller's; they are never used twice."""
 
     def __init__(self) -> None:
         self._root = _Node(b"", None)
         self._blocks: dict[int, int] = {}
+        self._walked: _Walk | None = None
+        """The latest walk, as long as the tree is the same: what is expected was mostly looked up just before."""
 
     def num_blocks(self, owner: int) -> int:
         """Distinct blocks expected of an owner."""
@@ -53,26 +73,31 @@ class ExpectedChains:
 
     def add(self, owner: int, chain: HashChain) -> Expectation:
         """Expect a whole chain, from its first block on."""
-        node, at, data = self._root, 0, chain.data
-        while at < len(data):
-            below = node.children.get(data[at : at + HASH_BYTES])
-            if below is None:
-                below = _Node(data[at:], node)
-                node.children[data[at : at + HASH_BYTES]] = below
-            shared = _shared(below, data, at)
-            if shared < len(below.data):
-                below = self._split(below, shared)
-            node, at = below, at + shared
-            if owner not in node.counts:
-                node.counts[owner] = 0
-                self._blocks[owner] = self._blocks.get(owner, 0) + node.length
-            node.counts[owner] += 1
+        data, passed, at, below, shared = self._walk(chain.data)
+        self._walked = None
+        if below is not None:
+            passed.append(self._split(below, shared))
+            at += shared
+        node = passed[-1] if passed else self._root
+        if at < len(data):
+            leaf = _Node(data[at:], node)
+            node.children[data[at : at + HASH_BYTES]] = leaf
+            node = leaf
+            passed.append(leaf)
+        for step in passed:
+            counts = step.counts
+            if owner in counts:
+                counts[owner] += 1
+            else:
+                counts[owner] = 1
+                self._blocks[owner] = self._blocks.get(owner, 0) + step.length
         return Expectation(self, owner, node)
 
     def forget(self, expectation: Expectation) -> None:
         """End an expectation."""
         owner, node = expectation.owner, expectation.leaf
         expectation.over = True
+        self._walked = None
         while node.parent is not None:
             node.counts[owner] -= 1
             if not node.counts[owner]:
@@ -87,18 +112,35 @@ class ExpectedChains:
     def match(self, chain: HashChain) -> dict[int, int]:
         """Return per owner how many leading blocks it is expected to hold, if any."""
         depths: dict[int, int] = {}
-        node, at, data = self._root, 0, chain.data
+        if not self._root.children:
+            return depths
+        _, passed, end, below, shared = self._walk(chain.data)
+        at = 0
+        for node in passed:
+            at += len(node.data)
+            depths.update(dict.fromkeys(node.counts, at // HASH_BYTES))
+        if below is not None:
+            depths.update(dict.fromkeys(below.counts, (end + shared) // HASH_BYTES))
+        return depths
+
+    def _walk(self, data: bytes) -> _Walk:
+        walked = self._walked
+        if walked is not None and walked.data is data:
+            return walked
+        node, at = self._root, 0
+        passed: list[_Node] = []
+        below, shared = None, 0
         while at < len(data):
             below = node.children.get(data[at : at + HASH_BYTES])
             if below is None:
                 break
             shared = _shared(below, data, at)
-            at += shared
-            depths.update(dict.fromkeys(below.counts, at // HASH_BYTES))
             if shared < len(below.data):
                 break
-            node = below
-        return depths
+            node, at, below = below, at + shared, None
+            passed.append(node)
+        self._walked = walked = _Walk(data, passed, at, below, shared)
+        return walked
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Cut a node in two and return the upper one; the lower one stays itself, and with it the leaf it may be."""
