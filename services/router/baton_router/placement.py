@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Protocol
 
 from baton.hashing import HashChain, hash_chain, root_hash
@@ -28,7 +27,6 @@ from baton_router.stores import Stores
 
 __all__ = ["Ask", "Fleet", "LowerTiers", "Placement", "Placer"]
 
-_is_tiered = attrgetter("is_tiered")
 _WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
 
 
@@ -135,9 +133,9 @@ class Placer:
             hashes = hash_chain(ask.token_ids, kind.block_size, root_hash(kind.content_key, ask.cache_salt))
             chains.append(_Chain(hashes, kind.block_size))
         for members in (roster.prefill, roster.decode):
-            for feed, kind_at in zip(members.feeds, members.kinds, strict=True):
+            for feed, at in members.places:
                 if feed.usable:
-                    chains[kind_at].slots |= 1 << feed.slot
+                    chains[at].slots |= 1 << feed.slot
         for chain in chains:
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
         return chains
@@ -148,7 +146,7 @@ class Placer:
         prefill = _side(roster.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
         decode = _side(roster.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * ask.num_sequences)
         for side, members in ((prefill, roster.prefill), (decode, roster.decode)):
-            if self._stores or any(map(_is_tiered, members.feeds)):
+            if self._stores or any(feed.is_tiered for feed, _ in members.places):
                 tiers = [self._tiers(x) for x in members.instances]
                 if any(tiers):
                     self._count_tiers(side, [chains[at] for at in members.kinds], tiers, max(1, total))
@@ -260,9 +258,11 @@ class Placer:
 
 def _side(members: Members, chains: list[_Chain], total: int, cost: float) -> Side:
     """Return one role's instances as a policy sees them."""
+    if not members.places:
+        return Side(members.role, [], [], [], [], [], cost)
     work, loads = in_flight(members.books)
     matched = []
-    for feed, at in zip(members.feeds, members.kinds, strict=True):
+    for feed, at in members.places:
         chain = chains[at]
         matched.append(chain.depths.get(feed.slot, 0) * chain.block_size)
     whole = max(1, total)

@@ -63,9 +63,9 @@ class MatchMinusLoad:
         """Nothing to remember."""
 
     def _score(self, side: Side) -> Scores:
-        price, loads, totals = -self.beta, [], []
-        for match, x in zip(side.match_rates, relative_loads(side), strict=True):
+        price, rates, loads, totals = -self.beta, side.match_rates, [], []
+        for at, x in enumerate(relative_loads(side)):
             load = price * (x if x >= 1.0 else 1.0 + math.log(max(x, _IDLE)))
             loads.append(load)
-            totals.append(match + load)
-        return Scores({"match": side.match_rates, "load": loads}, totals)
+            totals.append(rates[at] + load)
+        return Scores({"match": rates, "load": loads}, totals)
