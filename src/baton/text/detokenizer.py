@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 
 from baton.text.tokenizer import Tokenizer
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 8
 """Tokens a character may be spread over; more are no character that will ever be completed (UTF-8 needs 4 bytes)."""
@@ -32,17 +31,19 @@ class IncrementalDetokenizer:
                 are enough. Without, a tokenizer that drops the space at the start of a text drops it here.
         """
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        shown = [token_id for token_id in context if token_id not in self._hidden]
         self._decoder: _BytesDecoder | _WindowDecoder
         if tokenizer.scheme is not None:
-            self._decoder = _BytesDecoder(tokenizer, 0 if shown else tokenizer.scheme.strip_start)
+            strip = tokenizer.scheme.strip_start
+            self._decoder = _BytesDecoder(tokenizer, strip if strip and not self._shown(context) else 0)
         else:
-            self._decoder = _WindowDecoder(tokenizer, shown[-_MAX_HELD:])
+            self._decoder = _WindowDecoder(tokenizer, self._shown(context)[-_MAX_HELD:])
+
+    def _shown(self, ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id not in self._hidden]
 
     def push(self, ids: Sequence[int]) -> str:
         """Take more ids and return the text that is complete with them."""
-        hidden = self._hidden
-        return self._decoder.push([token_id for token_id in ids if token_id not in hidden])
+        return self._decoder.push(ids if self._hidden.isdisjoint(ids) else self._shown(ids))
 
     def flush(self) -> str:
         """Return what was held back: no more ids come. Bytes that are no character become U+FFFD."""
@@ -52,19 +53,26 @@ class IncrementalDetokenizer:
 class _BytesDecoder:
     """For tokenizers whose text is the concatenation of their tokens' bytes."""
 
-    __slots__ = ("_strip", "_token_bytes", "_utf8")
+    __slots__ = ("_held", "_strip", "_token_bytes")
 
     def __init__(self, tokenizer: Tokenizer, strip: int) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._utf8 = _UTF8(errors="replace")
+        self._held = b""
         self._strip = strip
 
     def push(self, ids: Iterable[int]) -> str:
-        text = self._utf8.decode(b"".join(map(self._token_bytes, ids)))
+        data = self._held + b"".join(map(self._token_bytes, ids))
+        # What an incremental decoder calls: one of those for each sequence costs more than the decoding.
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
         return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
-        return self._stripped(self._utf8.decode(b"", final=True))
+        if not self._held:
+            return ""
+        text, _ = utf_8_decode(self._held, "replace", True)
+        self._held = b""
+        return self._stripped(text) if self._strip else text
 
     def _stripped(self, text: str) -> str:
         """Drop the spaces at the start of the whole text that the tokenizer put there."""

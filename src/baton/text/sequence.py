@@ -101,7 +101,7 @@ class SequenceText:
         self._include_stop = include_stop
         self._matcher = None if stops is None else StopStringMatcher(stops, include_stop)
         self._min_tokens = sampling.min_tokens
-        self._own_stops = frozenset(sampling.stop_token_ids)
+        self._own_stops = sampling.stop_token_ids
         self._with_offsets = sampling.logprobs is not None
         self._count = 0
         self._chars = 0
@@ -117,13 +117,11 @@ class SequenceText:
         ids = delta.token_ids
         # The token that ended the sequence is one of its tokens, but, as a stop string, none of its text.
         hidden = delta.stop_token_id is not None and not self._include_stop and ids[-1:] == [delta.stop_token_id]
-        shown = len(ids) - 1 if hidden else len(ids)
-        out = TextDelta(delta.index, "", ids, delta.logprobs, finish_reason=delta.finish_reason)
+        out = TextDelta(delta.index, "", ids, delta.logprobs, [], delta.finish_reason)
         if self._matcher is None and not self._with_offsets:
-            out.text = self._detokenizer.push(ids[:shown] if hidden else ids)
-            self._count += len(ids)
+            out.text = self._detokenizer.push(ids[:-1] if hidden else ids)
         else:
-            self._push_one_by_one(out, shown)
+            self._push_one_by_one(out, len(ids) - hidden)
         if out.finish_reason is not None:
             self._end(out, delta.stop_token_id)
         return out
@@ -152,13 +150,16 @@ class SequenceText:
 
     def _end(self, out: TextDelta, stop_token_id: int | None) -> None:
         self.ended = True
-        if not self.stopped_by_string:
-            out.text += self._match(self._detokenizer.flush())
-        if self._matcher is not None and self._matcher.matched is not None:
-            out.finish_reason = FinishReason.STOP
-            out.stop_reason = self._matcher.matched
-            return
-        if self._matcher is not None:
-            out.text += self._matcher.flush()
+        matcher = self._matcher
+        if matcher is None:
+            out.text += self._detokenizer.flush()
+        else:
+            if matcher.matched is None:
+                out.text += self._match(self._detokenizer.flush())
+            if matcher.matched is not None:
+                out.finish_reason = FinishReason.STOP
+                out.stop_reason = matcher.matched
+                return
+            out.text += matcher.flush()
         if stop_token_id in self._own_stops:
             out.stop_reason = stop_token_id
