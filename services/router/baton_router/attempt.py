@@ -164,22 +164,23 @@ def _failed(end: CallEnded, instance: Instance) -> AttemptFailed:
 
 def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: Instance) -> Message:
     deltas = []
-    for item in message.deltas:
-        if item.index >= len(indices):
-            text = f"{instance.instance_id} sent tokens of sequence {item.index}, which nobody asked for"
+    for item in message.deltas[:]:  # a list of what a repeated field holds is quicker to walk than the field
+        index = item.index
+        if index >= len(indices):
+            text = f"{instance.instance_id} sent tokens of sequence {index}, which nobody asked for"
             raise AttemptFailed(InternalError(text), "protocol")
-        finish = finish_from_pb(item.finish_reason) if item.finish_reason else None
+        finish = finish_from_pb(item.finish_reason)
         if finish is FinishReason.ERROR:
             raise AttemptFailed(InternalError(f"{instance.instance_id}: {item.error or 'the request failed'}"), "error")
         if finish is FinishReason.ABORT and instance.load.draining:
             raise AttemptFailed(UnavailableError(f"{instance.instance_id} is draining"), "draining")
         deltas.append(
             RoutedDelta(
-                index=indices[item.index],
-                token_ids=list(item.token_ids),
-                logprobs=[logprob_from_pb(x) for x in item.logprobs] if item.logprobs else [],
-                finish_reason=finish,
-                stop_token_id=item.stop_token_id if item.HasField("stop_token_id") else None,
+                indices[index],
+                item.token_ids[:],
+                [logprob_from_pb(x) for x in logprobs] if (logprobs := item.logprobs) else [],
+                finish,
+                item.stop_token_id if item.HasField("stop_token_id") else None,
             )
         )
     trace = None
@@ -187,5 +188,5 @@ def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: In
         trace = message.trace
         if not trace.decode_instance:
             trace.decode_instance = instance.instance_id
-    prompt_logprobs = prompt_logprobs_from_pb(list(message.prompt_logprobs)) if message.prompt_logprobs else None
-    return Message(deltas, trace, prompt_logprobs)
+    prompt_logprobs = message.prompt_logprobs
+    return Message(deltas, trace, prompt_logprobs_from_pb(list(prompt_logprobs)) if prompt_logprobs else None)

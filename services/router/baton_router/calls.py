@@ -192,17 +192,18 @@ class CallStream(ABC):
 
     def _sort(self, message: worker_pb2.GenerateManyResponse, touched: dict[int, Call]) -> None:
         calls = self._calls
-        for key, token_id in zip(message.token_calls, message.token_ids, strict=True):
+        # Lists of what repeated fields hold are quicker to walk than the fields.
+        for key, token_id in zip(message.token_calls[:], message.token_ids[:], strict=True):
             call = calls.get(key)
             if call is not None:
                 touched[key] = call
                 call.put(token_id)
-        for item in message.messages:
+        for item in message.messages[:]:
             call = calls.get(item.call)
             if call is not None:
                 touched[item.call] = call
                 call.put(item.response)
-        for end in message.ends:
+        for end in message.ends[:]:
             call = calls.pop(end.call, None)
             if call is not None:
                 touched[end.call] = call

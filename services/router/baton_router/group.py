@@ -52,7 +52,10 @@ class Group:
     @property
     def num_tokens(self) -> int:
         """Tokens that were handed on of all of them."""
-        return sum(len(s.token_ids) for s in self.sequences)
+        count = 0
+        for s in self.sequences:
+            count += len(s.token_ids)
+        return count
 
     @property
     def started(self) -> bool:

@@ -20,7 +20,7 @@ import time
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableError
-from baton.rpc.convert import sampling_to_pb
+from baton.rpc.convert import encode_sampling, sampling_to_pb
 from baton.seeds import sequence_seed
 from baton.token_ids import pack_ids, token_ids, varint
 from baton.types import FinishReason, Role, SamplingParams
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _MAX_ID_CHARS = 240
 """Of a request's id that instances see: they take 256, with room for the number of the call."""
 _PROMPT_TAG = bytes([worker_pb2.GenerateRequest.PROMPT_TOKEN_IDS_FIELD_NUMBER << 3 | 2])
+_SAMPLING_TAG = bytes([worker_pb2.GenerateRequest.SAMPLING_FIELD_NUMBER << 3 | 2])
 _SAME_AGAIN_S = 0.5
 """After a connection broke: how long an instance that is still ready then, and nobody else, is not tried again."""
 
@@ -99,6 +100,7 @@ class RequestRun:
         group = Group(self._sequences)
         placement = self._choose(group) or await self._place(group)
         message = self._message(group, placement)
+        message.sampling.CopyFrom(sampling_to_pb(self._sampling(group)))
         message.prompt_token_ids.extend(self._request.prompt_token_ids)
         return placement, message
 
@@ -158,14 +160,17 @@ class RequestRun:
         self._context.decisions.placed(self._request.request_id, placement.decision)
         attempt = GroupAttempt(self, group, placement, self._traces.attempt())
         self._attempts.add(attempt)
-        attempt.start(self._context.sessions, self._encoded(self._message(group, placement)))
+        attempt.start(self._context.sessions, self._encoded(group, placement))
         if self._held:
             attempt.hold(True)
 
-    def _encoded(self, message: worker_pb2.GenerateRequest) -> bytes:
-        """Return a message with the prompt, which is put into it as bytes: a field of its own behind all others."""
-        packed = pack_ids(self._request.prompt_token_ids)
-        return message.SerializeToString() + _PROMPT_TAG + varint(len(packed)) + packed
+    def _encoded(self, group: Group, placement: Placement) -> bytes:
+        """Return what the instance is sent: sampling and prompt are bytes already, as fields behind all others."""
+        others = self._message(group, placement).SerializeToString()
+        sampling = encode_sampling(self._sampling(group))
+        prompt = pack_ids(self._request.prompt_token_ids)
+        tagged_sampling = _SAMPLING_TAG + varint(len(sampling)) + sampling
+        return others + tagged_sampling + _PROMPT_TAG + varint(len(prompt)) + prompt
 
     # --- what an attempt tells ---
 
@@ -205,7 +210,7 @@ class RequestRun:
 
     def go_on(self, group: Group) -> None:
         """A group's shares are given back, and it may go on."""
-        if group.started and len(group.sequences) > 1 and group.has_open():
+        if len(group.sequences) > 1 and group.started and group.has_open():
             for s in group.open:
                 self._go_on(Group([s], set(group.excluded), group.full, group.last, group.failures))
         else:
@@ -214,12 +219,12 @@ class RequestRun:
     def _exhausted(self, group: Group) -> RoutedChunk | None:
         """End sequences that have all their tokens but broke off before they were told to have ended."""
         limit = self._request.sampling.max_tokens
-        done = [s for s in group.open if limit is not None and len(s.token_ids) >= limit]
-        for s in done:
-            self._close(s)
-        if not done:
-            return None
-        return self._chunk([RoutedDelta(s.index, [], finish_reason=FinishReason.LENGTH) for s in done], None, None)
+        deltas = []
+        for s in group.sequences:
+            if limit is not None and len(s.token_ids) >= limit and not s.finished:
+                self._close(s)
+                deltas.append(RoutedDelta(s.index, [], finish_reason=FinishReason.LENGTH))
+        return self._chunk(deltas, None, None) if deltas else None
 
     # --- placing ---
 
@@ -297,19 +302,24 @@ class RequestRun:
     # --- one attempt ---
 
     def _message(self, group: Group, placement: Placement) -> worker_pb2.GenerateRequest:
+        """Return what the instance is sent, but for sampling and prompt. What is empty isn't set, which takes time."""
         request, first = self._request, group.sequences[0]
         self._calls += 1
         # Unique among live requests, also beside a call of ours that its instance has not yet seen cancelled.
         request_id = request.request_id[-_MAX_ID_CHARS:]
         message = worker_pb2.GenerateRequest(
-            request_id=request_id if self._calls == 1 else f"{request_id}~{self._calls}",
-            output_token_ids=first.token_ids if len(group.sequences) == 1 else (),
-            sampling=sampling_to_pb(self._sampling(group)),
-            prefill_candidates=[x.address for x in placement.prefill],
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            tenant=request.account.message if request.account is not None else None,
+            request_id=request_id if self._calls == 1 else f"{request_id}~{self._calls}"
         )
+        if len(group.sequences) == 1 and first.token_ids:
+            message.output_token_ids.extend(first.token_ids)
+        if placement.prefill:
+            message.prefill_candidates.extend([x.address for x in placement.prefill])
+        if request.cache_salt:
+            message.cache_salt = request.cache_salt
+        if request.priority:
+            message.priority = request.priority
+        if request.account is not None and request.account.message is not None:
+            message.tenant.CopyFrom(request.account.message)
         if (threshold := placement.remote_threshold) is not None:
             message.remote_prefill_threshold = threshold
         return message

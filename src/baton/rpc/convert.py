@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
 from baton.api.v1 import common_pb2
 from baton.errors import InternalError, InvalidRequestError
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
+from baton.token_ids import varint
 from baton.types import FinishReason, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
 
 _ROLES: dict[Role, common_pb2.Role.ValueType] = {
@@ -28,6 +33,11 @@ _PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
 _PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+_SETTINGS = ("n", *_WITH_DEFAULT, *_PLAIN, "logprobs", "prompt_logprobs")
+"""What callers choose among a few values: neither lists nor what may differ from request to request."""
+_settings_of = attrgetter(*_SETTINGS)
+_MAX_TOKENS_TAG = bytes([common_pb2.SamplingParams.MAX_TOKENS_FIELD_NUMBER << 3])
+_SEED_TAG = bytes([common_pb2.SamplingParams.SEED_FIELD_NUMBER << 3])
 
 
 def role_to_pb(role: Role) -> common_pb2.Role.ValueType:
@@ -108,6 +118,23 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     if params.prompt_logprobs is not None:
         message.prompt_logprobs = params.prompt_logprobs
     return message
+
+
+def encode_sampling(params: SamplingParams) -> bytes:
+    """Return what :func:`sampling_to_pb` returns, serialized; most requests' settings were serialized before."""
+    if params.stop_token_ids or params.logit_bias:
+        return sampling_to_pb(params).SerializeToString()
+    encoded = _encoded_settings(_settings_of(params))
+    if params.max_tokens is not None:
+        encoded += _MAX_TOKENS_TAG + varint(params.max_tokens)
+    if params.seed is not None:
+        encoded += _SEED_TAG + varint(params.seed)
+    return encoded
+
+
+@lru_cache(maxsize=256)
+def _encoded_settings(values: tuple[Any, ...]) -> bytes:
+    return sampling_to_pb(SamplingParams(**dict(zip(_SETTINGS, values, strict=True)))).SerializeToString()
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams, *, stop: tuple[str, ...] = ()) -> SamplingParams:
