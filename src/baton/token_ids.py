@@ -25,6 +25,7 @@ else:
 
 _MAX_ID = 2**32 - 1
 _SCRATCH_WORDS = 65_536
+_SPAN_WORDS = 2
 _own = threading.local()
 _MOST_BYTES = 5
 """That a varint of 32 bits can take."""
@@ -54,7 +55,7 @@ def pack_ids(ids: TokenIds) -> bytes:
         return python_pack(ids)
     address, count = ids.buffer_info()
     scratch = _scratch(-(-_MOST_BYTES * count // 4))
-    return ctypes.string_at(scratch, library.baton_pack_ids(address, count, scratch))
+    return scratch.view[: library.baton_pack_ids(address, count, scratch.address)].tobytes()
 
 
 def python_pack(ids: Sequence[int]) -> bytes:
@@ -92,25 +93,35 @@ def find_ids(text: bytes, key: bytes) -> tuple[TokenIds, bytes] | None:
     library = _library()
     if library is None:
         return None
-    room = len(text) // 2  # an id takes two bytes of text at least
-    scratch, span = _scratch(room), (ctypes.c_uint64 * 3)()
-    if not library.baton_find_ids(text, len(text), key, len(key), scratch, room, span):
+    room = _SPAN_WORDS + len(text) // 2  # an id takes two bytes of text at least
+    scratch = _scratch(room)
+    behind = library.baton_find_ids(text, len(text), key, len(key), scratch.address, room)
+    if not behind:
         return None
-    begin, end, count = span
-    return array("I", ctypes.string_at(scratch, 4 * count)), text[: begin + 1] + text[end - 1 :]
+    words = scratch.words
+    return words[_SPAN_WORDS:behind], text[: words[0] + 1] + text[words[1] - 1 :]
 
 
-def _scratch(words: int) -> int:
-    """Return where this thread may write so many 32-bit words, until it asks again: memory that is warm."""
+class _Scratch:
+    """Memory that the helper in C writes into: as words, as bytes and its address."""
+
+    __slots__ = ("address", "view", "words")
+
+    def __init__(self, words: int) -> None:
+        self.words = array("I", bytes(4 * words))
+        self.view = memoryview(self.words).cast("B")
+        self.address = self.words.buffer_info()[0]
+
+
+def _scratch(words: int) -> _Scratch:
+    """Return so many 32-bit words at least, which are this thread's until it asks again: memory that is warm."""
     if words > _SCRATCH_WORDS:
-        _own.large = array("I", bytes(4 * words))
-        return int(_own.large.buffer_info()[0])
+        return _Scratch(words)
     try:
-        return int(_own.address)
+        found: _Scratch = _own.scratch
     except AttributeError:
-        _own.small = array("I", bytes(4 * _SCRATCH_WORDS))
-        _own.address = _own.small.buffer_info()[0]
-        return int(_own.address)
+        found = _own.scratch = _Scratch(_SCRATCH_WORDS)
+    return found
 
 
 @functools.cache
@@ -125,7 +136,7 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
     for name, result, *arguments in (
         ("pack_ids", size, pointer, size, pointer),
         ("max_id", ctypes.c_uint32, pointer, size),
-        ("find_ids", ctypes.c_int, text, size, text, size, pointer, size, pointer),
+        ("find_ids", size, text, size, text, size, pointer, size),
     ):
         function = getattr(library, f"baton_{name}")
         function.restype, function.argtypes = result, arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from array import array
 from typing import Any
@@ -16,7 +17,10 @@ from baton import token_ids as module
 from baton.api.v1 import worker_pb2
 from baton.token_ids import find_ids, max_id, native, pack_ids, python_pack, token_ids, varint
 
-IDS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
+SIZES = (10, 2**7, 2**14, 10**5, 2**21, 10**7, 10**8, 2**28, 2**32)
+"""Where ids get longer, as text or packed."""
+ID = st.sampled_from(SIZES).flatmap(lambda size: st.integers(0, size - 1) | st.just(size - 1) | st.just(size % 2**32))
+IDS = st.lists(ID, min_size=1, max_size=50)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 VALUES = st.recursive(SCALARS, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x, max_size=3))
 BODIES = st.dictionaries(st.text(max_size=8) | st.sampled_from(["prompt", "model"]), VALUES, max_size=5)
@@ -105,6 +109,33 @@ def test_what_is_found_is_what_a_parser_finds(body: dict[str, Any]) -> None:
 )
 def test_what_is_no_list_of_ids_is_left_to_the_parser(text: bytes) -> None:
     assert find_ids(text, b"prompt") is None
+
+
+@needs_compiler
+@given(
+    st.lists(ID.map(str) | st.text("0123456789", max_size=12) | st.sampled_from(["-1", "1e3", "1.5", "+1", "x"])),
+    st.lists(st.text(", \n\t", max_size=3) | st.sampled_from([",", ", "]), min_size=1),
+    st.sampled_from(["}", ',"a":1}', " }\n"]),
+)
+@settings(deadline=None)
+def test_a_list_is_read_as_a_parser_reads_it(items: list[str], between: list[str], rest: str) -> None:
+    text = '{"prompt":[' + "".join(map("".join, zip(items, itertools.cycle(between), strict=False))) + "]" + rest
+    _agree(text)
+    _agree('{"prompt":[' + between[0].join(items) + "]" + rest)
+
+
+def _agree(text: str) -> None:
+    found = find_ids(text.encode(), b"prompt")
+    try:
+        ids = json.loads(text)["prompt"]
+    except json.JSONDecodeError:
+        assert found is None
+        return
+    if ids and all(type(item) is int and 0 <= item < 2**32 for item in ids):
+        assert found is not None
+        assert list(found[0]) == ids
+    else:
+        assert found is None
 
 
 @needs_compiler
