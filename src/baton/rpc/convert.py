@@ -10,7 +10,6 @@ from baton.api.v1 import common_pb2
 from baton.errors import InternalError, InvalidRequestError
 from baton.kv.fingerprint import Fingerprint
 from baton.kv.layout import LayerShape
-from baton.token_ids import varint
 from baton.types import FinishReason, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
 
 _ROLES: dict[Role, common_pb2.Role.ValueType] = {
@@ -36,8 +35,6 @@ _PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty
 _SETTINGS = ("n", *_WITH_DEFAULT, *_PLAIN, "logprobs", "prompt_logprobs")
 """What callers choose among a few values: neither lists nor what may differ from request to request."""
 _settings_of = attrgetter(*_SETTINGS)
-_MAX_TOKENS_TAG = bytes([common_pb2.SamplingParams.MAX_TOKENS_FIELD_NUMBER << 3])
-_SEED_TAG = bytes([common_pb2.SamplingParams.SEED_FIELD_NUMBER << 3])
 
 
 def role_to_pb(role: Role) -> common_pb2.Role.ValueType:
@@ -124,12 +121,9 @@ def encode_sampling(params: SamplingParams) -> bytes:
     """Return what :func:`sampling_to_pb` returns, serialized; most requests' settings were serialized before."""
     if params.stop_token_ids or params.logit_bias:
         return sampling_to_pb(params).SerializeToString()
-    encoded = _encoded_settings(_settings_of(params))
-    if params.max_tokens is not None:
-        encoded += _MAX_TOKENS_TAG + varint(params.max_tokens)
-    if params.seed is not None:
-        encoded += _SEED_TAG + varint(params.seed)
-    return encoded
+    others = common_pb2.SamplingParams(max_tokens=params.max_tokens, seed=params.seed)
+    # The bytes of two messages, joined, are one with the fields of both.
+    return _encoded_settings(_settings_of(params)) + others.SerializeToString()
 
 
 @lru_cache(maxsize=256)
