@@ -1,5 +1,5 @@
 # The one entry point: `make demo` and `make test` need nothing done before.
-PYTHON ?= python3
+PYTHON ?= $$(scripts/find_python.sh)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
