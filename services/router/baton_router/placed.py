@@ -116,11 +116,11 @@ class Placement:
         sequences = max(1, self.decode_hold.requests if self.decode_hold is not None else 1)
         held = self.prefill_hold is not None
         return Served(
-            trace=trace,
-            prefill=self.decision.prefill_instance if held else "",
-            decode=self.decode.instance_id,
-            ahead=self.ahead,
-            running=self.running,
-            tokens=1 + (self._tokens - first) / sequences,
-            decode_s=self._last - began,
+            trace,
+            self.decision.prefill_instance if held else "",
+            self.decode.instance_id,
+            self.ahead,
+            self.running,
+            1 + (self._tokens - first) / sequences,
+            self._last - began,
         )

@@ -213,23 +213,16 @@ class Placer:
             missing = request.tokens - decode.matched[choice.decode]
             path = PrefillPath.LOCAL if missing < self._threshold else PrefillPath.REMOTE
         target = roster.decode.instances[choice.decode]
-        chosen = [roster.prefill.instances[at] for at in order]
+        chosen = [roster.prefill.instances[at] for at in order] if order else []
         state = target.feed.state
         if chosen and (other := chosen[0].feed.state) is not state:
             state = next(x for x in _WORST_FIRST if x in (state, other))
+        # By position, as all that is made per request: named arguments of a class go through a dict.
+        addresses = [x.address for x in chosen] if chosen else []
         decision = Decision(
-            prompt_tokens=request.tokens,
-            policy=self._policy.name,
-            prefill=prefill,
-            decode=decode,
-            ratings=ratings,
-            choice=choice,
-            path=path,
-            prefill_order=order,
-            prefill_addresses=[x.address for x in chosen],
-            index_state=state,
+            request.tokens, self._policy.name, prefill, decode, ratings, choice, path, order, addresses, state
         )
-        return Placement(target, chosen, decision, threshold=self._threshold)
+        return Placement(target, chosen, decision, self._threshold)
 
     def _reserve(self, request: Request, placement: Placement, roster: Roster, chains: list[_Chain]) -> None:
         decision = placement.decision
