@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from tests.integration.test_router_dispatch import Router, World, make_request, run
 from tests.integration.test_router_process import Process, router
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 
 from baton.api.v1 import common_pb2, router_pb2
@@ -249,7 +250,7 @@ async def test_tenants_do_not_share_matches(world: World) -> None:
     decodes[0].store(PROMPT, "tenant a")
     await router.until(lambda: router.instance(decodes[0]).feed.num_blocks == 8)
     for salt, rate in (("tenant a", 1.0), ("tenant b", 0.0), ("", 0.0)):
-        decision = await router.dispatcher.route(replace(make_request(), cache_salt=salt))
+        decision = await router.dispatcher.route(msgspec.structs.replace(make_request(), cache_salt=salt))
         assert max(c.match_rate for c in decision.candidates) == rate
 
 
@@ -369,7 +370,8 @@ async def test_right_answers_while_instances_die_and_come_back(world: World, see
         for i in range(40)
     ]
     requests = [
-        replace(r, sampling=r.sampling.replace(n=rng.choice([1, 1, 3]), seed=i)) for i, r in enumerate(requests)
+        msgspec.structs.replace(r, sampling=r.sampling.replace(n=rng.choice([1, 1, 3]), seed=i))
+        for i, r in enumerate(requests)
     ]
     jobs = [asyncio.create_task(run(router, r)) for r in requests]
     kills = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from tests.integration.test_router_dispatch import World, make_request, run
 from tests.scripted import ScriptedDispatcher

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +114,7 @@ def test_weights_divide_what_is_served(make: Maker) -> None:
     for tenant in "ab":
         for _ in range(400):
             item = make(tenant, 100)
-            item.request = dataclasses.replace(item.request, account=accounts.identify(f"Bearer {tenant}"))
+            item.request = msgspec.structs.replace(item.request, account=accounts.identify(f"Bearer {tenant}"))
             queue.add(item)
     for _ in range(400):
         served[queue.take().request.tenant] += 1

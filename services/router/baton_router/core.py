@@ -1,10 +1,15 @@
-"""The seam of the router: above it text (HTTP, gRPC, tokenizer), below it placement (index, policy, streams)."""
+"""The seam of the router: above it text (HTTP, gRPC, tokenizer), below it placement (index, policy, streams).
+
+What is made per request or token is a ``msgspec.Struct``: a dataclass takes two to four times as long to make.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from baton.api.v1 import common_pb2
 from baton.token_ids import TokenIds
@@ -13,8 +18,7 @@ from baton_router.accounts import Account
 from baton_router.decision import Decision
 
 
-@dataclass(slots=True)  # made per request: frozen ones cost three times as much
-class RoutedRequest:
+class RoutedRequest(msgspec.Struct):
     """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated.
 
     Attributes:
@@ -40,19 +44,17 @@ class RoutedRequest:
     account: Account | None = None
 
 
-@dataclass(slots=True)  # made per token: frozen ones cost three times as much
-class RoutedDelta:
+class RoutedDelta(msgspec.Struct):
     """New tokens of one of the request's sequences."""
 
     index: int
     token_ids: list[int]
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
 
-@dataclass(slots=True)  # made per token: frozen ones cost three times as much
-class RoutedChunk:
+class RoutedChunk(msgspec.Struct):
     """What one message of the decode instance brought.
 
     Attributes:

@@ -8,8 +8,9 @@ the decision itself, and most are never looked at. So this has the message's fie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from baton.api.v1 import common_pb2, router_pb2
 from baton.rpc.convert import path_to_pb, role_to_pb
@@ -71,8 +72,7 @@ class DecisionCandidate:
         return self._decision.terms_of(self._side.role, self._at)
 
 
-@dataclass(eq=False, slots=True)
-class Decision:
+class Decision(msgspec.Struct, eq=False):
     """What was chosen, from what; field by field as in ``RouteDecision``.
 
     Attributes:

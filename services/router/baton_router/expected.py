@@ -7,28 +7,27 @@ in all before it, so where they part is found by halving.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from baton.hashing import HASH_BYTES, HashChain
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
+class _Node(msgspec.Struct, eq=False):
     """A run of blocks; ``counts``: expectations per owner that reach its end."""
 
     data: bytes
     parent: _Node | None
-    children: dict[bytes, _Node] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
+    children: dict[bytes, _Node] = msgspec.field(default_factory=dict)
+    counts: dict[int, int] = msgspec.field(default_factory=dict)
 
     @property
     def length(self) -> int:
         return len(self.data) // HASH_BYTES
 
 
-@dataclass(slots=True, eq=False)
-class Expectation:
+class Expectation(msgspec.Struct, eq=False):
     """A chain that an owner is expected to hold; give it back once with :meth:`ExpectedChains.forget`.
 
     Attributes:

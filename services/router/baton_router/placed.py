@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +21,7 @@ _NEVER_REMOTE = 2**31 - 1
 """As threshold: no prompt is so long that decode would ask a prefill instance."""
 
 
-@dataclass(slots=True)  # made per request: frozen ones cost three times as much
-class Ask:
+class Ask(msgspec.Struct):
     """What is to be placed.
 
     Attributes:

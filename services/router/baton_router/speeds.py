@@ -18,8 +18,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from baton.api.v1 import common_pb2
 from baton.types import InstanceId
@@ -150,8 +151,7 @@ class Lines(Generic[K]):
         ]
 
 
-@dataclass(slots=True)
-class Served:
+class Served(msgspec.Struct):
     """A request as the router saw it, from placement to its end.
 
     Attributes:

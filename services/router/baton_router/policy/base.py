@@ -8,8 +8,9 @@ speaks for one of its two alone, so 16 x 16 pairs cost a policy 32 numbers, not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from baton.types import InstanceId, Role
 from baton_router.load import LoadBook
@@ -19,8 +20,7 @@ _SMOOTHING = 0.25
 1.0 balances too late, 0 gives up a tenth of the hits while the cluster is nearly idle."""
 
 
-@dataclass(slots=True)  # made per request: frozen ones cost three times as much
-class Request:
+class Request(msgspec.Struct):
     """The request that is to be placed.
 
     Attributes:
@@ -40,8 +40,7 @@ class Request:
     threshold: int | None = None
 
 
-@dataclass(slots=True)
-class Side:
+class Side(msgspec.Struct):
     """The instances of one role that can be chosen, as parallel lists: entry ``i`` of each is of instance ``i``.
 
     Attributes:
@@ -73,8 +72,7 @@ class Side:
         return len(self.ids)
 
 
-@dataclass(slots=True)
-class Scores:
+class Scores(msgspec.Struct):
     """One number per instance of a side, higher is better, and the named terms that add up to it."""
 
     terms: dict[str, list[float]]
@@ -95,8 +93,7 @@ class Scores:
         return {name: values[at] for name, values in self.terms.items()}
 
 
-@dataclass(slots=True)
-class Pairs:
+class Pairs(msgspec.Struct):
     """What speaks for a pair beyond what speaks for each of its two.
 
     Attributes:
@@ -108,8 +105,7 @@ class Pairs:
     explain: Callable[[int, int], dict[str, float]]
 
 
-@dataclass(slots=True)
-class Ratings:
+class Ratings(msgspec.Struct):
     """A policy's answer.
 
     The score of the pair ``(p, d)`` is ``prefill[p] + decode[d] + pairs[d][p]``; of the prefill on ``d`` itself

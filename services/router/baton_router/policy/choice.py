@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from baton.types import PrefillPath
 from baton_router.policy.base import Ratings
 
 
-@dataclass(slots=True)  # made per request: frozen ones cost three times as much
-class Choice:
+class Choice(msgspec.Struct):
     """Where a request goes.
 
     Attributes:
