@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
+
+import msgspec
 
 from baton.api.v1 import common_pb2
 from baton_router.decision import Decision
@@ -26,8 +27,7 @@ _MAX_NUMBERS = 500_000
 there are fewer decisions."""
 
 
-@dataclass(slots=True)
-class DecisionRecord:
+class DecisionRecord(msgspec.Struct):
     """One request: where it was placed and how it went.
 
     Attributes:
@@ -47,7 +47,7 @@ class DecisionRecord:
     request_id: str
     began: float
     prompt_tokens: int
-    placements: list[tuple[float, Decision]] = field(default_factory=list)
+    placements: list[tuple[float, Decision]] = msgspec.field(default_factory=list)
     trace: common_pb2.RequestTrace | None = None
     clock: GenerationClock | None = None
     tenant: str = ""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
@@ -56,8 +57,7 @@ class Limits:
     no_instance_s: float = 5.0
 
 
-@dataclass(eq=False, slots=True)
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """A request's leave to run; give it back with ``Admission.leave``.
 
     Attributes:
