@@ -145,7 +145,37 @@ def test_no_connection_is_idle_behind_an_answer_that_came_at_once(api: Served, n
         client.sendall(post({"prompt": 5}) + post({"prompt": "def"}))
         assert client.recv(100).startswith(b"HTTP/1.1 400")
         api.wait_until(lambda: api.dispatcher.open_streams == 1)
-        assert noted.made[0].timeout_keep_alive_task is None
+        assert noted.made[0]._idle_since is None
+
+
+def test_a_connection_is_idle_from_its_latest_answer_on(api: Served, noted: type[Noted]) -> None:
+    with connect(api) as client:
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: bool(noted.made) and noted.made[0]._idle_since is not None)
+        connection = noted.made[0]
+        timer = connection.timeout_keep_alive_task
+        connection.loop.call_soon_threadsafe(connection.timeout_keep_alive_handler)  # of an answer long before
+        api.wait_until(lambda: connection.timeout_keep_alive_task not in (None, timer))
+        assert not connection.transport.is_closing()
+        connection.timeout_keep_alive = 0
+        connection.loop.call_soon_threadsafe(connection.timeout_keep_alive_handler)
+        while client.recv(65536):
+            pass
+        api.wait_until(lambda: not api.server.server_state.connections)
+
+
+def test_no_request_is_cut_off_because_the_one_before_is_long_ago(api: Served, noted: type[Noted]) -> None:
+    with connect(api) as client:
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: bool(noted.made) and noted.made[0]._idle_since is not None)
+        connection = noted.made[0]
+        api.dispatcher.hang_after = 0
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: api.dispatcher.open_streams == 1)
+        connection.timeout_keep_alive = 0
+        connection.loop.call_soon_threadsafe(connection.timeout_keep_alive_handler)
+        api.wait_until(lambda: connection.timeout_keep_alive_task is None)
+        assert not connection.transport.is_closing()
 
 
 def test_headers_behind_a_body_are_none() -> None:

@@ -49,13 +49,14 @@ class Flows:
 
     def add(self, trace: common_pb2.RequestTrace, num_bytes: int) -> None:
         """Count a request's way and the bytes that it moved."""
-        if not trace.path:
+        path = trace.path
+        if not path:
             return
         second = int(self._now())
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, {}))
         flows = self._seconds[-1][1]
-        way = (trace.path, trace.prefill_instance, trace.decode_instance, trace.pipe)
+        way = (path, trace.prefill_instance, trace.decode_instance, trace.pipe)
         counts = flows.get(way)
         if counts is None:
             if len(flows) >= _MAX_FLOWS:

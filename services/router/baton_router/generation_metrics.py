@@ -111,9 +111,9 @@ def cached_tokens(trace: common_pb2.RequestTrace | None) -> int:
     """
     if trace is None:
         return 0
-    cached = trace.cached_tokens
-    if trace.path == common_pb2.PREFILL_PATH_STORE:
+    cached, path = trace.cached_tokens, trace.path
+    if path == common_pb2.PREFILL_PATH_STORE:
         cached += trace.transferred_tokens
-    elif trace.path == common_pb2.PREFILL_PATH_REMOTE:
+    elif path == common_pb2.PREFILL_PATH_REMOTE:
         cached = max(cached, trace.prefill_cached_tokens)
     return min(cached, trace.prompt_tokens)

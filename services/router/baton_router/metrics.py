@@ -93,7 +93,8 @@ class RouterMetrics:
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count how a request came to its KV on one decode instance."""
-        key = trace.path, trace.pipe, trace.local_reason.partition(":")[0]
+        pipe = trace.pipe
+        key = trace.path, pipe, trace.local_reason.partition(":")[0]
         path = self._by_path.get(key)
         if path is None:
             path = self.paths.labels(path_from_pb(key[0]) or "unknown", *map(self._label, key[1:]))
@@ -103,10 +104,10 @@ class RouterMetrics:
         self._cached.value += trace.cached_tokens
         self._transferred.value += trace.transferred_tokens
         self._recomputed.value += trace.recomputed_tokens
-        if trace.failed_prefills:
-            self.failed_prefills.inc(len(trace.failed_prefills))
-        if trace.pipe:
-            pipe = self._label(trace.pipe)
+        if failed := trace.failed_prefills:
+            self.failed_prefills.inc(len(failed))
+        if pipe:
+            pipe = self._label(pipe)
             self.kv_bytes.labels(pipe).inc(trace.kv_bytes)
             self.transfer_time.labels(pipe).observe(trace.transfer_us / 1e6)
 

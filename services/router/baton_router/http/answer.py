@@ -53,6 +53,8 @@ class Choice:
 class AnswerBuilder:
     """Builds the response object of one HTTP request."""
 
+    __slots__ = ("_choices", "_head", "_job", "_prepared", "_prompt_logprobs", "_usage")
+
     def __init__(self, job: Job, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         """Begin.
 
@@ -67,7 +69,6 @@ class AnswerBuilder:
         self._head = {"id": ident, "created": created, "model": prepared[0].info.name}
         self._choices = [[Choice() for _ in range(job.n)] for _ in prepared]
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prepared)
-        self._writer = LogprobWriter(prepared[0].text_model.tokenizer, as_ids=job.tokens_as_ids)
         self._usage = Usage(prepared, count_output=not job.score_only)
 
     def add(self, at: int, chunk: TextChunk) -> None:
@@ -77,6 +78,10 @@ class AnswerBuilder:
             self._prompt_logprobs[at] = chunk.prompt_logprobs
         for delta in chunk.deltas:
             self._choices[at][delta.index].add(delta)
+
+    @property
+    def _writer(self) -> LogprobWriter:  # made where it is wanted, which is rare
+        return LogprobWriter(self._prepared[0].text_model.tokenizer, as_ids=self._job.tokens_as_ids)
 
     def build(self) -> dict[str, Any]:
         """Return the response object."""

@@ -56,7 +56,6 @@ def route_headers(routes: Sequence[Route]) -> dict[str, str]:
     """
     known = [route for route in routes if route.trace is not None or route.decision is not None]
     traces = [route.trace for route in known if route.trace is not None]
-    micros = sum(trace.transfer_us for trace in traces)
     states = (route.decision.index_state for route in known if route.decision is not None)
     mean_rate = sum(route.match_rate() for route in known) / len(known) if known else 0.0
     return {
@@ -66,12 +65,12 @@ def route_headers(routes: Sequence[Route]) -> dict[str, str]:
         "x-baton-path": _names(path_from_pb(trace.path) or "" for trace in traces),
         "x-baton-pipe": _names(trace.pipe for trace in traces),
         "x-baton-kv-bytes": _total(traces, lambda trace: trace.kv_bytes),
-        "x-baton-transfer-ms": f"{micros / 1000:.3f}",
-        "x-baton-exposed-ms": f"{sum(trace.exposed_us for trace in traces) / 1000:.3f}",
+        "x-baton-transfer-ms": _ms(sum(trace.transfer_us for trace in traces)),
+        "x-baton-exposed-ms": _ms(sum(trace.exposed_us for trace in traces)),
         "x-baton-cached-tokens": _total(traces, cached_tokens),
         "x-baton-index-state": _names(states),
         "x-baton-local-reason": _names(trace.local_reason for trace in traces),
-        "x-baton-queue-ms": f"{sum(trace.router_queue_us for trace in traces) / 1000:.3f}",
+        "x-baton-queue-ms": _ms(sum(trace.router_queue_us for trace in traces)),
         "x-baton-migrations": _total(traces, lambda trace: trace.num_migrations),
     }
 
@@ -90,14 +89,18 @@ def route_lines(route: Route) -> bytes:
         f"x-baton-path: {path_from_pb(trace.path) or NONE}\r\n"
         f"x-baton-pipe: {_name(trace.pipe)}\r\n"
         f"x-baton-kv-bytes: {trace.kv_bytes}\r\n"
-        f"x-baton-transfer-ms: {trace.transfer_us / 1000:.3f}\r\n"
-        f"x-baton-exposed-ms: {trace.exposed_us / 1000:.3f}\r\n"
+        f"x-baton-transfer-ms: {_ms(trace.transfer_us)}\r\n"
+        f"x-baton-exposed-ms: {_ms(trace.exposed_us)}\r\n"
         f"x-baton-cached-tokens: {cached_tokens(trace)}\r\n"
         f"x-baton-index-state: {decision.index_state}\r\n"
         f"x-baton-local-reason: {_name(trace.local_reason)}\r\n"
-        f"x-baton-queue-ms: {trace.router_queue_us / 1000:.3f}\r\n"
+        f"x-baton-queue-ms: {_ms(trace.router_queue_us)}\r\n"
         f"x-baton-migrations: {trace.num_migrations}\r\n"
     ).encode("latin-1")
+
+
+def _ms(micros: int) -> str:
+    return f"{micros / 1000:.3f}" if micros else "0.000"  # most are 0, and writing a float takes long
 
 
 def _name(value: str) -> str:

@@ -18,6 +18,7 @@ class HttpMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_http_"
         self._children: dict[tuple[str, int], tuple[Amount, Amount, Distribution]] = {}
+        self._begun: dict[str, Amount] = {}
         self._requests = Counter(
             name + "requests", "Requests, by endpoint and status", ["endpoint", "status"], registry
         )
@@ -30,7 +31,10 @@ class HttpMetrics:
 
     def begin(self, endpoint: str) -> None:
         """Count a request that begins."""
-        self._in_flight.labels(endpoint).inc()
+        in_flight = self._begun.get(endpoint)
+        if in_flight is None:
+            in_flight = self._begun[endpoint] = self._in_flight.labels(endpoint)
+        in_flight.inc()
 
     def end(self, endpoint: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""

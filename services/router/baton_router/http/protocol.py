@@ -115,6 +115,8 @@ class JoiningCycle(RequestResponseCycle):
 
 
 _JSON = frozenset({b"application/json", b"application/json; charset=utf-8"})
+_TELLING = frozenset({b"expect", b"content-type", b"content-encoding"})
+"""Headers that decide how a request is served."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -153,6 +155,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._early_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._idle_since: float | None = None
+        """When the last answer was complete, by the loop's clock; ``None``: something has come since."""
+        self._may_be_json = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
@@ -163,6 +168,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Stop waiting."""
         self._end_head()
         self._end_watch()
+        self._unset_keepalive_if_required()
         if self._early is not None:  # a request that was cut short is one, too
             self._begin_cycle()
         super().connection_lost(exc)
@@ -180,14 +186,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End a connection on which no request comes."""
+        """End a connection on which no request comes; where one came meanwhile, wait on."""
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return  # the next answer's end begins to wait again
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
+            return
         super().timeout_keep_alive_handler()
         self._watch_closing()
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
         self._head_bytes += len(data)
-        self._unset_keepalive_if_required()
+        self._idle_since = None
         try:
             self._parse(data)
         except httptools.HttpParserError:
@@ -222,15 +235,25 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Begin a request's head; the first one's began with the connection."""
-        super().on_message_begin()
-        self._unset_keepalive_if_required()  # the one before may have been answered while it was parsed
+        self.url, self.headers, self.expect_100_continue = b"", [], False  # no scope, which ASGI alone wants
+        self._may_be_json = True
+        self._idle_since = None  # the one before may have been answered while it was parsed
         if not self._in_head:
             self._begin_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; those behind a body are none: whoever looks at a head before us has not seen them there."""
         if self._in_head:
-            super().on_header(name, value)
+            name = name.lower()
+            if name in _TELLING:
+                self._note(name, value.lower())
+            self.headers.append((name, value))
+
+    def _note(self, name: bytes, value: bytes) -> None:
+        if name == b"expect":
+            self.expect_100_continue = self.expect_100_continue or value == b"100-continue"
+        elif name == b"content-encoding" or value not in _JSON:
+            self._may_be_json = False
 
     def on_headers_complete(self) -> None:
         """End a request's head.
@@ -238,11 +261,12 @@ class BoundedProtocol(HttpToolsProtocol):
         Raises:
             ValueError: It is for a proxy.
         """
-        if self.parser.get_method() == b"CONNECT":
+        method = self.parser.get_method()
+        if method == b"CONNECT":
             raise ValueError("this is no proxy")
         if not self._offers_upgrade():
             self._end_head()
-            if self._may_be_direct():
+            if method == b"POST" and self._may_be_direct():
                 self._early = []
             else:
                 self._begin_cycle()
@@ -279,9 +303,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Go on with the request that waits, if there is one."""
-        self._serving = self.pipeline[-1][0] if self.pipeline else None
-        super().on_response_complete()
-        self._watch_closing()
+        if self.pipeline or self.transport.is_closing():
+            self._serving = self.pipeline[-1][0] if self.pipeline else None
+            super().on_response_complete()
+            self._watch_closing()
+            return
+        self._serving = None
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        # One timer goes on through many requests: a new one for each costs more than a look at the clock.
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            limit = self.timeout_keep_alive
+            self.timeout_keep_alive_task = self.loop.call_later(limit, self.timeout_keep_alive_handler)
 
     def pause_writing(self) -> None:
         """The client does not keep up."""
@@ -334,21 +368,20 @@ class BoundedProtocol(HttpToolsProtocol):
             callback(paused)
 
     def _may_be_direct(self) -> bool:
-        """Whether a request that has begun can be served without ASGI, if its body comes with its head."""
+        """Whether a POST request that has begun can be served without ASGI, if its body comes with its head."""
         direct = self._direct
         if direct is None or self.url not in direct.paths or self.expect_100_continue:
             return False
         if self.cycle is not None and not self.cycle.response_complete:  # requests wait in line
             return False
-        for name, value in self.headers:
-            if name == b"content-type" and value.lower() not in _JSON:
-                return False
-            if name == b"content-encoding":
-                return False
-        return self.parser.get_method() == b"POST" and self.parser.get_http_version() == "1.1"
+        return self._may_be_json and bool(self.parser.get_http_version() == "1.1")
 
     def _begin_cycle(self) -> None:
         """Let uvicorn serve the request, as far as it has come."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()  # makes the scope
+        self.url, self.expect_100_continue = url, expects
+        self.headers.extend(headers)
         super().on_headers_complete()
         cycle: Any = self.cycle  # made just now by uvicorn, which lets nobody choose the class
         cycle.__class__ = JoiningCycle
