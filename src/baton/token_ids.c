@@ -97,9 +97,9 @@ static inline const char *read_id(const char *at, const char *end, uint32_t *id)
     return at + bit / 8;
 }
 
-/* Read a list of ids that begins at `at` with its bracket; NULL: it is something else, or too long. */
-static const char *read_ids(const char *at, const char *end, uint32_t *out, size_t room, size_t *count) {
-    for (size_t n = 0; n < room; n++) {
+/* Read a list of ids that begins at `at` with its bracket; NULL: it is something else. */
+static const char *read_ids(const char *at, const char *end, uint32_t *out, uint32_t *count) {
+    for (uint32_t n = 0;; n++) {
         at = read_id(skip_space(at + 1), end, out + n);
         if (at == NULL) return NULL;
         if (*at == ',') continue;
@@ -110,17 +110,24 @@ static const char *read_ids(const char *at, const char *end, uint32_t *out, size
         }
         if (*at != ',') return NULL;
     }
-    return NULL;
 }
 
-/* Find the list of ids under a key of the outermost object. Writes where it begins and where it ends in the text, then
-   its ids, and returns how many words that is. 0: there is none, it holds something else, there is no room, the key comes
-   twice or some key has escapes. What is not valid JSON may be found or not: whoever parses the rest will say so. */
-size_t baton_find_ids(const char *text, size_t size, const char *key, size_t key_size, uint32_t *out, size_t room) {
+typedef struct {
+    uint32_t begin, end; /* of the list, in the text */
+    uint32_t count;      /* ids */
+    uint32_t most;       /* the largest one */
+    uint32_t packed;     /* bytes */
+    uint32_t ids[];      /* and behind them, packed, the ids */
+} found;
+
+/* Find the list of ids under a key of the outermost object; `out` has room for its fields and a word for each byte of
+   the text. Returns 1; 0: there is none, it holds something else, the key comes twice or some key has escapes. What is
+   not valid JSON may be found or not: whoever parses the rest will say so. */
+int baton_find_ids(const char *text, uint32_t size, const char *key, found *out) {
     const char *at = text, *end = text + size;
-    size_t found = 0;
+    size_t key_size = strlen(key);
     int depth = 0, plain;
-    if (size > UINT32_MAX || room < 2) return 0;
+    out->count = 0;
     while (at < end) {
         char c = *at;
         if (c == '"') {
@@ -133,16 +140,19 @@ size_t baton_find_ids(const char *text, size_t size, const char *key, size_t key
             if (!plain) return 0;
             at = skip_space(next + 1);
             if ((size_t)(behind - 1 - begin) != key_size || memcmp(begin, key, key_size) != 0) continue;
-            if (found || *at != '[') return 0;
-            const char *list = at;
-            at = read_ids(at, end, out + 2, room - 2, &found);
+            if (out->count || *at != '[') return 0;
+            out->begin = (uint32_t)(at - text);
+            at = read_ids(at, end, out->ids, &out->count);
             if (at == NULL) return 0;
-            out[0] = (uint32_t)(list - text), out[1] = (uint32_t)(at - text);
+            out->end = (uint32_t)(at - text);
             continue;
         }
         if (c == '{' || c == '[') depth++;
         if (c == '}' || c == ']') depth--;
         at++;
     }
-    return found && depth == 0 ? 2 + found : 0;
+    if (!out->count || depth != 0) return 0;
+    out->most = baton_max_id(out->ids, out->count);
+    out->packed = (uint32_t)baton_pack_ids(out->ids, out->count, (uint8_t *)(out->ids + out->count));
+    return 1;
 }

@@ -23,12 +23,27 @@ else:
     TokenIds = array  # which has no parameters at run time before Python 3.12
 """Ids as ``array("I")``: 32 bits each."""
 
-_MAX_ID = 2**32 - 1
 _SCRATCH_WORDS = 65_536
-_SPAN_WORDS = 2
+_FIELDS = 5
+"""Words that the helper in C writes of a list that it found, before the ids."""
+_MAX_BYTES = 2**31 - 1
 _own = threading.local()
 _MOST_BYTES = 5
 """That a varint of 32 bits can take."""
+
+
+class FoundIds(TokenIds):
+    """Ids as they came in a text, with what was made of them on the way. They stay as they are.
+
+    Attributes:
+        most: The largest one.
+        packed: What :func:`pack_ids` returns of them.
+    """
+
+    __slots__ = ("most", "packed")
+
+    most: int
+    packed: bytes
 
 
 def token_ids(ids: Sequence[int]) -> TokenIds:
@@ -42,6 +57,8 @@ def token_ids(ids: Sequence[int]) -> TokenIds:
 
 def max_id(ids: TokenIds) -> int:
     """Return the largest id; 0 of none."""
+    if type(ids) is FoundIds:
+        return ids.most
     library = _library()
     if library is None:
         return max(ids, default=0)
@@ -50,6 +67,8 @@ def max_id(ids: TokenIds) -> int:
 
 def pack_ids(ids: TokenIds) -> bytes:
     """Return ids as the payload of a packed protobuf field."""
+    if type(ids) is FoundIds:
+        return ids.packed
     library = _library()
     if library is None:
         return python_pack(ids)
@@ -78,7 +97,7 @@ def varint(value: int) -> bytes:
     return python_pack((value,))
 
 
-def find_ids(text: bytes, key: bytes) -> tuple[TokenIds, bytes] | None:
+def find_ids(text: bytes, key: bytes) -> tuple[FoundIds, bytes] | None:
     """Take a list of ids out of a JSON object, before the rest of it is parsed.
 
     Args:
@@ -90,27 +109,30 @@ def find_ids(text: bytes, key: bytes) -> tuple[TokenIds, bytes] | None:
         or holds anything but ids, or if that cannot be said for sure. What is not valid JSON is not found
         out here.
     """
-    library = _library()
-    if library is None:
+    library, size = _library(), len(text)
+    if library is None or size > _MAX_BYTES:
         return None
-    room = _SPAN_WORDS + len(text) // 2  # an id takes two bytes of text at least
-    scratch = _scratch(room)
-    behind = library.baton_find_ids(text, len(text), key, len(key), scratch.address, room)
-    if not behind:
+    scratch = _scratch(_FIELDS + size)
+    if not library.baton_find_ids(text, size, key, scratch.pointer):
         return None
     words = scratch.words
-    return words[_SPAN_WORDS:behind], text[: words[0] + 1] + text[words[1] - 1 :]
+    begin, end, count, most, packed = words[:_FIELDS]
+    ids = FoundIds("I", words[_FIELDS : _FIELDS + count])
+    at = 4 * (_FIELDS + count)
+    ids.most, ids.packed = most, scratch.view[at : at + packed].tobytes()
+    return ids, text[: begin + 1] + text[end - 1 :]
 
 
 class _Scratch:
-    """Memory that the helper in C writes into: as words, as bytes and its address."""
+    """Memory that the helper in C writes into: as words, as bytes, its address and that as a pointer."""
 
-    __slots__ = ("address", "view", "words")
+    __slots__ = ("address", "pointer", "view", "words")
 
     def __init__(self, words: int) -> None:
         self.words = array("I", bytes(4 * words))
         self.view = memoryview(self.words).cast("B")
         self.address = self.words.buffer_info()[0]
+        self.pointer = ctypes.c_void_p(self.address)
 
 
 def _scratch(words: int) -> _Scratch:
@@ -132,14 +154,14 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
         return None
     # Called with the interpreter's lock held: a call takes less time than a wait for the lock may.
     library = ctypes.PyDLL("token_ids", handle=found._handle)
-    pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
     for name, result, *arguments in (
         ("pack_ids", size, pointer, size, pointer),
         ("max_id", ctypes.c_uint32, pointer, size),
-        ("find_ids", size, text, size, text, size, pointer, size),
     ):
         function = getattr(library, f"baton_{name}")
         function.restype, function.argtypes = result, arguments
+    # find_ids is called with bytes, a C int and a pointer, which need no types: to convert them takes longer.
     return library
 
 

@@ -15,7 +15,7 @@ from tests.scripted import MODEL, encode
 
 from baton.api.v1 import common_pb2
 from baton.errors import DeadlineError, InvalidRequestError
-from baton.token_ids import token_ids
+from baton.token_ids import FoundIds
 from baton.types import InstanceId, Role, TokenLogprob
 from baton_router.decision import Decision
 from baton_router.http.batch import run_all
@@ -227,7 +227,7 @@ def test_earlier_tool_calls_reach_the_template_as_objects() -> None:
 
 @given(
     st.fixed_dictionaries(
-        {"prompt": st.text(max_size=5) | st.just(token_ids([1, 2]))},
+        {"prompt": st.text(max_size=5) | st.just(FoundIds("I", [1, 2]))},
         optional={
             "model": st.text(max_size=5) | st.none(),
             "max_tokens": st.integers(-5, 5) | st.booleans() | st.just("5"),

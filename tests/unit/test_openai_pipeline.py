@@ -8,6 +8,7 @@ import threading
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.scripted import ANSWER, EOS, MODEL, ScriptedDispatcher, encode
@@ -113,7 +114,7 @@ async def test_bad_input_is_named_before_anything_is_taken(
 ) -> None:
     dispatcher = ScriptedDispatcher()
     sampling = dataclasses.replace(GREEDY, **changes.pop("sampling", {}))
-    request = dataclasses.replace(TextRequest("x", sampling), **changes)
+    request = msgspec.structs.replace(TextRequest("x", sampling), **changes)
     with pytest.raises(error) as caught:
         await pipeline(dispatcher).prepare(request)
     assert type(caught.value) is error

@@ -67,6 +67,7 @@ def test_ids_are_found_among_other_fields(body: dict[str, Any], ids: list[int], 
         return
     assert found is not None
     assert list(found[0]) == ids
+    assert (max_id(found[0]), pack_ids(found[0])) == (max(ids), python_pack(ids))
     assert json.loads(found[1]) == {**dict(fields), "prompt": []}
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from baton.errors import InvalidRequestError
@@ -51,3 +53,14 @@ def test_defaults_and_edges_are_valid():
     SamplingParams(
         max_tokens=1, top_p=1.0, top_k=-1, seed=2**64 - 1, logprobs=20, logit_bias={99: -100.0}, stop_token_ids=(0, 99)
     ).validate(vocab_size=100)
+
+
+def test_a_copy_has_every_field_and_replace_changes_any():
+    fields = dataclasses.fields(SamplingParams)
+    given = SamplingParams(**{item.name: f"the {item.name}" for item in fields})
+    assert given.copy() == given
+    assert given.copy() is not given
+    for item in fields:
+        assert given.replace(**{item.name: 1}) == dataclasses.replace(given, **{item.name: 1})
+    with pytest.raises(TypeError):
+        given.replace(no_field=1)

@@ -340,11 +340,12 @@ def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> Samp
         )
     if max_tokens is None:
         max_tokens = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
-    complete = sampling.replace(
-        max_tokens=max_tokens,
-        seed=_ids.getrandbits(63) if sampling.seed is None else sampling.seed,
-        top_k=min(sampling.top_k, info.vocab_size),  # as good as off, and it fits the wire
-    )
+    complete = sampling.copy()
+    complete.max_tokens = max_tokens
+    if sampling.seed is None:
+        complete.seed = _ids.getrandbits(63)
+    if sampling.top_k > info.vocab_size:
+        complete.top_k = info.vocab_size  # as good as off, and it fits the wire
     try:
         complete.validate(vocab_size=info.vocab_size, prefix=request.field_prefix)
     except InvalidRequestError as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import msgspec
 
 from baton.api.v1 import common_pb2
 from baton.text import StopStrings, TextModel
@@ -18,8 +19,7 @@ from baton_router.decision import Decision
 __all__ = ["ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest"]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True):
     """A conversation, to be rendered by the model's chat template.
 
     Attributes:
@@ -32,14 +32,13 @@ class ChatPrompt:
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 Prompt: TypeAlias = str | list[int] | TokenIds | ChatPrompt
 
 
-@dataclass(slots=True)  # made per request: frozen ones cost three times as much
-class TextRequest:
+class TextRequest(msgspec.Struct):
     """A request as an interface of the router takes it; nothing in it is checked yet.
 
     Attributes:
@@ -86,8 +85,7 @@ class TextRequest:
     field_prefix: str = ""
 
 
-@dataclass(slots=True)  # made per request: frozen ones cost three times as much
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct):
     """A request that is checked, tokenized and ready to be placed.
 
     Attributes:
@@ -121,8 +119,7 @@ class PreparedRequest:
         )
 
 
-@dataclass(slots=True)
-class TextChunk:
+class TextChunk(msgspec.Struct):
     """What one message brought to a request.
 
     Attributes:

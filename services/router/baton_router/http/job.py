@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from baton.errors import InvalidRequestError
+from baton.token_ids import FoundIds
 from baton.types import MAX_LOGPROBS, SamplingParams
 from baton_router.http.fields import ignored_fields
 from baton_router.http.messages import parse_messages, parse_prompts
@@ -16,8 +17,7 @@ from baton_router.text_request import ChatPrompt, TextRequest
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """What one HTTP request asks for.
 
     Attributes:
@@ -46,8 +46,8 @@ class Job:
     prompt_logprobs: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
-    ignored: list[str] = field(default_factory=list)
-    template_fields: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = msgspec.field(default_factory=list)
+    template_fields: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 def completion_job(value: Any, max_prompts: int) -> Job:
@@ -89,7 +89,7 @@ def completion_job(value: Any, max_prompts: int) -> Job:
 
 _USUAL: dict[str, tuple[type, ...]] = {
     "model": (str,),
-    "prompt": (str, array),
+    "prompt": (str, FoundIds),
     "max_tokens": (int,),
     "temperature": (float, int),
     "top_p": (float, int),
@@ -105,16 +105,20 @@ def _usual_completion(value: Any) -> Job | None:
     """Return the job of a completion request with nothing but usual fields; ``None``: the schema looks at it."""
     if type(value) is not dict or "prompt" not in value:
         return None
-    for name, item in value.items():
-        if type(item) not in _USUAL.get(name, ()):
-            return None
+    try:
+        for name, item in value.items():
+            if type(item) not in _USUAL[name]:
+                return None
+    except KeyError:
+        return None
     get = value.get
-    sampling = SamplingParams(
-        max_tokens=get("max_tokens"),
-        temperature=float(get("temperature", 1.0)),
-        top_p=float(get("top_p", 1.0)),
-        seed=get("seed"),
-    )
+    sampling = SamplingParams(get("max_tokens"))
+    if "temperature" in value:
+        sampling.temperature = float(value["temperature"])
+    if "top_p" in value:
+        sampling.top_p = float(value["top_p"])
+    if "seed" in value:
+        sampling.seed = value["seed"]
     request = TextRequest(
         prompt=value["prompt"],
         sampling=sampling,

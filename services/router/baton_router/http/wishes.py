@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from baton.errors import InvalidRequestError, shown
 from baton_router.accounts import Account
