@@ -42,6 +42,7 @@ _INLINE_CHARS = 4096
 _LARGE_CHARS = 256 * 1024
 """Texts longer than this are tokenized one at a time: a tenth of a second and some ten MiB at least, for each."""
 _LARGE_WAIT_S = 30.0
+_ID_LISTS = (list, array)
 
 
 class TokenizerProvider(Protocol):
@@ -182,7 +183,7 @@ class TextPipeline:
         sampling = _complete(request, info, len(ids))
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
-            request_id=RequestId(f"{request.request_id or fallback_id}-{_ids.getrandbits(128):032x}"),
+            request_id=RequestId(f"{request.request_id or fallback_id}-{_ids.getrandbits(128).to_bytes(16).hex()}"),
             prompt_token_ids=ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
@@ -234,7 +235,7 @@ def count_chars(prompt: Prompt) -> int:
     """Return the length of a prompt's text, roughly; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
-    if isinstance(prompt, list | array):
+    if isinstance(prompt, _ID_LISTS):
         return 0
     # All of it, also what stands beside the content: templates write that out too.
     return sum(_chars(value) for part in (*prompt.messages, prompt.variables) for value in part.values())
@@ -249,7 +250,7 @@ def _chars(value: Any) -> int:
 
 def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
     prompt = request.prompt
-    if isinstance(prompt, list | array):
+    if isinstance(prompt, _ID_LISTS):
         if limit is not None and len(prompt) >= limit:
             raise _no_room(request, limit, len(prompt))
         most = max_id(prompt) if isinstance(prompt, array) else max(prompt, default=0)
@@ -308,11 +309,17 @@ def _check_bounds(request: TextRequest) -> None:
         raise InvalidRequestError(f"session_id must have at most {MAX_SALT_CHARS} characters", field="session_id")
     if len(request.user) > MAX_SALT_CHARS:
         raise InvalidRequestError(f"user must have at most {MAX_SALT_CHARS} characters", field="user")
-    for name, value in (("ttft_ms", request.ttft_ms), ("itl_ms", request.itl_ms)):
-        if value is not None and not 0 < value < math.inf:
-            raise InvalidRequestError(f"{name} must be a number above 0, got {value}", field=name)
+    if request.ttft_ms is not None:
+        _check_milliseconds("ttft_ms", request.ttft_ms)
+    if request.itl_ms is not None:
+        _check_milliseconds("itl_ms", request.itl_ms)
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
+
+
+def _check_milliseconds(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InvalidRequestError(f"{name} must be a number above 0, got {value}", field=name)
 
 
 def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLengthError:

@@ -111,13 +111,17 @@ class Front:
 
 
 def _header(scope: MutableMapping[str, Any], name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+    for key, value in scope["headers"]:
+        if key == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
 
 
 def _request_id(given: str) -> str:
     """Return the client's id if it is one that logs and headers can bear, else a new one."""
     usable = 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given
-    return given if usable else f"{_ids.getrandbits(128):032x}"
+    return given if usable else _ids.getrandbits(128).to_bytes(16).hex()
 
 
 def _endpoint(path: str) -> str:

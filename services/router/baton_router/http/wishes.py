@@ -17,6 +17,7 @@ SESSION_HEADER = b"x-baton-session"
 TTFT_HEADER = b"x-baton-ttft-ms"
 ITL_HEADER = b"x-baton-itl-ms"
 PRIORITY_HEADER = b"x-baton-priority"
+_WISHES = frozenset((SESSION_HEADER, TTFT_HEADER, ITL_HEADER, PRIORITY_HEADER))
 _ACCOUNT = "baton_account"
 
 
@@ -39,7 +40,7 @@ def with_headers(scope: MutableMapping[str, Any], items: list[TextRequest]) -> l
     """
     changes: dict[str, Any] = {}
     for name, value in scope["headers"]:
-        if name.startswith(b"x-baton-"):
+        if name in _WISHES:
             _read(name, value.decode("latin-1").strip(), changes)
     account = account_of(scope)
     if account is not None:
