@@ -28,6 +28,7 @@ _FIELDS = 5
 """Words that the helper in C writes of a list that it found, before the ids."""
 _MAX_BYTES = 2**31 - 1
 _own = threading.local()
+_BYTES = tuple(bytes((value,)) for value in range(256))
 _MOST_BYTES = 5
 """That a varint of 32 bits can take."""
 
@@ -89,12 +90,12 @@ def python_pack(ids: Sequence[int]) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """Return a protobuf varint."""
-    if value < 0x80:
-        return bytes((value,))
-    if value < 0x4000:
-        return bytes((value & 0x7F | 0x80, value >> 7))
-    return python_pack((value,))
+    """Return a protobuf varint of a number that is not negative."""
+    out = b""
+    while value >= 0x80:
+        out += _BYTES[value & 0x7F | 0x80]
+        value >>= 7
+    return out + _BYTES[value]
 
 
 def find_ids(text: bytes, key: bytes) -> tuple[FoundIds, bytes] | None:

@@ -182,7 +182,10 @@ def test_headers_of_local_remote_and_batches() -> None:
     assert (headers["x-baton-match-rate"], headers["x-baton-local-reason"]) == ("1.0000", "short")
     remote.add(
         TextChunk(
-            [], trace(path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", kv_bytes=5, pipe="tcp"), decision
+            [],
+            trace(path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", kv_bytes=5, pipe="tcp", transfer_us=1500),
+            decision,
+            cached_tokens=3,
         )
     )
     for route in (local, remote, Route()):
@@ -194,6 +197,7 @@ def test_headers_of_local_remote_and_batches() -> None:
         "0.7500",
         "5",
     )
+    assert (both["x-baton-cached-tokens"], both["x-baton-transfer-ms"]) == ("3", "1.500")
     assert both["x-baton-index-state"] == "stale"
 
 

@@ -38,6 +38,11 @@ def test_packing_is_what_protobuf_does(ids: list[int]) -> None:
     assert max_id(token_ids(ids)) == max(ids)
 
 
+@given(st.integers(1, 2**64 - 1) | st.sampled_from([1, 127, 128, 2**14 - 1, 2**14, 2**64 - 1]))
+def test_a_number_is_a_varint(number: int) -> None:
+    assert b"\x08" + varint(number) == worker_pb2.CallEnd(call=number).SerializeToString()
+
+
 def test_nothing_is_packed_as_nothing() -> None:
     assert pack_ids(token_ids([])) == b""
     assert max_id(token_ids([])) == 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
+import msgspec
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import (
@@ -27,6 +27,7 @@ from baton_router.session import Sessions
 _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
 """Trying elsewhere would give the same answer, or there is no time left for it."""
 
+_ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
 _END_GRACE_S = 1.0
 """How long an instance may take to end its call after the last token."""
 
@@ -51,8 +52,7 @@ class AttemptFailed(Exception):
         self.broken = reason in _BROKEN
 
 
-@dataclass(slots=True)
-class Message:
+class Message(msgspec.Struct):
     """One message of a decode instance, with the request's own sequence numbers."""
 
     deltas: list[RoutedDelta]
@@ -170,9 +170,9 @@ def _read(message: worker_pb2.GenerateResponse, indices: list[int], instance: In
             text = f"{instance.instance_id} sent tokens of sequence {index}, which nobody asked for"
             raise AttemptFailed(InternalError(text), "protocol")
         finish = finish_from_pb(item.finish_reason)
-        if finish is FinishReason.ERROR:
+        if finish is _ERROR:
             raise AttemptFailed(InternalError(f"{instance.instance_id}: {item.error or 'the request failed'}"), "error")
-        if finish is FinishReason.ABORT and instance.load.draining:
+        if finish is _ABORT and instance.load.draining:
             raise AttemptFailed(UnavailableError(f"{instance.instance_id} is draining"), "draining")
         deltas.append(
             RoutedDelta(

@@ -80,8 +80,10 @@ class Call:
             return
         while self._items and self._reader is not None and not self._held:
             items, self._items = self._items, []
-            if type(items[0]) is int:
-                count = next((at for at, item in enumerate(items) if type(item) is not int), len(items))
+            count = 0
+            while count < len(items) and type(items[count]) is int:
+                count += 1
+            if count:
                 self._items = items[count:]
                 self._reader.on_tokens(items[:count])  # type: ignore[arg-type]
             else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from baton.errors import QueueFullError
 from baton_router.attempt import Attempt, AttemptFailed, Message
@@ -11,17 +12,15 @@ from baton_router.placement import Placement
 from baton_router.session import Sessions
 
 
-@dataclass(slots=True)
-class Sequence:
+class Sequence(msgspec.Struct):
     """One of the request's sequences: what was handed on of it."""
 
     index: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
     finished: bool = False
 
 
-@dataclass(slots=True)
-class Group:
+class Group(msgspec.Struct):
     """Sequences that travel together, and what went wrong with them so far.
 
     Attributes:
@@ -32,7 +31,7 @@ class Group:
     """
 
     sequences: list[Sequence]
-    excluded: set[tuple[str, int]] = field(default_factory=set)
+    excluded: set[tuple[str, int]] = msgspec.field(default_factory=set)
     full: QueueFullError | None = None
     last: AttemptFailed | None = None
     failures: int = 0

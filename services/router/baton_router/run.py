@@ -66,7 +66,9 @@ class RequestRun:
         self._sink = sink
         self._deadline = time.monotonic() + context.config.request_timeout_s
         self._traces = TraceMerge(int(1e6 * waited_s))
-        self._sequences = [Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]
+        self._sequences: list[Sequence] = []
+        for i in range(request.sampling.n):
+            self._sequences.append(Sequence(i, list(request.output_token_ids)))
         self._num_open = len(self._sequences)
         self._calls = 0
         context.budget.count_request()

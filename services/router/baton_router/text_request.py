@@ -126,9 +126,11 @@ class TextChunk(msgspec.Struct):
         trace: With the first chunk and with the last one.
         decision: With the first chunk.
         prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
+        cached_tokens: With the trace: how many prompt tokens nobody had to compute.
     """
 
     deltas: list[TextDelta]
     trace: common_pb2.RequestTrace | None = None
     decision: Decision | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0

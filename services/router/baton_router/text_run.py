@@ -11,6 +11,8 @@ from baton_router.decisions import DecisionLog
 from baton_router.generation_metrics import GenerationClock, cached_tokens
 from baton_router.text_request import PreparedRequest, TextChunk, TextDelta
 
+_ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
+
 
 class TextSink(Protocol):
     """Takes what a request brings, in order. It may cancel the request from inside of these calls."""
@@ -71,8 +73,10 @@ class TextRun:
         except Exception as error:
             self._end(error)
             return
+        if trace is not None:
+            text.cached_tokens = cached_tokens(trace)
         if chunk.decision is not None:
-            self._clock.prompt(self._prompt_tokens, cached_tokens(trace))
+            self._clock.prompt(self._prompt_tokens, text.cached_tokens)
         if trace is not None:
             self._decisions.answered(self._record, trace)
         self._clock.tokens(text.deltas)
@@ -124,7 +128,8 @@ class _Answer:
     __slots__ = ("_open", "_running", "_sequences")
 
     def __init__(self, prepared: PreparedRequest) -> None:
-        self._sequences = [prepared.sequence() for _ in range(prepared.routed.sampling.n)]
+        count = prepared.routed.sampling.n
+        self._sequences = [prepared.sequence()] if count == 1 else [prepared.sequence() for _ in range(count)]
         self._open = len(self._sequences)
         self._running = len(self._sequences)
 
@@ -151,12 +156,13 @@ class _Answer:
         if not 0 <= delta.index < len(self._sequences):
             raise InternalError(f"an instance answered with sequence {delta.index} of {len(self._sequences)}")
         sequence = self._sequences[delta.index]
-        self._running -= delta.finish_reason is not None
+        finish = delta.finish_reason
+        self._running -= finish is not None
         if sequence.ended:
             return None
-        if delta.finish_reason is FinishReason.ABORT:
+        if finish is _ABORT:
             raise UnavailableError("the request was aborted by the instance that ran it", retry_after_s=1.0)
-        if delta.finish_reason is FinishReason.ERROR:
+        if finish is _ERROR:
             raise InternalError("the instance that ran the request failed it")
         text = sequence.push(delta)
         if text.finish_reason is not None:

@@ -17,6 +17,8 @@ class TraceMerge:
         router_queue_us: How long the request waited before the first attempt.
     """
 
+    __slots__ = ("_latest", "_next", "_router_queue_us", "num_migrations")
+
     def __init__(self, router_queue_us: int = 0) -> None:
         self._router_queue_us = router_queue_us
         self._latest: dict[int, common_pb2.RequestTrace] = {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.stop import StopStringMatcher, StopStrings
@@ -38,8 +39,7 @@ class TokenDelta(Protocol):
         """The token that ended it, if one did."""
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct):
     """What one message brought to one sequence.
 
     Attributes:
@@ -54,8 +54,8 @@ class TextDelta:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    offsets: list[int] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

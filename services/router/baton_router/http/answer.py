@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from baton.types import FinishReason, TokenLogprob
 from baton_router.http.job import Job
 from baton_router.http.logprobs import LogprobWriter, text_offsets
@@ -27,18 +29,15 @@ class Echo:
         self.offsets = text_offsets(tokenizer, self.ids, skip_special_tokens=skip) if self.logprobs else []
 
 
-class Choice:
+class Choice(msgspec.Struct):
     """One sequence of an answer, as it grows."""
 
-    __slots__ = ("finish_reason", "ids", "logprobs", "offsets", "stop_reason", "texts")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.offsets: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
+    texts: list[str] = msgspec.field(default_factory=list)
+    ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    offsets: list[int] = msgspec.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
         """Take what a chunk brought to the sequence."""
@@ -67,7 +66,9 @@ class AnswerBuilder:
         self._job = job
         self._prepared = prepared
         self._head = {"id": ident, "created": created, "model": prepared[0].info.name}
-        self._choices = [[Choice() for _ in range(job.n)] for _ in prepared]
+        self._choices: list[list[Choice]] = []
+        for _ in prepared:
+            self._choices.append([Choice()] if job.n == 1 else [Choice() for _ in range(job.n)])
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prepared)
         self._usage = Usage(prepared, count_output=not job.score_only)
 

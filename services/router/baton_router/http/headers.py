@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.api.v1 import common_pb2
-from baton.rpc.convert import path_from_pb
+from baton.rpc.convert import path_to_pb
+from baton.types import PrefillPath
 from baton_router.decision import Decision
-from baton_router.generation_metrics import cached_tokens
 from baton_router.text_request import TextChunk
 
 NONE = "none"
+_PATHS: dict[int, str] = {path_to_pb(path): path.value for path in PrefillPath}
 
 
 class Route:
     """How one prompt was served, as far as it is known."""
 
-    __slots__ = ("decision", "trace")
+    __slots__ = ("cached_tokens", "decision", "trace")
 
     def __init__(self) -> None:
+        self.cached_tokens = 0
         self.trace: common_pb2.RequestTrace | None = None
         self.decision: Decision | None = None
 
     def add(self, chunk: TextChunk) -> None:
         """Take what a chunk tells; later traces are more complete."""
         if chunk.trace is not None:
-            self.trace = chunk.trace
+            self.trace, self.cached_tokens = chunk.trace, chunk.cached_tokens
         if chunk.decision is not None:
             self.decision = chunk.decision
 
@@ -62,12 +64,12 @@ def route_headers(routes: Sequence[Route]) -> dict[str, str]:
         "x-baton-prefill-instance": _names(route.prefill() for route in known),
         "x-baton-decode-instance": _names(route.decode() for route in known),
         "x-baton-match-rate": f"{mean_rate:.4f}",
-        "x-baton-path": _names(path_from_pb(trace.path) or "" for trace in traces),
+        "x-baton-path": _names(_PATHS.get(trace.path, "") for trace in traces),
         "x-baton-pipe": _names(trace.pipe for trace in traces),
         "x-baton-kv-bytes": _total(traces, lambda trace: trace.kv_bytes),
         "x-baton-transfer-ms": _ms(sum(trace.transfer_us for trace in traces)),
         "x-baton-exposed-ms": _ms(sum(trace.exposed_us for trace in traces)),
-        "x-baton-cached-tokens": _total(traces, cached_tokens),
+        "x-baton-cached-tokens": str(sum(route.cached_tokens for route in known)),
         "x-baton-index-state": _names(states),
         "x-baton-local-reason": _names(trace.local_reason for trace in traces),
         "x-baton-queue-ms": _ms(sum(trace.router_queue_us for trace in traces)),
@@ -86,12 +88,12 @@ def route_lines(route: Route) -> bytes:
         f"x-baton-prefill-instance: {_name(prefill)}\r\n"
         f"x-baton-decode-instance: {_name(decode)}\r\n"
         f"x-baton-match-rate: {decision.match_rate_of(prefill or decode):.4f}\r\n"
-        f"x-baton-path: {path_from_pb(trace.path) or NONE}\r\n"
+        f"x-baton-path: {_PATHS.get(trace.path, NONE)}\r\n"
         f"x-baton-pipe: {_name(trace.pipe)}\r\n"
         f"x-baton-kv-bytes: {trace.kv_bytes}\r\n"
         f"x-baton-transfer-ms: {_ms(trace.transfer_us)}\r\n"
         f"x-baton-exposed-ms: {_ms(trace.exposed_us)}\r\n"
-        f"x-baton-cached-tokens: {cached_tokens(trace)}\r\n"
+        f"x-baton-cached-tokens: {route.cached_tokens}\r\n"
         f"x-baton-index-state: {decision.index_state}\r\n"
         f"x-baton-local-reason: {_name(trace.local_reason)}\r\n"
         f"x-baton-queue-ms: {_ms(trace.router_queue_us)}\r\n"

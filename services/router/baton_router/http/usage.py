@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.api.v1 import common_pb2
-from baton_router.generation_metrics import cached_tokens
 from baton_router.text_request import PreparedRequest, TextChunk
 
 
 class Usage:
     """Tokens of one HTTP request, all its prompts together."""
 
-    __slots__ = ("_count_output", "_output", "_prompt", "_traces")
+    __slots__ = ("_cached", "_count_output", "_output", "_prompt")
 
     def __init__(self, prepared: Sequence[PreparedRequest], *, count_output: bool = True) -> None:
         self._prompt = 0
         for item in prepared:
             self._prompt += item.prompt_tokens
-        self._traces: list[common_pb2.RequestTrace | None] = [None] * len(prepared)
+        self._cached = [0] * len(prepared)
         self._output = 0
         self._count_output = count_output
 
     def add(self, at: int, chunk: TextChunk) -> None:
         """Count what a chunk of prompt ``at`` brought."""
         if chunk.trace is not None:
-            self._traces[at] = chunk.trace
+            self._cached[at] = chunk.cached_tokens
         if self._count_output:
             for delta in chunk.deltas:
                 self._output += len(delta.token_ids)
@@ -37,5 +35,5 @@ class Usage:
             "prompt_tokens": self._prompt,
             "completion_tokens": self._output,
             "total_tokens": self._prompt + self._output,
-            "prompt_tokens_details": {"cached_tokens": sum(map(cached_tokens, self._traces))},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
