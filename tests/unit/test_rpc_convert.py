@@ -46,7 +46,13 @@ def test_every_field_is_drawn() -> None:
 
 
 def test_settings_are_serialized_once_whatever_the_seed_and_the_length() -> None:
-    convert._encoded_settings.cache_clear()
+    convert._encoded.clear()
     for seed in range(5):
         encode_sampling(SamplingParams(temperature=0.5, seed=seed, max_tokens=seed + 1))
-    assert convert._encoded_settings.cache_info().currsize == 1
+    assert len(convert._encoded) == 1
+
+
+def test_not_all_settings_that_ever_came_are_kept() -> None:
+    for at in range(2 * convert._MAX_ENCODED):
+        encode_sampling(SamplingParams(temperature=at / 500))
+    assert 0 < len(convert._encoded) <= convert._MAX_ENCODED

@@ -21,12 +21,17 @@ class GenerationMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_request_"
-        self.ttft = Histogram(name + "ttft_seconds", "Arrival to first token", [], registry, buckets=_TTFT_S)
-        self.itl = Histogram(name + "itl_seconds", "Between two messages with tokens", [], registry, buckets=_ITL_S)
-        self.e2e = Histogram(name + "e2e_seconds", "Arrival to last token", [], registry, buckets=_E2E_S)
-        self.prompt_tokens = Counter(name + "prompt_tokens", "Prompt tokens of placed requests", [], registry)
-        self.generated_tokens = Counter(name + "generated_tokens", "Tokens delivered", [], registry)
-        self.cached_tokens = Counter(name + "cached_tokens", "Prompt tokens whose KV was in a cache", [], registry)
+        # Of those without labels their only series, which is quicker to count in than its family.
+        self.ttft = Histogram(name + "ttft_seconds", "Arrival to first token", [], registry, buckets=_TTFT_S).labels()
+        self.itl = Histogram(
+            name + "itl_seconds", "Between two messages with tokens", [], registry, buckets=_ITL_S
+        ).labels()
+        self.e2e = Histogram(name + "e2e_seconds", "Arrival to last token", [], registry, buckets=_E2E_S).labels()
+        self.prompt_tokens = Counter(name + "prompt_tokens", "Prompt tokens of placed requests", [], registry).labels()
+        self.generated_tokens = Counter(name + "generated_tokens", "Tokens delivered", [], registry).labels()
+        self.cached_tokens = Counter(
+            name + "cached_tokens", "Prompt tokens whose KV was in a cache", [], registry
+        ).labels()
         self.finished = Counter(name + "finished", "Generations, by how they ended", ["outcome"], registry)
 
 

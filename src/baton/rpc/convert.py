@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from operator import attrgetter
-from typing import Any
-
 from baton.api.v1 import common_pb2
 from baton.errors import InternalError, InvalidRequestError
 from baton.kv.fingerprint import Fingerprint
@@ -32,9 +28,9 @@ _PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
 _PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
-_SETTINGS = ("n", *_WITH_DEFAULT, *_PLAIN, "logprobs", "prompt_logprobs")
-"""What callers choose among a few values: neither lists nor what may differ from request to request."""
-_settings_of = attrgetter(*_SETTINGS)
+_MAX_ENCODED = 256
+_encoded: dict[tuple[float | None, ...], bytes] = {}
+"""Settings that were serialized before, by all that callers choose among a few values."""
 
 
 def role_to_pb(role: Role) -> common_pb2.Role.ValueType:
@@ -121,14 +117,19 @@ def encode_sampling(params: SamplingParams) -> bytes:
     """Return what :func:`sampling_to_pb` returns, serialized; most requests' settings were serialized before."""
     if params.stop_token_ids or params.logit_bias:
         return sampling_to_pb(params).SerializeToString()
+    settings = (
+        *(params.min_tokens, params.temperature, params.top_p, params.top_k, params.min_p),
+        *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        *(params.ignore_eos, params.logprobs, params.prompt_logprobs, params.n),
+    )
+    encoded = _encoded.get(settings)
+    if encoded is None:
+        encoded = sampling_to_pb(params.replace(max_tokens=None, seed=None)).SerializeToString()
+        if len(_encoded) >= _MAX_ENCODED:
+            _encoded.clear()
+        _encoded[settings] = encoded
     others = common_pb2.SamplingParams(max_tokens=params.max_tokens, seed=params.seed)
-    # The bytes of two messages, joined, are one with the fields of both.
-    return _encoded_settings(_settings_of(params)) + others.SerializeToString()
-
-
-@lru_cache(maxsize=256)
-def _encoded_settings(values: tuple[Any, ...]) -> bytes:
-    return sampling_to_pb(SamplingParams(**dict(zip(_SETTINGS, values, strict=True)))).SerializeToString()
+    return encoded + others.SerializeToString()  # the bytes of two messages, joined, are one with the fields of both
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams, *, stop: tuple[str, ...] = ()) -> SamplingParams:

@@ -27,16 +27,16 @@ class IncrementalDetokenizer:
         Args:
             tokenizer: Whose ids these are.
             skip_special_tokens: Leave special tokens out of the text.
-            context: Ids that come before and whose text is not wanted, when the text continues theirs: the last few
-                are enough. Without, a tokenizer that drops the space at the start of a text drops it here.
+            context: Ids that come before and whose text is not wanted, when the text continues theirs: the last eight
+                are looked at. Without, a tokenizer that drops the space at the start of a text drops it here.
         """
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder: _BytesDecoder | _WindowDecoder
         if tokenizer.scheme is not None:
             strip = tokenizer.scheme.strip_start
-            self._decoder = _BytesDecoder(tokenizer, strip if strip and not self._shown(context) else 0)
+            self._decoder = _BytesDecoder(tokenizer, strip if strip and not self._shown(context[-_MAX_HELD:]) else 0)
         else:
-            self._decoder = _WindowDecoder(tokenizer, self._shown(context)[-_MAX_HELD:])
+            self._decoder = _WindowDecoder(tokenizer, self._shown(context[-_MAX_HELD:]))
 
     def _shown(self, ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in ids if token_id not in self._hidden]

@@ -12,8 +12,6 @@ from baton.text.stop import StopStringMatcher, StopStrings
 from baton.text.tokenizer import Tokenizer
 from baton.types import FinishReason, SamplingParams, TokenLogprob
 
-_CONTEXT_TOKENS = 8
-
 
 class TokenDelta(Protocol):
     """New tokens of a sequence, as an instance sends them."""
@@ -97,7 +95,7 @@ class SequenceText:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context=prompt[-_CONTEXT_TOKENS:])
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context=prompt)
         self._include_stop = include_stop
         self._matcher = None if stops is None else StopStringMatcher(stops, include_stop)
         self._min_tokens = sampling.min_tokens

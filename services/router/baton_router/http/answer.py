@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from baton.types import FinishReason, TokenLogprob
 from baton_router.http.job import Job
 from baton_router.http.logprobs import LogprobWriter, text_offsets
@@ -29,15 +27,18 @@ class Echo:
         self.offsets = text_offsets(tokenizer, self.ids, skip_special_tokens=skip) if self.logprobs else []
 
 
-class Choice(msgspec.Struct):
+class Choice:
     """One sequence of an answer, as it grows."""
 
-    texts: list[str] = msgspec.field(default_factory=list)
-    ids: list[int] = msgspec.field(default_factory=list)
-    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    offsets: list[int] = msgspec.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    __slots__ = ("finish_reason", "ids", "logprobs", "offsets", "stop_reason", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.offsets: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
         """Take what a chunk brought to the sequence."""
