@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from baton.native import COMPILERS, address_of, load_helper
 from baton.text.added_tokens import TokenTree, token_tree
 from baton.text.split_rule import split_source
@@ -49,7 +51,7 @@ _PROBE = (
 
 class _Rule(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("moves", "pages", "classes", "roots", "nodes", "edges")),
+        *((name, ctypes.c_void_p) for name in ("moves", "pages", "classes", "ascii", "roots", "nodes", "edges")),
         *((name, ctypes.c_uint32) for name in ("start", "stride", "end_class", "characters", "only")),
     )
 
@@ -69,14 +71,17 @@ class NativeWords:
     def __init__(
         self, table: SplitTable, tokens: TokenTree, word_ids: Callable[[str], list[int]], library: Any
     ) -> None:
-        self._kept_alive = table, tokens
+        stride = table.moves.shape[1]
+        ascii_moves = np.ascontiguousarray(table.classes[0, :128] * np.uint32(stride))
+        self._kept_alive = table, tokens, ascii_moves
         self._rule = _Rule(
             address_of(table.moves),
             address_of(table.pages),
             address_of(table.classes),
+            address_of(ascii_moves),
             *(part.buffer_info()[0] for part in (tokens.roots, tokens.nodes, tokens.edges)),
             table.start,
-            table.moves.shape[1],
+            stride,
             END,
             CHARACTERS,
             tokens.only,

@@ -17,6 +17,7 @@ typedef struct {
     const uint16_t *moves;  /* [class * stride + last move]: twice the next row, 0: none; plus 1 if a word may end here */
     const uint16_t *pages;  /* [character / 256]; those of ASCII are page 0 */
     const uint8_t *classes; /* [page * 256 + character % 256]; 0: the rule does not know it */
+    const uint32_t *ascii;  /* [byte]: class * stride */
     const uint32_t *roots;  /* [byte]: the node of tokens that begin so; 0: none */
     const uint32_t *nodes;  /* [3 * node]: the id of the token that ends here or NONE, first edge, number of edges */
     const uint32_t *edges;  /* [2 * edge]: byte, node */
@@ -212,21 +213,23 @@ static inline uint32_t decode(const uint8_t *text, size_t *size) {
 
 /* Return where the word ends that begins at `at`; 0: the rule does not know, or the word is very long. */
 static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, size_t end) {
-    size_t behind = 0, stop = end - at > MAX_WORD ? at + MAX_WORD : end;
-    uint32_t move = r->start;
+    const uint16_t *moves = r->moves;
+    const uint32_t *ascii = r->ascii;
+    size_t behind = 0, stop = end - at > MAX_WORD ? at + MAX_WORD : end, move = r->start;
     while (at < stop) {
-        size_t size = 1;
-        uint32_t class;
-        if (text[at] < 0x80) class = r->classes[text[at]];
+        size_t here = at, row;
+        if (text[at] < 0x80) row = ascii[text[at++]];
         else {
+            size_t size, class = 0;
             uint32_t character = decode(text + at, &size);
-            class = character < r->characters ? r->classes[r->pages[character >> 8] * 256 + (character & 255)] : 0;
+            if (character < r->characters) class = r->classes[r->pages[character >> 8] * 256 + (character & 255)];
             if (!class) return 0;
+            row = class * r->stride;
+            at += size;
         }
-        move = r->moves[class * r->stride + move];
-        if (move & 1) behind = at;
+        move = moves[row + move];
+        if (move & 1) behind = here;
         if (move < 2) return behind;
-        at += size;
     }
     if (at != end) return 0;
     return r->moves[r->end_class * r->stride + move] & 1 ? at : behind;
