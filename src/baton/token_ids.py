@@ -91,11 +91,9 @@ def python_pack(ids: Sequence[int]) -> bytes:
 
 def varint(value: int) -> bytes:
     """Return a protobuf varint of a number that is not negative."""
-    out = b""
-    while value >= 0x80:
-        out += _BYTES[value & 0x7F | 0x80]
-        value >>= 7
-    return out + _BYTES[value]
+    if value < 0x80:
+        return _BYTES[value]
+    return _BYTES[value & 0x7F | 0x80] + varint(value >> 7)
 
 
 def find_ids(text: bytes, key: bytes) -> tuple[FoundIds, bytes] | None:

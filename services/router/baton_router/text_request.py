@@ -113,9 +113,9 @@ class PreparedRequest(msgspec.Struct):
             self.text_model.tokenizer,
             self.routed.prompt_token_ids if continues else (),
             self.routed.sampling,
-            stops=self.stops,
-            skip_special_tokens=request.skip_special_tokens,
-            include_stop=request.include_stop,
+            self.stops,
+            request.skip_special_tokens,
+            request.include_stop,
         )
 
 

@@ -21,7 +21,7 @@ class IncrementalDetokenizer:
 
     __slots__ = ("_decoder", "_hidden")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         """Begin a sequence.
 
         Args:

@@ -90,12 +90,11 @@ class SequenceText:
         tokenizer: Tokenizer,
         prompt: Sequence[int],
         sampling: SamplingParams,
-        *,
         stops: StopStrings | None = None,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context=prompt)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt)
         self._include_stop = include_stop
         self._matcher = None if stops is None else StopStringMatcher(stops, include_stop)
         self._min_tokens = sampling.min_tokens
