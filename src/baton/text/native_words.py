@@ -42,6 +42,10 @@ _MAX_SALTS = 64
 _MAX_MISSES = 256
 _MAX_IDS = 16_384
 """What is done in one call, with the interpreter's lock held: some hundred microseconds of work."""
+_MAX_BYTES_OF_TEXT = 2**31 - 1
+_PROGRESS = 6
+"""Numbers that say how far a text is, before those that say where its ids go."""
+_AT_THE_BEGINNING = array("Q", bytes(8 * _PROGRESS))
 _BYTE_CHARS = byte_level_chars()
 _PROBE = (
     "It's WE'LL don't, of  two\twords (and More) x y  z1 a\tb c\n d e-f\r\n\r\n  g_h iJ Kl 3 12345 n4 o... !? "
@@ -86,7 +90,7 @@ class NativeWords:
             CHARACTERS,
             tokens.only,
         )
-        self._rule_address = ctypes.addressof(self._rule)
+        self._rule_pointer = ctypes.pointer(self._rule)
         self._word_ids = word_ids
         self._library = library
         self._encode = library.baton_words_encode
@@ -101,16 +105,21 @@ class NativeWords:
             salt: Whose text it is.
         """
         data = text.encode()
+        if len(data) > _MAX_BYTES_OF_TEXT:
+            return None
         table = self._known.get(salt) or self._new(salt)
-        out, misses, scratch = _scratch()
-        progress = array("Q", (0, 0, 0, 0, 0, 0, *scratch))
+        scratch = _scratch()
+        progress = scratch.progress
+        progress[:_PROGRESS] = _AT_THE_BEGINNING
         ids: TokenIds | None = None
         while True:
-            result = self._encode(self._rule_address, table.address, data, len(data), progress.buffer_info()[0])
+            result = self._encode(self._rule_pointer, table.pointer, data, len(data), scratch.pointer)
             if result not in (_DONE, _MORE):
                 return None
             written, missed = progress[1], progress[2]
-            new = self._fill_in(out[:written], misses[: 3 * missed], data, table) if missed else out[:written]
+            new = scratch.out[:written]
+            if missed:
+                new = self._fill_in(new, scratch.misses[: 3 * missed], data, table)
             ids = new if ids is None else ids + new
             if result == _DONE:
                 return ids
@@ -148,6 +157,7 @@ class _Table:
         self.address: int | None = library.baton_words_new(*seeds, _MAX_WORDS, _MAX_BYTES // _RECORD_BYTES)
         if self.address is None:
             raise MemoryError("no memory for words")
+        self.pointer = ctypes.c_void_p(self.address)
 
     def __del__(self) -> None:
         if getattr(self, "address", None):
@@ -188,14 +198,24 @@ def native_words(parts: dict[str, Any], backend: tokenizers.Tokenizer) -> Native
 _own = threading.local()
 
 
-def _scratch() -> tuple[array[int], array[int], tuple[int, ...]]:
-    """Return where this thread may have ids and misses written until it asks again, and addresses and sizes of both."""
+class _Scratch:
+    """Where ids and misses are written, and a text's progress, which knows where."""
+
+    __slots__ = ("misses", "out", "pointer", "progress")
+
+    def __init__(self) -> None:
+        self.out, self.misses = array("I", bytes(4 * _MAX_IDS)), array("I", bytes(4 * 3 * _MAX_MISSES))
+        room = self.out.buffer_info()[0], _MAX_IDS, self.misses.buffer_info()[0], _MAX_MISSES
+        self.progress = _AT_THE_BEGINNING + array("Q", room)
+        self.pointer = ctypes.c_void_p(self.progress.buffer_info()[0])
+
+
+def _scratch() -> _Scratch:
+    """Return what is this thread's until it asks again."""
     try:
-        found: tuple[array[int], array[int], tuple[int, ...]] = _own.scratch
+        found: _Scratch = _own.scratch
     except AttributeError:
-        out, misses = array("I", bytes(4 * _MAX_IDS)), array("I", bytes(4 * 3 * _MAX_MISSES))
-        found = out, misses, (out.buffer_info()[0], _MAX_IDS, misses.buffer_info()[0], _MAX_MISSES)
-        _own.scratch = found
+        found = _own.scratch = _Scratch()
     return found
 
 
@@ -213,8 +233,8 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
         ("free", None, pointer),
         ("count", word, pointer),
         ("add", ctypes.c_int, pointer, text, size, pointer, size),
-        ("encode", ctypes.c_int, pointer, pointer, text, size, pointer),
     ):
         function = getattr(library, f"baton_words_{name}")
         function.restype, function.argtypes = result, arguments
+    # encode is called with pointers, bytes and a C int, which need no types: to convert them takes longer.
     return library

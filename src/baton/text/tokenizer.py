@@ -20,6 +20,7 @@ from baton.text.words import WordCache, word_pattern
 from baton.token_ids import TokenIds
 
 _SHORT_CHARS = 1024
+_NOTHING_ADDED = array("I"), array("I")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -114,7 +115,10 @@ class Tokenizer:
             ids = None if self._words is None else self._words.encode(text, salt)
             if ids is None:
                 ids = self._pieces.encode(text, salt)
-            return self._added[0] + ids + self._added[1] if add_special_tokens else ids
+            before, behind = self._added if add_special_tokens else _NOTHING_ADDED
+            if before:
+                ids = before + ids
+            return ids + behind if behind else ids
         if len(text) <= _SHORT_CHARS:
             return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         # The batch call without offsets takes half the time of encode() and gives up the GIL, which encode() does not;

@@ -295,7 +295,7 @@ static int encode_words(const rule *r, const table *t, const uint8_t *text, size
 }
 
 /* Go on with a text. Returns DONE; MORE: no room is left; FOREIGN: the text has something that is not known here. */
-int baton_words_encode(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p) {
+int baton_words_encode(const rule *r, const table *t, const uint8_t *text, uint32_t size, progress *p) {
     for (;;) {
         while (p->at < p->border) {
             int result = encode_words(r, t, text, size, p);
