@@ -90,10 +90,14 @@ def python_pack(ids: Sequence[int]) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """Return a protobuf varint of a number that is not negative."""
+    """Return a protobuf varint."""
     if value < 0x80:
         return _BYTES[value]
-    return _BYTES[value & 0x7F | 0x80] + varint(value >> 7)
+    if value < 0x4000:
+        return _BYTES[value & 0x7F | 0x80] + _BYTES[value >> 7]
+    if value < 0x200000:
+        return _BYTES[value & 0x7F | 0x80] + _BYTES[value >> 7 & 0x7F | 0x80] + _BYTES[value >> 14]
+    return python_pack((value,))
 
 
 def find_ids(text: bytes, key: bytes) -> tuple[FoundIds, bytes] | None:
