@@ -169,11 +169,12 @@ class CallStream(ABC):
 
     def _gather(self) -> bytes:
         """Return starts and cancellations, as many as one message may have; empty: there are none."""
-        parts, size = [], 0
+        parts: list[bytes] = []
+        size = 0
         while self._later and size < _MAX_BATCH_BYTES:
             key, request = self._later.popleft()
             if key in self._calls:  # not cancelled meanwhile
-                parts.append(_start(key, request))
+                parts += (_start(key, len(request)), request)
                 size += len(request)
         if self._cancels:
             cancels, self._cancels = self._cancels, []
@@ -221,10 +222,13 @@ class CallStream(ABC):
                 call.flush()
 
 
-def _start(key: int, request: bytes) -> bytes:
-    """Return a ``GenerateManyRequest`` with one start; the bytes of several, joined, are one with all of them."""
-    call = b"\x08" + varint(key) + b"\x12" + varint(len(request))
-    return b"\x0a" + varint(len(call) + len(request)) + call + request
+def _start(key: int, size: int) -> bytes:
+    """Return what goes before a request of so many bytes.
+
+    With it, it is a ``GenerateManyRequest`` with one start; the bytes of several, joined, are one with all of them.
+    """
+    call = b"\x08" + varint(key) + b"\x12" + varint(size)
+    return b"\x0a" + varint(len(call) + size) + call
 
 
 def _failure(end: worker_pb2.CallEnd) -> CallEnded:
