@@ -78,6 +78,7 @@ class Express:
             job = parse(decode(exchange.body))
             if len(job.requests) > 1:
                 return False
+            exchange.body = b""  # what has been read need not lie in the caches for as long as the answer takes
             request = with_headers(exchange.scope, job.requests)[0]
             serving = _Stream if job.stream else _Whole
             running = serving(self, exchange, job, (ident, f"{prefix}-{ident}"), begun)
