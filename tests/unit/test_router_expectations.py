@@ -19,8 +19,9 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.api.v1 import events_pb2
 from baton.hashing import HASH_BYTES, HashChain, hash_chain, root_hash
-from baton.types import Epoch, InstanceId
+from baton.types import BlockHash, Epoch, InstanceId
 from baton_router.config import RouterConfig
+from baton_router.expected import ExpectedChains
 from baton_router.feed import EventFeed
 from baton_router.index import Expectation, PrefixIndex
 from baton_router.metrics import RouterMetrics
@@ -528,3 +529,17 @@ def test_after_a_full_entry_both_ends_agree_whatever_was_lost_before(seed: int) 
     for _ in range(4):
         taken.take(next(sent)[0])
     assert (len(telling), len(taken), here.is_empty(), there.is_empty()) == (0, 0, True, True)
+
+
+def test_a_look_up_of_the_same_chain_sees_what_changed_meanwhile() -> None:
+    tree, chain = ExpectedChains(), hash_chain(list(range(64)), 8, BlockHash(b"r" * 32))
+    copy = HashChain(bytes(bytearray(chain.data)))
+    first = tree.add(1, chain)
+    assert tree.match(chain) == {1: 8}
+    tree.forget(first)
+    assert tree.match(chain) == {}
+    again = tree.add(2, chain)
+    tree.add(3, copy)
+    assert tree.match(chain) == tree.match(copy) == {2: 8, 3: 8}
+    tree.forget(again)
+    assert tree.match(chain) == tree.match(copy) == {3: 8}

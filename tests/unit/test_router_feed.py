@@ -283,3 +283,12 @@ def test_a_snapshot_in_parts_counts_when_it_is_whole(feed: EventFeed) -> None:
     assert (feed.state, feed.resume_from(A), feed.num_blocks) == (IndexState.EXACT, 7, 4)
     assert not feed.apply(part(more=False))
     assert feed.apply(batch(8, stored(HASHES[6:])))
+
+
+def test_a_silence_that_is_too_long_makes_matches_worthless(feed: EventFeed, clock: Clock) -> None:
+    feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
+    feed.heartbeat(beat(1), 0.875)
+    clock.now = 9.9
+    assert feed.usable, "stale, but not for long"
+    clock.now = 10.1
+    assert (feed.usable, feed.state) == (False, IndexState.OFF)

@@ -149,3 +149,11 @@ def test_a_slow_instance_is_left_alone_once_that_is_known() -> None:
     for book in sides[1].books:
         book.prompts = 50_000
     assert cheapest(speeds, *sides, Request(1000, kv_bytes_per_token=1.0)) == (PrefillPath.REMOTE, 1, 1)
+
+
+def test_the_length_of_answers_is_learnt() -> None:
+    speeds = Speeds(lambda: 0.0)
+    before = speeds.output_tokens
+    for _ in range(20):
+        speeds.observe(Served(common_pb2.RequestTrace(), "", InstanceId("d"), 0.0, 1, 7.0))
+    assert (before, speeds.output_tokens) == (128.0, pytest.approx(7.0))
