@@ -27,6 +27,7 @@ from baton_router.generation_metrics import GenerationMetrics
 from baton_router.http import HttpOptions, create_app
 from baton_router.http.direct import RouterHttp
 from baton_router.http.protocol import BoundedProtocol
+from baton_router.steps import Steps
 from baton_router.text_pipeline import TextPipeline
 
 CHAT: list[Any] = [{"role": "user", "content": "write add"}]
@@ -37,12 +38,14 @@ TOKENS = len(encode(ANSWER)) + 1
 class Served:
     """A real server in a thread, with a dispatcher that tests set up as they like."""
 
-    def __init__(self, *, protocol: type[BoundedProtocol] = BoundedProtocol, **options: Any) -> None:
+    def __init__(
+        self, *, protocol: type[BoundedProtocol] = BoundedProtocol, steps: Steps | None = None, **options: Any
+    ) -> None:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()
         self.cors = bool(options.get("cors_origins"))
         pipeline = TextPipeline(self.dispatcher, TextModelCache(), GenerationMetrics(self.registry))
-        app = create_app(pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options))
+        app = create_app(pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options), steps=steps)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(

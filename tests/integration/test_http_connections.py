@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.scripted import ANSWER, ModelInfo, encode
 
 from baton_router.accounts import Accounts
 from baton_router.http.protocol import BoundedProtocol
+from baton_router.steps import PREPARE, RESPOND, START, Steps
+from baton_router.text_pipeline import TextPipeline
 
 LONG = ANSWER * 1000
 
@@ -199,3 +202,79 @@ def test_headers_behind_a_body_are_bounded_in_size(api: Served) -> None:
 def test_nobody_is_connected(api: Served, target: bytes) -> None:
     assert raw(api, b"CONNECT " + target + b" HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 ")
     assert api.http.get("/health").status_code == 200
+
+
+# --- between two steps of a request (see baton_router.steps) ---
+
+
+class Meddling(Steps):
+    """Steps where something happens to one request, the first that comes once ``armed``, just before one of its own."""
+
+    def __init__(self, before: int, meddle: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._before, self._meddle, self.armed = before, meddle, False
+
+    def later(self, step: int, do: Callable[[Any], None], what: Any) -> None:
+        if self.armed and step == self._before:
+            self.armed = False
+            super().later(step, self._meddle, what)
+        super().later(step, do, what)
+
+
+def leave(serving: Any) -> None:
+    """Do what the connection does when its client has gone."""
+    serving._exchange.disconnected = True
+    serving._exchange.lost()
+    serving._exchange._protocol.transport.abort()
+
+
+@pytest.mark.parametrize("before", [PREPARE, START, RESPOND])
+def test_nothing_goes_on_for_a_client_that_left_between_two_steps(
+    before: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(TextPipeline, "prepare_now", noting(TextPipeline.prepare_now, prepared))
+    steps = Meddling(before, leave)
+    with Served(steps=steps) as api:
+        api.completion()  # loads the tokenizer
+        prepared.clear()
+        api.reset()
+        steps.armed = True
+        with connect(api) as client:
+            client.sendall(post({"prompt": "def"}))
+            assert client.recv(1) == b""
+        assert len(prepared) == (before != PREPARE)
+        assert len(api.dispatcher.requests) == (before == RESPOND)
+        assert api.dispatcher.open_streams == 0
+        assert api.completion().choices[0].text == ANSWER
+        assert api.server.server_state.total_requests == 2, "the one that was lost is none that was answered"
+    assert not caplog.records
+
+
+def noting(function: Callable[..., Any], notes: list[str]) -> Callable[..., Any]:
+    """Return a function that notes its calls."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        notes.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("before", [PREPARE, START, RESPOND])
+def test_a_request_whose_time_ends_between_two_steps_gets_one_answer(
+    before: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Meddling(before, lambda serving: serving.expire())
+    with Served(steps=steps) as api, connect(api) as client:
+        api.completion()  # loads the tokenizer
+        steps.armed = True
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: api.server.server_state.total_requests == 2)
+        client.sendall(post({"prompt": "def"}, b"connection: close"))
+        received = bytearray()
+        while piece := client.recv(65536):
+            received += piece
+        assert re.findall(rb"HTTP/1.1 (\d+)", bytes(received)) == [b"504", b"200"]
+        assert api.dispatcher.open_streams == 0
+    assert not caplog.records

@@ -18,6 +18,7 @@ from baton_router.attempt import Attempt, AttemptFailed, Message
 from baton_router.calls import Call, CallEnded, CallStream, Reader
 from baton_router.instance import Instance
 from baton_router.session import FrameSession
+from baton_router.steps import END, Steps
 
 
 @pytest.fixture
@@ -104,13 +105,34 @@ class Notes:
 
 @pytest.mark.parametrize("behind", [b"\xff", worker_pb2.GenerateManyResponse(token_calls=[1]).SerializeToString()])
 async def test_what_cannot_be_read_takes_nothing_with_it_that_could(behind: bytes) -> None:
-    stream, notes = Silent("d0"), Notes()
+    stream, notes = Silent("d0", Steps()), Notes()
     stream.start(b"", notes)
     good: Any = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
     good.ends.add(call=1)
     with pytest.raises((DecodeError, ValueError)):
         stream._take(map(worker_pb2.GenerateManyResponse.FromString, (good.SerializeToString(), behind)))
+    await asyncio.sleep(0)  # the turn's end
     assert (notes.tokens, notes.ends) == ([7], [None])
+
+
+async def test_a_reader_that_leaves_between_its_tokens_and_its_end_gets_no_end() -> None:
+    steps, failures = Steps(), list[str]()
+    stream = Silent("d0", steps)
+
+    class Fickle(Notes):
+        def on_tokens(self, token_ids: list[int]) -> None:
+            super().on_tokens(token_ids)
+            steps.later(END, Call.close, call)  # before the call's own, which is put behind it
+
+    notes = Fickle()
+    call = stream.start(b"", notes)
+    message = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
+    message.ends.add(call=1)
+    stream._take([message])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton_router.steps.log.exception", failures.append)
+        await asyncio.sleep(0)
+    assert (notes.tokens, notes.ends, failures) == ([7], [], [])
 
 
 class Alone:
@@ -137,7 +159,7 @@ class Ends:
 async def test_a_message_that_makes_no_sense_ends_its_own_call_alone(world: World) -> None:
     (decode,) = await world.decodes(1)
     instance = (await world.cluster([], [decode])).instance(decode)
-    stream, wrong, fine = Silent("d0"), Ends(), Notes()
+    stream, wrong, fine = Silent("d0", Steps()), Ends(), Notes()
     sessions: Any = Alone(stream)
     attempt = Attempt(sessions, instance, b"", [0], wrong)
     stream.start(b"", fine)
@@ -147,6 +169,7 @@ async def test_a_message_that_makes_no_sense_ends_its_own_call_alone(world: Worl
     message.messages.add(call=1, response=worker_pb2.GenerateResponse(deltas=[delta]))
     message.ends.add(call=2)
     stream._take([message])
+    await asyncio.sleep(0)  # the turn's end
     attempt.close()
     assert (fine.tokens, fine.ends) == ([7], [None])
     (failure,) = wrong.ends

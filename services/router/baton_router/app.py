@@ -37,6 +37,7 @@ from baton_router.renewal import Renewal
 from baton_router.replicas.metrics import ReplicaMetrics
 from baton_router.replicas.replica import Replica
 from baton_router.servicer import SERVICE, RouterServicer, admits_clients
+from baton_router.steps import Steps
 from baton_router.text_pipeline import TextPipeline
 from baton_router.ticket import TicketDesk
 
@@ -72,7 +73,8 @@ class RouterApp:
             )
         self._accounts = accounts.accounts if accounts is not None else None
         self.metrics = RouterMetrics()
-        self.registry = Registry(config, self.metrics, token=token, tls=self._tls)
+        steps = Steps()
+        self.registry = Registry(config, self.metrics, token=token, tls=self._tls, steps=steps)
         decisions = DecisionLog(self.metrics.decision_terms)
         self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions)
         self.replica = Replica(config, self.registry, ReplicaMetrics(self.metrics.registry)) if config.redis else None
@@ -89,7 +91,12 @@ class RouterApp:
             accounts=self._accounts, strict_fields=config.strict_fields, request_timeout_s=config.request_timeout_s
         )
         http = create_app(
-            self.pipeline, self.dispatcher, registry=self.metrics.registry, options=options, ready=self.is_ready
+            self.pipeline,
+            self.dispatcher,
+            registry=self.metrics.registry,
+            options=options,
+            ready=self.is_ready,
+            steps=steps,
         )
         seen = self.metrics.registry
         watch(http, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)

@@ -52,6 +52,11 @@ class AttemptFailed(Exception):
         self.broken = reason in _BROKEN
 
 
+def out_of_time() -> AttemptFailed:
+    """Return the failure of an attempt whose request has taken all of its time."""
+    return AttemptFailed(DeadlineError("the request's time is over"), "deadline_exceeded")
+
+
 class Message(msgspec.Struct):
     """One message of a decode instance, with the request's own sequence numbers."""
 
@@ -139,7 +144,7 @@ class Attempt:
 
     def expire(self) -> None:
         """The request's time is over."""
-        self._call.fail(CallEnded(DeadlineError("the request's time is over"), grpc.StatusCode.DEADLINE_EXCEEDED))
+        self._call.fail(CallEnded(out_of_time().error, grpc.StatusCode.DEADLINE_EXCEEDED))
 
     def lose(self) -> None:
         """The instance was found dead without its connections breaking."""

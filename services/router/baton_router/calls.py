@@ -18,6 +18,7 @@ from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, UnavailableError
 from baton.rpc.errors import from_status
 from baton.token_ids import varint
+from baton_router.steps import END, TAKE, Steps
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _MAX_BATCH_BYTES = 4 * 2**20
@@ -89,7 +90,14 @@ class Call:
             else:
                 self._items = items[1:]
                 self._reader.on_message(items[0])  # type: ignore[arg-type]
-        if self.ended and self._reader is not None and not self._held:
+        if self.ended and self._reader is not None:
+            if self._failure is None:
+                self._session.steps.later(END, Call._tell_end, self)
+            else:
+                self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self._reader is not None and not self._held:
             reader, self._reader = self._reader, None
             reader.on_end(self._failure)
 
@@ -118,11 +126,16 @@ class Call:
 class CallStream(ABC):
     """A stream to one instance; ends when it breaks, and is not used again.
 
+    Args:
+        name: Of the instance, for the log.
+        steps: Of this router's requests.
+
     Attributes:
         broken: Whether it has ended.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, steps: Steps) -> None:
+        self.steps = steps
         self.name = name  # not the instance: sessions must not keep it alive
         self.broken = self._retired = False
         self._calls: dict[int, Call] = {}
@@ -182,14 +195,14 @@ class CallStream(ABC):
         return b"".join(parts)
 
     def _take(self, messages: Iterable[worker_pb2.GenerateManyResponse]) -> None:
-        """Hand on what messages bring that came together."""
+        """Keep what messages bring that came together, to hand it on with what others bring."""
         touched: dict[int, Call] = {}
         try:
             for message in messages:
                 self._sort(message, touched)
         finally:  # also where one cannot be read: ends that came before it are known to nobody else
             for call in touched.values():
-                call.flush()
+                self.steps.later(TAKE, Call.flush, call)
         if self._retired:
             self._check_retired()
 

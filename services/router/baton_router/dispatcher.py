@@ -27,6 +27,7 @@ from baton_router.registry import Registry
 from baton_router.run import RequestRun
 from baton_router.run_context import RunContext
 from baton_router.speeds import Speeds
+from baton_router.steps import PLACE
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +116,7 @@ class PlacingDispatcher:
             decisions=decisions or DecisionLog(metrics.decision_terms),
             sessions=registry.sessions,
             deadlines=Deadlines(config.request_timeout_s),
+            steps=registry.sessions.steps,
             slow=estimates.slow,
         )
         self._running: set[_Running] = set()
@@ -215,10 +217,21 @@ class _Running:
             self.on_end(QueueFullError(message, retry_after_s=dispatcher.admission.retry_after_s()))
         elif dispatcher._cut_off:
             self.on_end(_shutting_down())
-        elif (ticket := dispatcher.admission.enter_now(self._request)) is not None:
-            self._go(ticket)
         else:
-            self._waiting = asyncio.get_running_loop().create_task(self._enter())
+            dispatcher._context.steps.later(PLACE, _Running._enter_now, self)
+
+    def _enter_now(self) -> None:
+        """Take room and a place in one step: until it has a place, no instance's books know of a request."""
+        if self._ended:
+            return
+        try:
+            ticket = self._dispatcher.admission.enter_now(self._request)
+            if ticket is not None:
+                self._go(ticket)
+            else:
+                self._waiting = asyncio.get_running_loop().create_task(self._enter())
+        except Exception as error:
+            self.on_end(error)
 
     async def _enter(self) -> None:
         try:

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from baton.errors import QueueFullError
-from baton_router.attempt import Attempt, AttemptFailed, Message
+from baton_router.attempt import Attempt, AttemptFailed, Message, out_of_time
 from baton_router.placement import Placement
 from baton_router.session import Sessions
 
@@ -96,9 +96,10 @@ class GroupAttempt:
 
     Attributes:
         tokens_before: Tokens that the group had when it came here.
+        closed: Whether it has left again.
     """
 
-    __slots__ = ("_attempt", "_closed", "_owner", "group", "number", "placement", "tokens_before")
+    __slots__ = ("_attempt", "_owner", "closed", "group", "number", "placement", "tokens_before")
 
     def __init__(self, owner: Owner, group: Group, placement: Placement, number: int) -> None:
         self._owner = owner
@@ -107,7 +108,7 @@ class GroupAttempt:
         self.number = number
         self.tokens_before = group.num_tokens
         self._attempt: Attempt | None = None
-        self._closed = False
+        self.closed = False
 
     def start(self, sessions: Sessions, request: bytes) -> None:
         """Begin the call.
@@ -128,12 +129,14 @@ class GroupAttempt:
         """The request's time is over."""
         if self._attempt is not None:
             self._attempt.expire()
+        else:  # its call is not even sent
+            self.on_end(out_of_time())
 
     def close(self) -> None:
         """End the call and give back what the group holds; once."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.close()
@@ -142,19 +145,19 @@ class GroupAttempt:
 
     def on_message(self, message: Message) -> None:
         """Take a message of the call."""
-        if self._closed:
+        if self.closed:
             return
         try:
             self._owner.on_message(self, message)
         except Exception as error:  # of ours, or of whoever takes the chunks: this request's end alone
             self._owner.on_failure(error)
             return
-        if self._attempt is not None and not self._closed and not self.group.has_open():
+        if self._attempt is not None and not self.closed and not self.group.has_open():
             self._attempt.expect_end()
 
     def on_end(self, failure: AttemptFailed | None) -> None:
         """Take the call's end."""
-        if self._closed:
+        if self.closed:
             return
         try:
             self._owner.judge(self, failure)

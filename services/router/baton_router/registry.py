@@ -30,6 +30,7 @@ from baton_router.replicas.metrics import UnitsCollector
 from baton_router.replicas.room import Room
 from baton_router.replicas.units import Units, replica_name
 from baton_router.session import Sessions
+from baton_router.steps import Steps
 from baton_router.stores import Stores
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Registry:
         token: Shared token to show to instances.
         tls: Certificates, if the services use some.
         now: Monotonic clock, in seconds; tests bring their own.
+        steps: Of this router's requests.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class Registry:
         token: str | None = None,
         tls: Tls | None = None,
         now: Callable[[], float] = time.monotonic,
+        steps: Steps | None = None,
     ) -> None:
         self._config = config
         self._metrics = metrics
         self._token, self._tls = token, tls
-        self.sessions = Sessions(token, frames=tls is None)
+        self.sessions = Sessions(token, frames=tls is None, steps=steps)
         self._now = now
         self.index = PrefixIndex(config.index_max_blocks)
         self.stores = Stores(config, self.index, metrics, self._open, now)

@@ -31,6 +31,7 @@ from baton_router.decision import Decision
 from baton_router.group import Group, GroupAttempt, Sequence
 from baton_router.placement import Ask, Placement
 from baton_router.run_context import RunContext
+from baton_router.steps import SEND
 from baton_router.trace import TraceMerge
 
 log = logging.getLogger(__name__)
@@ -159,10 +160,19 @@ class RequestRun:
             self._finish(error)
 
     def _launch(self, group: Group, placement: Placement) -> None:
-        self._context.decisions.placed(self._request.request_id, placement.decision)
         attempt = GroupAttempt(self, group, placement, self._traces.attempt())
         self._attempts.add(attempt)
-        attempt.start(self._context.sessions, self._encoded(group, placement))
+        self._context.steps.later(SEND, self._send, attempt)
+
+    def _send(self, attempt: GroupAttempt) -> None:
+        if attempt.closed:
+            return
+        try:
+            self._context.decisions.placed(self._request.request_id, attempt.placement.decision)
+            attempt.start(self._context.sessions, self._encoded(attempt.group, attempt.placement))
+        except Exception as error:
+            self._finish(error)
+            return
         if self._held:
             attempt.hold(True)
 

@@ -15,6 +15,7 @@ from baton_router.placement import Placer
 from baton_router.recovery import Breakers, RetryBudget
 from baton_router.registry import Registry
 from baton_router.session import Sessions
+from baton_router.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class RunContext:
     budget: RetryBudget
     sessions: Sessions
     deadlines: Deadlines
+    steps: Steps
     decisions: DecisionLog = field(default_factory=DecisionLog)
     slow: Callable[[RoutedRequest], Iterable[Instance]] = lambda request: ()
     """Returns the decode instances that are too slow for a request's ``itl_ms``."""

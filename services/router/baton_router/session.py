@@ -22,6 +22,7 @@ from baton.rpc.frame_client import FrameClient
 from baton.rpc.frames import hello
 from baton_router.calls import Call, CallEnded, CallStream, Reader, closed
 from baton_router.instance import Instance
+from baton_router.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ _METHOD = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}
 class GrpcSession(CallStream):
     """The gRPC stream."""
 
-    def __init__(self, instance: Instance) -> None:
-        super().__init__(instance.instance_id)
+    def __init__(self, instance: Instance, steps: Steps) -> None:
+        super().__init__(instance.instance_id, steps)
         self._filled = asyncio.Event()
         open_stream: Any = instance.channel.stream_stream(
             _METHOD,
@@ -99,14 +100,14 @@ class FrameSession(CallStream, FrameClient):
         on_lost: Called when the connection has ended.
     """
 
-    def __init__(self, name: str, greeting: bytes) -> None:
-        CallStream.__init__(self, name)
+    def __init__(self, name: str, greeting: bytes, steps: Steps) -> None:
+        CallStream.__init__(self, name, steps)
         FrameClient.__init__(self, name, greeting)
         self._why = CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE)
         self.on_lost: Callable[[], None] | None = None
 
     @classmethod
-    async def open(cls, instance: Instance, token: str | None) -> FrameSession:
+    async def open(cls, instance: Instance, token: str | None, steps: Steps) -> FrameSession:
         """Connect to an instance.
 
         Raises:
@@ -114,7 +115,7 @@ class FrameSession(CallStream, FrameClient):
         """
         info = instance.info
         assert info is not None  # it has said where it listens
-        session = cls(instance.instance_id, hello(info.epoch, token))
+        session = cls(instance.instance_id, hello(info.epoch, token), steps)
         return await session.connect(instance.address.rpartition(":")[0], info.calls_port)
 
     def close(self) -> None:
@@ -149,9 +150,11 @@ class Sessions:
     Args:
         token: Shared token that instances want to see.
         frames: Whether frames may be used where they are offered; they have no TLS.
+        steps: Of this router's requests; ``None``: these sessions have their own.
     """
 
-    def __init__(self, token: str | None = None, *, frames: bool = True) -> None:
+    def __init__(self, token: str | None = None, *, frames: bool = True, steps: Steps | None = None) -> None:
+        self.steps = steps or Steps()
         self._sessions: WeakKeyDictionary[Instance, CallStream] = WeakKeyDictionary()
         self._dialling: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._token, self._use_frames = token, frames
@@ -160,7 +163,7 @@ class Sessions:
         """Begin a call on an instance; see :meth:`CallStream.start`."""
         session = self._sessions.get(instance)
         if session is None or session.broken:
-            session = self._sessions[instance] = GrpcSession(instance)
+            session = self._sessions[instance] = GrpcSession(instance, self.steps)
             self.dial(instance)
         return session.start(request, reader)
 
@@ -188,7 +191,7 @@ class Sessions:
     async def _connect(self, instance: Instance) -> None:
         key = instance.identity
         try:
-            session = await FrameSession.open(instance, self._token)
+            session = await FrameSession.open(instance, self._token, self.steps)
         except OSError as error:
             log.info("no frames with %s, gRPC goes on: %s", instance.instance_id, error or type(error).__name__)
             return

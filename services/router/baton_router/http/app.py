@@ -20,6 +20,7 @@ from baton_router.http.meta import Health, Models, TokenizerEndpoints
 from baton_router.http.metrics import HttpMetrics
 from baton_router.http.options import HttpOptions
 from baton_router.http.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from baton_router.steps import Steps
 from baton_router.text_pipeline import TextPipeline
 
 
@@ -31,6 +32,7 @@ def create_app(
     options: HttpOptions | None = None,
     ready: Callable[[], bool] | None = None,
     lifespan: Any = None,
+    steps: Steps | None = None,
 ) -> RouterHttp:
     """Build the app.
 
@@ -41,6 +43,7 @@ def create_app(
         options: Options; default: all defaults.
         ready: Whether at least one decode instance is ready.
         lifespan: Starts and stops what belongs to the app, as FastAPI takes it.
+        steps: Of this router's requests; default: HTTP has its own.
     """
     options = options or HttpOptions()
     metrics = HttpMetrics(registry)
@@ -75,7 +78,7 @@ def create_app(
     if not options.cors_origins:  # which a middleware of the framework looks after
         direct = DirectApp({"/v1/chat/completions": generations.chat, "/v1/completions": generations.completions})
         front = Front(direct, accounts=options.accounts, metrics=metrics)
-        app.serve_directly(direct, front, Express(generations, front, options))
+        app.serve_directly(direct, front, Express(generations, front, options, steps or Steps()))
     return app
 
 

@@ -31,6 +31,7 @@ from baton_router.http.headers import Route, route_lines
 from baton_router.http.job import Job
 from baton_router.http.options import HttpOptions
 from baton_router.http.wishes import with_headers
+from baton_router.steps import PREPARE, RESPOND, START, Steps
 from baton_router.text_request import PreparedRequest, TextChunk, TextRequest
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Express:
         generations: The endpoints.
         front: What surrounds them.
         options: Limits.
+        steps: Of this router's requests.
 
     Attributes:
         paths: Paths of the endpoints, as requests have them and as text.
@@ -52,9 +54,11 @@ class Express:
         options: Limits.
         metrics: Where requests are counted.
         deadlines: Of requests that are served.
+        steps: See above.
     """
 
-    def __init__(self, generations: Generations, front: Front, options: HttpOptions) -> None:
+    def __init__(self, generations: Generations, front: Front, options: HttpOptions, steps: Steps) -> None:
+        self.steps = steps
         self.generations, self.options, self.metrics = generations, options, front.metrics
         self.max_body_bytes = options.max_body_bytes
         self.deadlines = Deadlines(options.request_timeout_s)
@@ -81,11 +85,11 @@ class Express:
             exchange.body = b""  # what has been read need not lie in the caches for as long as the answer takes
             request = with_headers(exchange.scope, job.requests)[0]
             serving = _Stream if job.stream else _Whole
-            running = serving(self, exchange, job, (ident, f"{prefix}-{ident}"), begun)
+            running = serving(self, exchange, (job, request), (ident, f"{prefix}-{ident}"), begun)
         except Exception as error:
             _refuse(self, exchange, error, (ident, begun))
             return True
-        running.begin(request)
+        self.steps.later(PREPARE, _Serving.begin, running)
         return True
 
 
@@ -103,14 +107,23 @@ class _Serving(ABC):
         "_name",
         "_prepared",
         "_preparing",
+        "_request",
         "_route",
         "_running",
         "_stall",
         "_started",
     )
 
-    def __init__(self, express: Express, exchange: Exchange, job: Job, names: tuple[str, str], begun: float) -> None:
-        self._express, self._exchange, self._job = express, exchange, job
+    def __init__(
+        self,
+        express: Express,
+        exchange: Exchange,
+        wanted: tuple[Job, TextRequest],
+        names: tuple[str, str],
+        begun: float,
+    ) -> None:
+        self._express, self._exchange = express, exchange
+        self._job, self._request = wanted
         self._id, self._name = names
         self._begun = begun
         self._headers: dict[str, str] = {}
@@ -125,30 +138,43 @@ class _Serving(ABC):
         exchange.on_flow = self._flow
         express.deadlines.add(self)
 
-    def begin(self, request: TextRequest) -> None:
+    def begin(self) -> None:
         """Prepare and start the generation; all that fails is answered."""
+        if self._ended:
+            return
         pipeline = self._express.generations.pipeline
         try:
-            prepared = pipeline.prepare_now(request, fallback_id=self._name)
-            if prepared is None:
-                self._preparing = asyncio.get_running_loop().create_task(self._prepare(request))
-                return
-            self._start(prepared)
+            self._prepared = pipeline.prepare_now(self._request, fallback_id=self._name)
         except Exception as error:
             self._fail(error)
+            return
+        if self._prepared is not None:
+            self._express.steps.later(START, _Serving._start, self)
+        else:
+            self._preparing = asyncio.get_running_loop().create_task(self._prepare())
 
-    async def _prepare(self, request: TextRequest) -> None:
+    async def _prepare(self) -> None:
         try:
-            prepared = await self._express.generations.pipeline.prepare(request, fallback_id=self._name)
-            self._preparing = None
-            self._start(prepared)
+            pipeline = self._express.generations.pipeline
+            self._prepared = await pipeline.prepare(self._request, fallback_id=self._name)
         except Exception as error:
             self._preparing = None
             self._fail(error)
+            return
+        self._preparing = None
+        self._express.steps.later(START, _Serving._start, self)
 
-    def _start(self, prepared: PreparedRequest) -> None:
-        generations = self._express.generations
-        self._prepared = prepared
+    def _start(self) -> None:
+        if self._ended:
+            return
+        try:
+            self._generate()
+        except Exception as error:
+            self._fail(error)
+
+    def _generate(self) -> None:
+        generations, prepared = self._express.generations, self._prepared
+        assert prepared is not None
         self._headers = generations.headers_of(self._job, prepared)
         self._write_for(prepared)
         running = generations.pipeline.start(prepared, self)
@@ -266,6 +292,17 @@ class _Whole(_Serving):
     """An answer in one piece."""
 
     __slots__ = ("_builder",)
+
+    def on_end(self, error: Exception | None) -> None:
+        """Take the end; the answer is written with those of others."""
+        if error is None:
+            self._express.steps.later(RESPOND, _Whole._respond, self)
+        else:
+            self._fail(error)
+
+    def _respond(self) -> None:
+        if not self._ended:
+            super().on_end(None)
 
     def _write_for(self, prepared: PreparedRequest) -> None:
         self._builder = AnswerBuilder(self._job, [prepared], self._name, int(time.time()))

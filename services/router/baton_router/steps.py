@@ -1,0 +1,67 @@
+"""The steps of all requests that one turn of the event loop brings: step by step, not request by request.
+
+A request's way through a router is far more code and data than a processor's first caches hold: one that goes all the
+way at once finds them full of what came before, at every step. Where a router has more to do than it can, a turn of
+the loop brings many requests; then the first of them has a step's misses, and those behind it find code and data where
+they are wanted. Packet processors work on vectors of packets for the same reason (FD.io's VPP: "Vector Packet
+Processing"). Where a turn brings one request, its steps follow each other when the turn has read everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+TAKE, END, RESPOND, PREPARE, START, PLACE, SEND = range(7)
+"""Steps, in the order in which a turn takes them. First the answers, whose ends make room: take what instances say of
+calls, let those that have ended leave, write their answers; then the new requests: tokenize, admit, choose instances,
+and send."""
+_NUM_STEPS = 7
+
+
+class Steps:
+    """What is to be done in this turn of the event loop; used in one loop at a time."""
+
+    def __init__(self) -> None:
+        self._due: list[list[tuple[Callable[[Any], None], Any]]] = [[] for _ in range(_NUM_STEPS)]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Whose turn is waited for; ``None``: nobody's."""
+
+    def later(self, step: int, do: Callable[[_T], None], what: _T) -> None:
+        """Have something done when everybody else is at the same step.
+
+        Done in this turn, if it is not yet beyond that step, else in the next one; in the order of the calls.
+
+        Args:
+            step: Which.
+            do: Must not block; what it raises is logged and hinders nobody else.
+            what: Its argument.
+        """
+        self._due[step].append((do, what))
+        if self._loop is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        due = self._due
+        for step in range(_NUM_STEPS):
+            if not due[step]:
+                continue
+            now, due[step] = due[step], []
+            for do, what in now:
+                try:
+                    do(what)
+                except Exception:
+                    log.exception("a request's step failed")
+        self._loop = None
+        if any(due):
+            self._begin()
