@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 import sys
 import threading
@@ -103,6 +104,88 @@ def test_words_give_the_librarys_ids(both: tuple[tokenizers.Tokenizer, NativeWor
         assert ids is None or list(ids) == expected
     if backend.normalizer is None and len(text) <= 1000 and all(ord(char) < CHARACTERS for char in text):
         assert ids is not None
+
+
+@given(
+    before=st.integers(380, 512),
+    middle=st.lists(TRICKY | st.text(KNOWN, max_size=4), min_size=8, max_size=60).map("".join),
+    cut=st.integers(512, 700),
+    behind=TEXTS,
+)
+@example(before=500, middle="      " + "x" * 40, cut=512, behind=" y")
+@example(before=505, middle="<|bos|" + "x" * 40, cut=512, behind=">\n<|bos|>")
+@example(before=510, middle="<think>" + "x" * 40, cut=512, behind="able <think>")
+@example(before=504, middle="<think><think>" + "x" * 40, cut=512, behind="x")
+@example(before=498, middle='("<|endoftext|>' + "x" * 40, cut=512, behind="x")
+@example(before=511, middle="\u4e2d\u6587" * 20, cut=514, behind="\u4e2d")
+@settings(max_examples=100, deadline=None)
+def test_beginnings_that_are_remembered_decide_what_any_text_would(
+    both: tuple[tokenizers.Tokenizer, NativeWords], before: int, middle: str, cut: int, behind: str
+) -> None:
+    """A word may go on behind the piece that is known, and a token begin in it: both must be seen."""
+    backend, words = both
+    data = (FILLER.replace("\u00e9", "e")[:before] + middle).encode(errors="replace")
+    text = data.decode()
+    other = data[:cut].decode(errors="ignore") + behind.encode(errors="replace").decode()
+    for each in (text, text, text, other, other, other):  # noted, remembered, known
+        ids = words.encode(each)
+        assert ids is None or list(ids) == library_ids(backend, each)
+    assert 0 <= words.remembered(other) <= len(other.encode())
+
+
+FILLER = "".join(f"The {at}th word's been \u00e9crit.\n  " for at in range(200))
+
+
+def test_a_beginning_is_remembered_when_it_comes_again() -> None:
+    backend = with_tokens(backend_of(QWEN))
+    words = known_words(backend)
+    system = "<think>" + FILLER[:3000]
+    known = []
+    for turn in range(5):
+        text = f"{system}{turn} </think> and something else {turn}" * 2
+        assert list(words.encode(text, "a") or ()) == library_ids(backend, text)
+        known.append(words.remembered(text, "a"))
+    assert known[0] == 0
+    assert 2500 < known[-1] < 3100
+    assert words.remembered(system, "b") == 0
+    words.encode(system[:-1] + "!", "b")
+    assert words.remembered(system, "b") == 0
+
+
+def test_beginnings_that_nobody_comes_back_to_make_room() -> None:
+    backend = backend_of(QWEN)
+    words = known_words(backend)
+
+    def text_of(number: int) -> str:
+        return f"{number} {FILLER[:2300]}"
+
+    for number in range(600):  # of four pieces each, beside the one that comes all the time
+        assert number < 5 or words.remembered(text_of(-1)) > 2000
+        for each in (text_of(number), text_of(number), text_of(-1)):
+            ids = words.encode(each)
+            if number % 100 == 0:
+                assert list(ids or ()) == library_ids(backend, each)
+    known = [words.remembered(text_of(number)) > 2000 for number in range(-1, 600)]
+    assert known[0]
+    assert 100 < sum(known) < 300
+    assert not any(known[1:100])
+
+
+def test_beginnings_that_collide_are_told_apart() -> None:
+    backend = backend_of(QWEN)
+    words = known_words(backend)
+    library = native_words._library()
+    same = "1a345678"  # takes one half of a piece's hash to nought, whatever comes before
+    table = native_words._Table.__new__(native_words._Table)
+    table._library = library
+    table.address = library.baton_words_new(5, int.from_bytes(same.encode(), "little"), 1000, 10**5)
+    table.pointer = ctypes.c_void_p(table.address)
+    words._known[""] = table
+    ends = ("aaaaaaa ", "aaaa aaa", "a aaaaaa")
+    for end in (*ends, *ends, *ends, *ends):
+        text = FILLER.replace("\u00e9", "e")[:480] + end + same + "q" * 20 + " and more of it" * 50
+        assert list(words.encode(text) or ()) == library_ids(backend, text)
+    assert words.remembered(text) > 600
 
 
 @pytest.mark.parametrize("name", ["gpt2", "o200k"])

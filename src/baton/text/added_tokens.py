@@ -20,11 +20,13 @@ class TokenTree:
         roots: [256]: the node of the names that begin with a byte; 0: there are none.
         nodes: [nodes * 3]: the id of the token whose name ends here or ``NONE``, the first edge, how many edges.
         edges: [edges * 2]: byte and node.
+        longest: Bytes of the longest name; 1 if there are none.
     """
 
     roots: array[int]
     nodes: array[int]
     edges: array[int]
+    longest: int = 1
 
     @property
     def only(self) -> int:
@@ -53,10 +55,10 @@ def token_tree(added: list[dict[str, Any]]) -> TokenTree | None:
         for byte in content.encode():
             node = node.setdefault(byte, {})
         node[-1] = token["id"] if plain else REFUSED
-    return _flat(top)
+    return _flat(top, max((len(token["content"].encode()) for token in added), default=1))
 
 
-def _flat(top: dict[int, Any]) -> TokenTree:
+def _flat(top: dict[int, Any], longest: int) -> TokenTree:
     roots, nodes, edges = array("I", bytes(4 * 256)), array("I", (NONE, 0, 0)), array("I")
     waiting = deque([top])
     count = 1
@@ -72,4 +74,4 @@ def _flat(top: dict[int, Any]) -> TokenTree:
                 edges.extend((byte, count))
             waiting.append(child)
             count += 1
-    return TokenTree(roots, nodes, edges)
+    return TokenTree(roots, nodes, edges, longest)

@@ -2,9 +2,9 @@
 
 What :mod:`baton.text.words` does, ten times as fast, and for texts that are not ASCII too: the split rule is an
 automaton (:mod:`baton.text.split_table`), tokens that stand in the text by their names are found, and words are looked
-up in a hash table. Of a word that is not in it the library's own model is asked for the ids. Whatever is not surely
-what the library would do is left to the library: rules that are not read, the rarest and newest characters, very long
-words.
+up in a hash table. Of a word that is not in it the library's own model is asked for the ids. The ids of beginnings that
+texts share (system prompts, conversations so far) are remembered whole. Whatever is not surely what the library would
+do is left to the library: rules that are not read, the rarest and newest characters, very long words.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PROBE = (
 class _Rule(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("moves", "pages", "classes", "ascii", "roots", "nodes", "edges")),
-        *((name, ctypes.c_uint32) for name in ("start", "stride", "end_class", "characters", "only")),
+        *((name, ctypes.c_uint32) for name in ("start", "stride", "end_class", "characters", "only", "longest")),
     )
 
 
@@ -89,6 +89,7 @@ class NativeWords:
             END,
             CHARACTERS,
             tokens.only,
+            tokens.longest,
         )
         self._rule_pointer = ctypes.pointer(self._rule)
         self._word_ids = word_ids
@@ -125,6 +126,11 @@ class NativeWords:
                 return ids
             progress[1] = progress[2] = 0
             time.sleep(0)  # let other threads have the interpreter
+
+    def remembered(self, text: str, salt: str = "") -> int:
+        """Return how many bytes of a text are known to begin others of this salt."""
+        table, data = self._known.get(salt), text.encode()
+        return int(self._library.baton_words_remembered(table.address, data, len(data))) if table else 0
 
     def _fill_in(self, out: TokenIds, misses: TokenIds, data: bytes, table: _Table) -> TokenIds:
         """Put in the ids of words that were not in the table."""
@@ -232,6 +238,7 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
         ("new", pointer, word, word, word, word),
         ("free", None, pointer),
         ("count", word, pointer),
+        ("remembered", word, pointer, text, size),
         ("add", ctypes.c_int, pointer, text, size, pointer, size),
     ):
         function = getattr(library, f"baton_words_{name}")

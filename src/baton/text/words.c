@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "prefixes.h"
+
 enum { DONE, MORE, FOREIGN };
 enum { MAX_KEPT = 64, MAX_WORD = 1024, MAX_PROBES = 64, MIN_BITS = 8, FEW = 3, BATCH = 32 };
 static const uint32_t NONE = UINT32_MAX, REFUSED = UINT32_MAX - 1;
@@ -26,6 +28,7 @@ typedef struct {
     uint32_t end_class;     /* what the end of a text is */
     uint32_t characters;    /* those from here on the rule does not know */
     uint32_t only;          /* the one byte that all tokens begin with; 0: there are several */
+    uint32_t longest;       /* bytes of the longest token's name; at least 1 */
 } rule;
 
 typedef struct {
@@ -55,6 +58,7 @@ typedef struct {
     record *records;
     uint64_t bits, count, used, room;
     uint64_t most_words, most_room;
+    prefixes texts;
 } table;
 
 /* --- words' ids --- */
@@ -81,11 +85,6 @@ static inline const uint8_t *behind(const record *known) { return (const uint8_t
 /* Return where all ids of a word lie that has more of them than its record holds. */
 static inline const uint8_t *all_ids(const record *known) {
     return behind(known) + (known->size > 16 ? 8 * eights(known->size - 16u) : 0);
-}
-
-static inline uint64_t mix(uint64_t a, uint64_t b) {
-    __uint128_t product = (__uint128_t)a * b;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
 /* A word as it is looked up. Nothing from `end` on is read for it. */
@@ -147,6 +146,7 @@ void baton_words_free(table *t) {
     if (!t) return;
     free(t->buckets);
     free(t->records);
+    prefixes_free(&t->texts);
     free(t);
 }
 
@@ -156,7 +156,7 @@ table *baton_words_new(uint64_t seed, uint64_t factor, uint64_t most_words, uint
     if (!t) return NULL;
     *t = (table){.seed = seed, .factor = factor | 1, .bits = MIN_BITS, .most_words = most_words, .most_room = most_room};
     t->buckets = calloc((size_t)1 << MIN_BITS, sizeof *t->buckets);
-    if (t->buckets) return t;
+    if (t->buckets && prefixes_make(&t->texts, seed, factor) == 0) return t;
     baton_words_free(t);
     return NULL;
 }
@@ -211,8 +211,9 @@ static inline uint32_t decode(const uint8_t *text, size_t *size) {
     return character;
 }
 
-/* Return where the word ends that begins at `at`; 0: the rule does not know, or the word is very long. */
-static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, size_t end) {
+/* Return where the word ends that begins at `at`; 0: the rule does not know, or the word is very long. `read` gets what
+   had to be read to see that. */
+static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, size_t end, uint64_t *read) {
     const uint16_t *moves = r->moves;
     const uint32_t *ascii = r->ascii;
     size_t behind = 0, stop = end - at > MAX_WORD ? at + MAX_WORD : end, move = r->start;
@@ -229,9 +230,13 @@ static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, siz
         }
         move = moves[row + move];
         if (move & 1) behind = here;
-        if (move < 2) return behind;
+        if (move < 2) {
+            *read = at;
+            return behind;
+        }
     }
     if (at != end) return 0;
+    *read = end;
     return r->moves[r->end_class * r->stride + move] & 1 ? at : behind;
 }
 
@@ -259,12 +264,12 @@ static void find_token(const rule *r, const uint8_t *text, size_t end, progress 
 
 /* Go on with the words before the border. Several are looked up at a time: their places in the table are then waited for
    together. */
-static int encode_words(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p) {
-    uint64_t mask = ((uint64_t)1 << t->bits) - 1;
+static int encode_words(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p, recording *marks) {
+    uint64_t mask = ((uint64_t)1 << t->bits) - 1, read[BATCH];
     key keys[BATCH];
     size_t count = 0;
     for (size_t at = p->at; at < p->border && count < BATCH; count++) {
-        size_t end = word_end(r, text, at, p->border);
+        size_t end = word_end(r, text, at, p->border, read + count);
         if (!end) return FOREIGN;
         if (end - at <= MAX_KEPT) keys[count] = key_of(t, text + at, end - at, text + size);
         else keys[count] = (key){.text = text + at, .size = end - at};
@@ -277,6 +282,7 @@ static int encode_words(const rule *r, const table *t, const uint8_t *text, size
     }
     for (size_t i = 0; i < count; i++) {
         const key *k = keys + i;
+        if (read[i] > marks->watch) prefixes_mark(marks, read[i], p->at, p->written);
         const uint64_t *bucket = k->size <= MAX_KEPT ? bucket_of(t, k) : NULL;
         if (bucket && *bucket) {
             const record *known = t->records + (uint32_t)*bucket - 1;
@@ -286,6 +292,7 @@ static int encode_words(const rule *r, const table *t, const uint8_t *text, size
             p->written += known->count;
         } else {
             if (p->missed == p->miss_room) return MORE;
+            marks->watch = UINT64_MAX; /* from here on ids are missing */
             uint32_t *miss = p->misses + 3 * p->missed++;
             miss[0] = (uint32_t)p->written, miss[1] = (uint32_t)p->at, miss[2] = (uint32_t)k->size;
         }
@@ -294,20 +301,47 @@ static int encode_words(const rule *r, const table *t, const uint8_t *text, size
     return DONE;
 }
 
-/* Go on with a text. Returns DONE; MORE: no room is left; FOREIGN: the text has something that is not known here. */
-int baton_words_encode(const rule *r, const table *t, const uint8_t *text, uint32_t size, progress *p) {
+/* Go on with the words and tokens of a text. */
+static int encode(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p, recording *marks) {
     for (;;) {
         while (p->at < p->border) {
-            int result = encode_words(r, t, text, size, p);
+            int result = encode_words(r, t, text, size, p, marks);
             if (result != DONE) return result;
         }
         if (p->size) {
             if (p->id == REFUSED) return FOREIGN;
             if (p->written == p->room) return MORE;
+            prefixes_mark(marks, p->border, p->at, p->written);
             p->out[p->written++] = (uint32_t)p->id;
             p->at += p->size;
         }
         if (p->at == size) return DONE;
         find_token(r, text, size, p);
     }
+}
+
+/* Go on with a text. Returns DONE; MORE: no room is left; FOREIGN: the text has something that is not known here. */
+int baton_words_encode(const rule *r, table *t, const uint8_t *text, uint32_t size, progress *p) {
+    recording marks = {.watch = UINT64_MAX};
+    uint64_t known = 0;
+    if (p->at == 0 && size >= PIECE) {
+        mark begin = prefixes_begin(&t->texts, text, size, r->longest, p->out, p->room, &marks);
+        p->at = p->border = begin.at;
+        p->written = known = begin.written;
+    }
+    int result = encode(r, t, text, size, p, &marks);
+    if (result != FOREIGN) prefixes_end(&t->texts, &marks, text, p->out, known);
+    return result;
+}
+
+/* Return how many bytes of a text the pieces that are remembered decide. */
+uint64_t baton_words_remembered(table *t, const uint8_t *text, size_t size) {
+    uint64_t hash = 0, before = 0, decided = 0;
+    for (uint64_t end = PIECE; end <= size; end += PIECE) {
+        hash = piece_hash(&t->texts, hash, text + end - PIECE);
+        const piece *found = piece_of(&t->texts, hash, before, text + end - PIECE);
+        if (!found) break;
+        decided = found->decided, before = found->serial;
+    }
+    return decided;
 }
