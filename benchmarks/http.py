@@ -84,7 +84,7 @@ def main() -> int:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=6000, help="unary requests per case; a tenth is streamed")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each unary case")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each unary case")
     parser.add_argument("--without-rival", action="store_true")
     parser.add_argument("--only", default="", help="cases whose name has this, e.g. baton-text-stream")
     parser.add_argument("--kill", action="store_true", help="kill one of four workers under load instead")
