@@ -38,12 +38,19 @@ async def test_what_a_turn_is_beyond_is_done_in_the_next() -> None:
     assert done == ["earlier step", "same step, later"]
 
 
-async def test_a_step_that_fails_hinders_nobody(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
+async def test_a_step_that_fails_hinders_nobody(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     steps, done = Steps(), list[str]()
-    steps.later(PLACE, int, "no number")
+
+    def fail(what: str) -> None:
+        raise error(what)
+
+    steps.later(PLACE, fail, "no place")
     steps.later(PLACE, done.append, "other")
     await asyncio.sleep(0)
-    assert done == ["other"]
+    steps.later(TAKE, done.append, "next turn")
+    await asyncio.sleep(0)
+    assert done == ["other", "next turn"]
     assert "a request's step failed" in caplog.text
 
 

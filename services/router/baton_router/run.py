@@ -20,9 +20,8 @@ import time
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableError
-from baton.rpc.convert import encode_sampling, sampling_to_pb
-from baton.seeds import sequence_seed
-from baton.token_ids import pack_ids, token_ids, varint
+from baton.rpc.convert import sampling_to_pb
+from baton.token_ids import token_ids
 from baton.types import FinishReason, Role, SamplingParams
 from baton_router.attempt import AttemptFailed, Message
 from baton_router.backoff import Backoff
@@ -31,15 +30,12 @@ from baton_router.decision import Decision
 from baton_router.group import Group, GroupAttempt, Sequence
 from baton_router.placement import Ask, Placement
 from baton_router.run_context import RunContext
+from baton_router.run_message import encoded, message_of, sampling_of
 from baton_router.steps import SEND
 from baton_router.trace import TraceMerge
 
 log = logging.getLogger(__name__)
 
-_MAX_ID_CHARS = 240
-"""Of a request's id that instances see: they take 256, with room for the number of the call."""
-_PROMPT_TAG = bytes([worker_pb2.GenerateRequest.PROMPT_TOKEN_IDS_FIELD_NUMBER << 3 | 2])
-_SAMPLING_TAG = bytes([worker_pb2.GenerateRequest.SAMPLING_FIELD_NUMBER << 3 | 2])
 _SAME_AGAIN_S = 0.5
 """After a connection broke: how long an instance that is still ready then, and nobody else, is not tried again."""
 
@@ -169,20 +165,21 @@ class RequestRun:
             return
         try:
             self._context.decisions.placed(self._request.request_id, attempt.placement.decision)
-            attempt.start(self._context.sessions, self._encoded(attempt.group, attempt.placement))
+            message = self._message(attempt.group, attempt.placement)
+            prompt = self._request.prompt_token_ids
+            attempt.start(self._context.sessions, encoded(message, self._sampling(attempt.group), prompt))
         except Exception as error:
             self._finish(error)
             return
         if self._held:
             attempt.hold(True)
 
-    def _encoded(self, group: Group, placement: Placement) -> bytes:
-        """Return what the instance is sent: sampling and prompt are bytes already, as fields behind all others."""
-        others = self._message(group, placement).SerializeToString()
-        sampling = encode_sampling(self._sampling(group))
-        prompt = pack_ids(self._request.prompt_token_ids)
-        tagged_sampling = _SAMPLING_TAG + varint(len(sampling)) + sampling
-        return others + tagged_sampling + _PROMPT_TAG + varint(len(prompt)) + prompt
+    def _message(self, group: Group, placement: Placement) -> worker_pb2.GenerateRequest:
+        self._calls += 1
+        return message_of(self._request, group, placement, self._calls)
+
+    def _sampling(self, group: Group) -> SamplingParams:
+        return sampling_of(self._request.sampling, group, prompt_logprobs=self._wants_prompt_logprobs())
 
     # --- what an attempt tells ---
 
@@ -312,38 +309,6 @@ class RequestRun:
         return left
 
     # --- one attempt ---
-
-    def _message(self, group: Group, placement: Placement) -> worker_pb2.GenerateRequest:
-        """Return what the instance is sent, but for sampling and prompt. What is empty isn't set, which takes time."""
-        request, first = self._request, group.sequences[0]
-        self._calls += 1
-        # Unique among live requests, also beside a call of ours that its instance has not yet seen cancelled.
-        request_id = request.request_id[-_MAX_ID_CHARS:]
-        message = worker_pb2.GenerateRequest(
-            request_id=request_id if self._calls == 1 else f"{request_id}~{self._calls}"
-        )
-        if len(group.sequences) == 1 and first.token_ids:
-            message.output_token_ids.extend(first.token_ids)
-        if placement.prefill:
-            message.prefill_candidates.extend([x.address for x in placement.prefill])
-        if request.cache_salt:
-            message.cache_salt = request.cache_salt
-        if request.priority:
-            message.priority = request.priority
-        if request.account is not None and request.account.message is not None:
-            message.tenant.CopyFrom(request.account.message)
-        if (threshold := placement.remote_threshold) is not None:
-            message.remote_prefill_threshold = threshold
-        return message
-
-    def _sampling(self, group: Group) -> SamplingParams:
-        sampling = self._request.sampling
-        if len(group.sequences) < sampling.n:
-            seed = sequence_seed(sampling.seed or 0, group.sequences[0].index)
-            sampling = sampling.replace(n=1, seed=seed)
-        if sampling.prompt_logprobs is not None and not self._wants_prompt_logprobs():
-            sampling = sampling.replace(prompt_logprobs=None)
-        return sampling
 
     def _record(self, message: Message, placement: Placement) -> list[RoutedDelta]:
         """Note what is about to be handed on; drops what came after a sequence's end."""

@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-TAKE, END, RESPOND, PREPARE, START, PLACE, SEND = range(7)
+_STEPS = range(7)
+TAKE, END, RESPOND, PREPARE, START, PLACE, SEND = _STEPS
 """Steps, in the order in which a turn takes them. First the answers, whose ends make room: take what instances say of
 calls, let those that have ended leave, write their answers; then the new requests: tokenize, admit, choose instances,
 and send."""
-_NUM_STEPS = 7
 
 
 class Steps:
     """What is to be done in this turn of the event loop; used in one loop at a time."""
 
     def __init__(self) -> None:
-        self._due: list[list[tuple[Callable[[Any], None], Any]]] = [[] for _ in range(_NUM_STEPS)]
+        self._due: list[list[tuple[Callable[[Any], None], Any]]] = [[] for _ in _STEPS]
         self._loop: asyncio.AbstractEventLoop | None = None
         """Whose turn is waited for; ``None``: nobody's."""
 
@@ -53,14 +53,14 @@ class Steps:
 
     def _run(self) -> None:
         due = self._due
-        for step in range(_NUM_STEPS):
+        for step in _STEPS:
             if not due[step]:
                 continue
             now, due[step] = due[step], []
             for do, what in now:
                 try:
                     do(what)
-                except Exception:
+                except (Exception, asyncio.CancelledError):  # whatever it is: the others' steps must come
                     log.exception("a request's step failed")
         self._loop = None
         if any(due):

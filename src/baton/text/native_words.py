@@ -129,8 +129,8 @@ class NativeWords:
 
     def remembered(self, text: str, salt: str = "") -> int:
         """Return how many bytes of a text are known to begin others of this salt."""
-        table, data = self._known.get(salt), text.encode()
-        return int(self._library.baton_words_remembered(table.address, data, len(data))) if table else 0
+        table, data, out = self._known.get(salt), text.encode(), _scratch().out
+        return self._library.baton_words_remembered(table.address, data, len(data), *out.buffer_info()) if table else 0
 
     def _fill_in(self, out: TokenIds, misses: TokenIds, data: bytes, table: _Table) -> TokenIds:
         """Put in the ids of words that were not in the table."""
@@ -238,7 +238,7 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
         ("new", pointer, word, word, word, word),
         ("free", None, pointer),
         ("count", word, pointer),
-        ("remembered", word, pointer, text, size),
+        ("remembered", word, pointer, text, size, pointer, size),
         ("add", ctypes.c_int, pointer, text, size, pointer, size),
     ):
         function = getattr(library, f"baton_words_{name}")

@@ -83,37 +83,49 @@ static piece *piece_of(const prefixes *p, uint64_t hash, uint64_t before, const 
     return NULL;
 }
 
-/* Go over the pieces of a text that are known; write their ids, as far as there is room, and say how far that leads. Of
-   those behind them, say in `r` which are to be remembered: they were seen before, and the one before them is known or
-   will be. longest: what may have to be read beyond a byte to know that no token's name begins there. */
+/* How far the pieces lead that are known of a text. */
+typedef struct {
+    uint64_t hash, serial, end; /* of the last one */
+    mark known;
+    int full; /* there was no room for the ids of another one */
+} walk;
+
+/* Go over the pieces of a text that are known and write their ids. */
+static walk prefixes_walk(const prefixes *p, const uint8_t *text, uint64_t size, uint32_t *out, uint64_t room) {
+    walk w = {0};
+    for (; w.end + PIECE <= size; w.end += PIECE) {
+        uint64_t hash = piece_hash(p, w.hash, text + w.end);
+        piece *found = piece_of(p, hash, w.serial, text + w.end);
+        if (!found) return w;
+        w.full = w.known.written + found->count > room;
+        if (w.full) return w;
+        memcpy(out + w.known.written, found->ids, 4 * found->count);
+        w.known = (mark){found->decided, w.known.written + found->count};
+        w.hash = hash, w.serial = found->serial, found->used = p->texts;
+    }
+    return w;
+}
+
+/* Begin with what is known of a text. Of the pieces behind that, say in `r` which are to be remembered: they were seen
+   before, and the one before them is known or will be. longest: what may have to be read beyond a byte to know that no
+   token's name begins there. */
 static mark prefixes_begin(prefixes *p, const uint8_t *text, uint64_t size, uint64_t longest, uint32_t *out, uint64_t room,
                            recording *r) {
-    mark known = {0, 0};
-    uint64_t hash = 0, end = PIECE;
-    *r = (recording){.watch = UINT64_MAX};
     p->texts++;
-    for (; end <= size; end += PIECE) {
-        uint64_t next = piece_hash(p, hash, text + end - PIECE);
-        piece *found = piece_of(p, next, r->before, text + end - PIECE);
-        if (!found) break;
-        if (known.written + found->count > room) return known;
-        memcpy(out + known.written, found->ids, 4 * found->count);
-        known = (mark){found->decided, known.written + found->count};
-        found->used = p->texts;
-        r->before = found->serial;
-        hash = next;
-    }
-    r->begin = end - PIECE;
-    for (int again = 1; end <= size && r->wanted < MAX_MARKS; end += PIECE) {
-        hash = piece_hash(p, hash, text + end - PIECE);
+    walk w = prefixes_walk(p, text, size, out, room);
+    r->begin = w.end, r->before = w.serial;
+    if (w.full || longest >= PIECE) return w.known;
+    uint64_t most = w.end + (uint64_t)MAX_MARKS * PIECE, hash = w.hash;
+    int again = 1;
+    for (uint64_t at = w.end; at + PIECE <= size && at < most; at += PIECE) {
+        hash = piece_hash(p, hash, text + at);
         uint64_t *note = p->notes + hash % NOTES;
         again = again && *note == hash;
         *note = hash;
         if (again) r->hashes[r->wanted++] = hash;
-        else if (end > r->begin + (uint64_t)MAX_MARKS * PIECE) break;
     }
-    if (r->wanted && longest < PIECE) r->watch = r->begin + PIECE - longest;
-    return known;
+    if (r->wanted) r->watch = r->begin + PIECE - longest;
+    return w.known;
 }
 
 /* Note that nothing from here on is decided by the pieces that end before `read` plus the longest name. */
@@ -129,15 +141,15 @@ static void prefixes_end(prefixes *p, const recording *r, const uint8_t *text, c
     uint64_t before = r->before;
     for (size_t i = 0; i < r->count; i++) {
         const mark *m = r->marks + i;
-        if (m->written - from > PIECE_IDS) return;
-        const uint8_t *bytes = text + r->begin + i * PIECE;
-        piece *oldest = set_of(p, r->hashes[i]);
+        uint64_t count = m->written - from;
+        if (count > PIECE_IDS) return;
+        piece *set = set_of(p, r->hashes[i]), *oldest = set;
         for (size_t way = 1; way < WAYS; way++)
-            if (set_of(p, r->hashes[i])[way].used < oldest->used) oldest = set_of(p, r->hashes[i]) + way;
+            if (set[way].used < oldest->used) oldest = set + way;
         oldest->hash = r->hashes[i], oldest->before = before, oldest->serial = before = ++p->serials;
-        oldest->used = p->texts, oldest->decided = m->at, oldest->count = m->written - from;
-        memcpy(oldest->text, bytes, PIECE);
-        memcpy(oldest->ids, out + from, 4 * oldest->count);
+        oldest->used = p->texts, oldest->decided = m->at, oldest->count = count;
+        memcpy(oldest->text, text + r->begin + i * PIECE, PIECE);
+        memcpy(oldest->ids, out + from, 4 * count);
         from = m->written;
     }
 }

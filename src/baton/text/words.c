@@ -334,14 +334,7 @@ int baton_words_encode(const rule *r, table *t, const uint8_t *text, uint32_t si
     return result;
 }
 
-/* Return how many bytes of a text the pieces that are remembered decide. */
-uint64_t baton_words_remembered(table *t, const uint8_t *text, size_t size) {
-    uint64_t hash = 0, before = 0, decided = 0;
-    for (uint64_t end = PIECE; end <= size; end += PIECE) {
-        hash = piece_hash(&t->texts, hash, text + end - PIECE);
-        const piece *found = piece_of(&t->texts, hash, before, text + end - PIECE);
-        if (!found) break;
-        decided = found->decided, before = found->serial;
-    }
-    return decided;
+/* Return how many bytes of a text the pieces that are remembered decide. out: for so many ids. */
+uint64_t baton_words_remembered(const table *t, const uint8_t *text, size_t size, uint32_t *out, size_t room) {
+    return prefixes_walk(&t->texts, text, size, out, room).known.at;
 }
