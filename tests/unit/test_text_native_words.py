@@ -171,6 +171,20 @@ def test_beginnings_that_nobody_comes_back_to_make_room() -> None:
     assert not any(known[1:100])
 
 
+def test_a_beginning_with_more_ids_than_a_call_returns_is_known_as_far_as_there_is_room() -> None:
+    backend = backend_of(QWEN)
+    words = known_words(backend)
+    text = "".join(f"Line {at} of many.\n" for at in range(2500))
+    expected = library_ids(backend, text)
+    known = []
+    for _ in range(4):
+        assert list(words.encode(text) or ()) == expected
+        known.append(words.remembered(text))
+    assert len(expected) > 2 * native_words._MAX_IDS
+    assert known[-1] == known[-2]
+    assert native_words._MAX_IDS - 600 < len(library_ids(backend, text[: known[-1]])) <= native_words._MAX_IDS
+
+
 def test_beginnings_that_collide_are_told_apart() -> None:
     backend = backend_of(QWEN)
     words = known_words(backend)

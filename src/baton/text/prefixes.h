@@ -87,18 +87,15 @@ static piece *piece_of(const prefixes *p, uint64_t hash, uint64_t before, const 
 typedef struct {
     uint64_t hash, serial, end; /* of the last one */
     mark known;
-    int full; /* there was no room for the ids of another one */
 } walk;
 
-/* Go over the pieces of a text that are known and write their ids. */
+/* Go over the pieces of a text that are known and write their ids, as long as there is room. */
 static walk prefixes_walk(const prefixes *p, const uint8_t *text, uint64_t size, uint32_t *out, uint64_t room) {
     walk w = {0};
     for (; w.end + PIECE <= size; w.end += PIECE) {
         uint64_t hash = piece_hash(p, w.hash, text + w.end);
         piece *found = piece_of(p, hash, w.serial, text + w.end);
-        if (!found) return w;
-        w.full = w.known.written + found->count > room;
-        if (w.full) return w;
+        if (!found || w.known.written + found->count > room) return w;
         memcpy(out + w.known.written, found->ids, 4 * found->count);
         w.known = (mark){found->decided, w.known.written + found->count};
         w.hash = hash, w.serial = found->serial, found->used = p->texts;
@@ -114,7 +111,7 @@ static mark prefixes_begin(prefixes *p, const uint8_t *text, uint64_t size, uint
     p->texts++;
     walk w = prefixes_walk(p, text, size, out, room);
     r->begin = w.end, r->before = w.serial;
-    if (w.full || longest >= PIECE) return w.known;
+    if (longest >= PIECE) return w.known;
     uint64_t most = w.end + (uint64_t)MAX_MARKS * PIECE, hash = w.hash;
     int again = 1;
     for (uint64_t at = w.end; at + PIECE <= size && at < most; at += PIECE) {
