@@ -171,30 +171,57 @@ def test_beginnings_that_nobody_comes_back_to_make_room() -> None:
     assert not any(known[1:100])
 
 
+def seeded_table(seed: int, factor: int) -> native_words._Table:
+    library = native_words._library()
+    table = native_words._Table.__new__(native_words._Table)
+    table._library = library
+    table.address = library.baton_words_new(seed, factor, 1000, 10**5)
+    table.pointer = ctypes.c_void_p(table.address)
+    return table
+
+
+def learnt(words: NativeWords, text: str, expected: list[int], times: int) -> list[int]:
+    known = []
+    for _ in range(times):
+        assert list(words.encode(text) or ()) == expected
+        known.append(words.remembered(text))
+    return known
+
+
 def test_a_beginning_with_more_ids_than_a_call_returns_is_known_as_far_as_there_is_room() -> None:
     backend = backend_of(QWEN)
     words = known_words(backend)
     text = "".join(f"Line {at} of many.\n" for at in range(2500))
     expected = library_ids(backend, text)
-    known = []
-    for _ in range(4):
-        assert list(words.encode(text) or ()) == expected
-        known.append(words.remembered(text))
     assert len(expected) > 2 * native_words._MAX_IDS
-    assert known[-1] == known[-2]
-    assert native_words._MAX_IDS - 600 < len(library_ids(backend, text[: known[-1]])) <= native_words._MAX_IDS
+    for seed in range(1, 51):  # whatever the seed, pieces that share a note do not keep each other from being known
+        words._known[""] = seeded_table(seed, 3)
+        known = learnt(words, text, expected, 8)
+        assert known[-1] == known[-2]
+        assert native_words._MAX_IDS - 600 < len(library_ids(backend, text[: known[-1]])) <= native_words._MAX_IDS
+
+
+def test_a_beginning_does_not_put_itself_out() -> None:
+    """With some of these seeds a set has room for four pieces where this text has five."""
+    backend = backend_of(QWEN)
+    words = known_words(backend)
+    text = " others" * 16000
+    expected = library_ids(backend, text)
+    whole = 0
+    for seed in range(1, 31):
+        words._known[""] = seeded_table(seed, 3)
+        known = learnt(words, text, expected, 20)
+        assert known == sorted(known)
+        assert known[-1] == known[-4] > len(text) // 2
+        whole += known[-1] > len(text) - 1024
+    assert 10 < whole < 30
 
 
 def test_beginnings_that_collide_are_told_apart() -> None:
     backend = backend_of(QWEN)
     words = known_words(backend)
-    library = native_words._library()
     same = "abcdefgh"  # takes one half of a piece's hash to nought, whatever comes before
-    table = native_words._Table.__new__(native_words._Table)
-    table._library = library
-    table.address = library.baton_words_new(5, int.from_bytes(same.encode(), "little"), 1000, 10**5)
-    table.pointer = ctypes.c_void_p(table.address)
-    words._known[""] = table
+    words._known[""] = seeded_table(5, int.from_bytes(same.encode(), "little"))
     ends = ("aaaaaaa ", "aaaa aaa", "a aaaaaa")
     for end in (*ends, *ends, *ends, *ends):
         text = FILLER.replace("\u00e9", "e")[:480] + end + same + "q" * 20 + " and more of it" * 50

@@ -42,7 +42,7 @@ typedef struct {
     uint64_t begin; /* of the first piece */
     uint64_t before;
     size_t wanted, count;
-    uint64_t hashes[MAX_MARKS];
+    uint64_t hashes[MAX_MARKS]; /* the first `wanted` of them */
     mark marks[MAX_MARKS];
 } recording;
 
@@ -112,15 +112,15 @@ static mark prefixes_begin(prefixes *p, const uint8_t *text, uint64_t size, uint
     walk w = prefixes_walk(p, text, size, out, room);
     r->begin = w.end, r->before = w.serial;
     if (longest >= PIECE) return w.known;
-    uint64_t most = w.end + (uint64_t)MAX_MARKS * PIECE, hash = w.hash;
-    int again = 1;
-    for (uint64_t at = w.end; at + PIECE <= size && at < most; at += PIECE) {
+    size_t unknown = 0;
+    uint64_t hash = w.hash;
+    for (uint64_t at = w.end; at + PIECE <= size && unknown < MAX_MARKS; at += PIECE) {
         hash = piece_hash(p, hash, text + at);
-        uint64_t *note = p->notes + hash % NOTES;
-        again = again && *note == hash;
-        *note = hash;
-        if (again) r->hashes[r->wanted++] = hash;
+        if (r->wanted == unknown && p->notes[hash % NOTES] == hash) r->wanted++;
+        r->hashes[unknown++] = hash;
     }
+    /* From the last one, so that where two share a note it is the first one's: it has to be known before the other. */
+    while (unknown--) p->notes[r->hashes[unknown] % NOTES] = r->hashes[unknown];
     if (r->wanted) r->watch = r->begin + PIECE - longest;
     return w.known;
 }
@@ -143,6 +143,7 @@ static void prefixes_end(prefixes *p, const recording *r, const uint8_t *text, c
         piece *set = set_of(p, r->hashes[i]), *oldest = set;
         for (size_t way = 1; way < WAYS; way++)
             if (set[way].used < oldest->used) oldest = set + way;
+        if (oldest->used == p->texts) return; /* all of this text: without them the piece would not be come to */
         oldest->hash = r->hashes[i], oldest->before = before, oldest->serial = before = ++p->serials;
         oldest->used = p->texts, oldest->decided = m->at, oldest->count = count;
         memcpy(oldest->text, text + r->begin + i * PIECE, PIECE);
