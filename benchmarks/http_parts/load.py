@@ -1,7 +1,7 @@
 """The load generator of ``benchmarks/http.py``: closed loop, one request at a time per connection.
 
-Prints ``warm`` when the requests before the measurement are done and waits for a line on standard input; prints a JSON
-object when all are.
+Prints ``warm`` when the requests before the measurement are done and waits for a line on standard input; prints
+``tell`` when a stream is half way after ``--tell-after`` requests, and a JSON object when all are done.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class Load:
         self.next_body = 0
         self.failed: list[str] = []
         self.expected = args.tokens
+        self.tell_after: int | None = None
         self.latencies: list[float] = []
         self.delays: list[float] = []
         self.done = asyncio.Event()
         self.busy = 0
 
-    async def run(self, connections: list[Connection], total: int) -> None:
+    async def run(self, connections: list[Connection], total: int, tell_after: int | None = None) -> None:
         """Send ``total`` requests and wait for their answers."""
-        self.left, self.busy = total, len(connections)
+        self.left, self.busy, self.tell_after = total, len(connections), tell_after
         self.latencies, self.delays, self.tokens = [], [], 0
         self.done.clear()
         for connection in connections:
@@ -105,6 +106,10 @@ class Connection(asyncio.Protocol):
                 load.delays.append(self._now - sent)
                 self._tokens += 1
             self._seen = match.end()
+        after = load.tell_after
+        if after is not None and len(load.latencies) >= after and 2 * self._tokens >= load.expected:
+            load.tell_after = None
+            say("tell")
 
     def on_message_complete(self) -> None:
         """Take the end of an answer."""
@@ -118,6 +123,12 @@ class Connection(asyncio.Protocol):
     def _finish(self) -> None:
         self._waiting = False
         self.send()
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -136,6 +147,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--warm-up", type=int, default=256)
     parser.add_argument("--tokens", type=int, required=True, help="tokens that each answer must have")
+    parser.add_argument("--tell-after", type=int, help="requests after which `tell` is printed")
     args = parser.parse_args()
     load = Load(args)
     loop = asyncio.get_running_loop()
@@ -145,12 +157,11 @@ async def main() -> None:
         await loop.create_connection(lambda made=connection: made, "127.0.0.1", args.port)  # type: ignore[misc]
         connections.append(connection)
     await load.run(connections, args.warm_up)
-    sys.stdout.write("warm\n")
-    sys.stdout.flush()
+    say("warm")
     await asyncio.to_thread(sys.stdin.readline)
     load.failed.clear()
     began = time.monotonic()
-    await load.run(connections, args.requests)
+    await load.run(connections, args.requests, args.tell_after)
     result = {
         "requests": len(load.latencies),
         "tokens": load.tokens,
@@ -160,7 +171,7 @@ async def main() -> None:
         "latency_ms": {"p50": 1e3 * quantile(load.latencies, 0.5), "p99": 1e3 * quantile(load.latencies, 0.99)},
         "chunk_delay_ms": {"p50": 1e3 * quantile(load.delays, 0.5), "p99": 1e3 * quantile(load.delays, 0.99)},
     }
-    sys.stdout.write(json.dumps(result) + "\n")
+    say(json.dumps(result))
 
 
 if __name__ == "__main__":
