@@ -181,7 +181,7 @@ def kill(requests: int, *, write: bool) -> int:
         _, port = start_baton(stack, [worker.port for worker in workers])
         tokens = 20
         bodies = write_bodies(folder, "ids", tokens, 512, stream=True)
-        # Said by the load, amid a stream: to read the router's metrics would hold it up until streams have ended.
+        # Said by the load, amid a stream: who asks the router how far it is kills when it has just caught up.
         with load(port, folder, bodies, tokens, requests, tell_after=requests // 4) as generator:
             generator.begin()
             generator.wait_for("tell")
