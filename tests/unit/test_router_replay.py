@@ -165,6 +165,13 @@ def test_a_system_prompt_of_20_blocks_is_shared_by_all_instances(rate: float, in
     assert sum(x.computed_tokens for x in run.prefills) < 0.25 * sum(r.input_tokens for r in requests)
 
 
+@pytest.mark.parametrize("rate", [2.0, 20.0])
+def test_by_cost_instances_of_one_speed_get_the_same_work(rate: float) -> None:
+    requests = generate(Workload(requests=2000, prefix_blocks=20, rate=rate, seed=3))
+    setup = Setup(prefills=8, decodes=8, policy="cost_ms")
+    assert record(setup, Replay(setup).run(requests), requests).load_max_over_mean < 1.2
+
+
 def test_without_the_load_term_it_piles_up() -> None:
     """What the load term is for, and proof that the replay can tell."""
     requests = generate(Workload(requests=200, prefix_blocks=20, rate=2.0))

@@ -151,6 +151,42 @@ def test_a_slow_instance_is_left_alone_once_that_is_known() -> None:
     assert cheapest(speeds, *sides, Request(1000, kv_bytes_per_token=1.0)) == (PrefillPath.REMOTE, 1, 1)
 
 
+def test_what_was_measured_beside_a_queue_counts_less() -> None:
+    """Of a queue nobody knows how much was left; without one 8 tokens take a millisecond, and that is found."""
+    speeds, rng = Speeds(lambda: 0.0), random.Random(1)
+    for _ in range(100):
+        computed, ahead = rng.randint(500, 4000), rng.choice([0, 0, rng.randint(1, 8000)])
+        seen = trace(
+            path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", prompt_tokens=computed,
+            ttft_us=int(125 * (computed + rng.random() * ahead)),
+        )  # fmt: skip
+        speeds.observe(Served(seen, "p", InstanceId("d"), float(ahead), 1))
+    (fit,) = speeds.prefill.get(["p"])
+    assert fit.at(2000) == pytest.approx(250.0, rel=0.05)
+    assert 0.095 < fit.slope < 0.13  # all counted alike, it is 0.086
+    for _ in range(150):  # under load all are: then that is what there is to know
+        speeds.observe(Served(trace(path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", prompt_tokens=100,
+                                    ttft_us=3_000_000), "p", InstanceId("d"), 9900.0, 1))  # fmt: skip
+    assert speeds.prefill.get(["p"])[0].at(10_000) == pytest.approx(3000.0, rel=0.05)
+
+
+def test_a_small_difference_gives_way_to_balance_and_a_great_one_does_not() -> None:
+    remote = Request(1000, kv_bytes_per_token=1.0, threshold=0)
+
+    def chosen(factor: float, *loads: float) -> int | None:
+        speeds = Speeds(lambda: 0.0)
+        for amount in (100, 1000, 3000):
+            speeds.prefill.add("p0", amount, amount)
+            speeds.prefill.add("p1", amount, amount / factor)
+        prefill = pair(Role.PREFILL, 0, 0)
+        prefill.loads = list(loads)
+        return cheapest(speeds, prefill, pair(Role.DECODE, 0), remote)[1]
+
+    assert chosen(1.03, 0.0, 0.0) == 1
+    assert chosen(1.03, 1000.0, 5000.0) == 0
+    assert chosen(1.5, 1000.0, 5000.0) == 1
+
+
 def test_the_length_of_answers_is_learnt() -> None:
     speeds = Speeds(lambda: 0.0)
     before = speeds.output_tokens

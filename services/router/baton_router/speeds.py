@@ -3,7 +3,7 @@
 Each is a line ``milliseconds = base + slope * amount``, fitted by least squares over the latest requests:
 
 - prefill, per prefill instance: from arrival to the first token, without decode's queue and the rest of the transfer,
-  over the prompt tokens that were computed and those in flight before them;
+  over the prompt tokens that were computed and those in flight before them, which count the less the more these are;
 - local prefill, per decode instance: to the first token without the queue, over the prompt tokens computed;
 - transfer, per pair: what it added after the computation (what overlapped costs nothing), over the KV bytes fetched;
 - store, per decode instance: time in fetches, over the KV bytes loaded;
@@ -28,7 +28,9 @@ from baton.types import InstanceId
 K = TypeVar("K", bound=Hashable)
 _KEEP = 0.97
 """Weight of the past per new observation: about the latest 33 count."""
-_MIN_WEIGHT = 3.0
+_LEAST_WEIGHT = 0.1
+"""So that an instance which got slow is found to be slow also while all that it does waits in a queue."""
+_MIN_KNOWN = 3.0
 _MIN_OWN = 1.9
 """Observations from which an instance is judged by its own and no longer by its like."""
 _MIN_SPREAD = 0.3
@@ -57,25 +59,26 @@ class Line:
         at: When it began.
 
     Attributes:
-        weight: How many observations it stands on.
+        known: How many observations it stands on.
         at: When the latest one came.
     """
 
-    __slots__ = ("_fit", "_flat", "_x", "_xx", "_xy", "_y", "at", "weight")
+    __slots__ = ("_fit", "_flat", "_weight", "_x", "_xx", "_xy", "_y", "at", "known")
 
     def __init__(self, *, flat: bool, at: float) -> None:
         self._flat = flat
-        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.known = self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self.at = at
         self._fit: Fit | None = Fit(0.0, 0.0)
 
-    def add(self, amount: float, ms: float, at: float) -> None:
-        """Take an observation."""
-        self.weight = _KEEP * self.weight + 1.0
-        self._x = _KEEP * self._x + amount
-        self._y = _KEEP * self._y + ms
-        self._xx = _KEEP * self._xx + amount * amount
-        self._xy = _KEEP * self._xy + amount * ms
+    def add(self, amount: float, ms: float, at: float, weight: float = 1.0) -> None:
+        """Take an observation; weight: of its squared error, above 0."""
+        self.known = _KEEP * self.known + 1.0
+        self._weight = _KEEP * self._weight + weight
+        self._x = _KEEP * self._x + weight * amount
+        self._y = _KEEP * self._y + weight * ms
+        self._xx = _KEEP * self._xx + weight * amount * amount
+        self._xy = _KEEP * self._xy + weight * amount * ms
         self.at = at
         self._fit = None
 
@@ -89,12 +92,12 @@ class Line:
     @property
     def mean(self) -> float:
         """The mean time, whatever the amounts."""
-        return self._y / self.weight
+        return self._y / self._weight
 
     def _solve(self) -> Fit:
-        n, x, y = self.weight, self._x / self.weight, self._y / self.weight
+        n, x, y = self._weight, self._x / self._weight, self._y / self._weight
         variance = max(0.0, self._xx / n - x * x)
-        if n < _MIN_WEIGHT or variance < (_MIN_SPREAD * x) ** 2 or variance == 0.0:
+        if self.known < _MIN_KNOWN or variance < (_MIN_SPREAD * x) ** 2 or variance == 0.0:
             return Fit(y, 0.0) if self._flat or x <= 0 else Fit(0.0, y / x)
         slope = (self._xy / n - x * y) / variance
         if slope <= 0.0:
@@ -119,24 +122,24 @@ class Lines(Generic[K]):
         self._all = Line(flat=flat, at=0.0)
         self._lines: OrderedDict[K, Line] = OrderedDict()
 
-    def add(self, key: K, amount: float, ms: float) -> None:
+    def add(self, key: K, amount: float, ms: float, weight: float = 1.0) -> None:
         """Take an observation; the number of keys is bounded, those not heard of for longest go first."""
         now = self._now()
         line = self._lines.get(key)
         if line is None or now - line.at > _FRESH_S:
             line = self._lines[key] = Line(flat=self._flat, at=now)
         self._lines.move_to_end(key)
-        line.add(amount, ms, now)
-        self._all.add(amount, ms, now)
+        line.add(amount, ms, now, weight)
+        self._all.add(amount, ms, now, weight)
         while len(self._lines) > _MAX_KEYS:
             self._lines.popitem(last=False)
 
     def get(self, keys: Iterable[K]) -> list[Fit]:
         """Return what is known of each key."""
         known, oldest = self._lines.get, self._now() - _FRESH_S
-        like = self._all.fit if self._all.weight else self._prior
+        like = self._all.fit if self._all.known else self._prior
         return [
-            line.fit if (line := known(key)) is not None and line.at >= oldest and line.weight >= _MIN_OWN else like
+            line.fit if (line := known(key)) is not None and line.at >= oldest and line.known >= _MIN_OWN else like
             for key in keys
         ]
 
@@ -144,9 +147,9 @@ class Lines(Generic[K]):
         """Return what was measured of each key, or of its like, lately; no prior stands in."""
         known, oldest = self._lines.get, self._now() - _FRESH_S
         every = self._all
-        like = every.fit if every.weight >= _MIN_OWN and every.at >= oldest else None
+        like = every.fit if every.known >= _MIN_OWN and every.at >= oldest else None
         return [
-            line.fit if (line := known(key)) is not None and line.at >= oldest and line.weight >= _MIN_OWN else like
+            line.fit if (line := known(key)) is not None and line.at >= oldest and line.known >= _MIN_OWN else like
             for key in keys
         ]
 
@@ -192,7 +195,7 @@ class Speeds:
     @property
     def output_tokens(self) -> float:
         """Tokens that a request generates, on average."""
-        return self.output.mean if self.output.weight else 128.0
+        return self.output.mean if self.output.known else 128.0
 
     def observe(self, served: Served) -> None:
         """Learn from a request that was served."""
@@ -218,4 +221,6 @@ class Speeds:
         computed = trace.prompt_tokens - max(trace.prefill_cached_tokens, trace.cached_tokens)
         ms = (trace.ttft_us - trace.queue_us - trace.exposed_us) / 1000
         if computed > 0 and ms > 0:
-            self.prefill.add(served.prefill, computed + served.ahead, ms)
+            # Nobody saw how much of what was ahead had been computed by then, so the error grows with it.
+            amount = computed + served.ahead
+            self.prefill.add(served.prefill, amount, ms, max(_LEAST_WEIGHT, (computed / amount) ** 2))

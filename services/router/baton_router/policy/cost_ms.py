@@ -6,12 +6,16 @@ import math
 from collections.abc import Sequence
 
 from baton.types import InstanceId
-from baton_router.policy.base import Pairs, Ratings, Request, Scores, Side
+from baton_router.policy.base import Pairs, Ratings, Request, Scores, Side, relative_loads
 from baton_router.speeds import Fit, Speeds
 
 _STALL_SHARE = 0.1
 """What a millisecond of local prefill costs per sequence that decodes there, in milliseconds of this request: their
 steps carry the prompt's chunks, so they all wait for it."""
+
+_EVEN_SHARE = 0.1
+"""Of the prefill time, per unit of relative load: about what a prediction is off by. In replays (docs/bench-router.md)
+0.02 to 0.2 gave the same time to first token."""
 
 
 class CostMs:
@@ -20,14 +24,17 @@ class CostMs:
     Candidates are every pair, the prefill on each decode instance itself ("local"), and, where something lies in
     slower tiers or in the KV store, loading that and computing the rest on the decode instance ("store")::
 
-        pair(p, d) = queue_p + prefill_p(missing of p and d) + transfer_pd(bytes that d misses) + decode_d
+        pair(p, d) = queue_p + prefill_p(missing of p and d) + transfer_pd(bytes that d misses) + decode_d + even_p
         local(d)   = queue_d + prefill_d(missing of d) * (1 + 0.1 * running_d) + decode_d
         store(d)   = queue_d + load_d(bytes from the store) + prefill_d(missing after it) * (...) + decode_d
         decode_d   = time per token with one more batch on d * tokens that the request will generate
+        even_p     = a tenth of the shortest prefill * (relative load of p, work of the last minutes included, - 1)
 
     What decode holds and prefill misses is fetched, not computed, so a pair misses what neither has. All speeds are
     learnt (see ``baton_router.speeds``): nobody configures hardware. Conditional disaggregation needs no threshold: a
     short or mostly cached prompt is cheaper where it will be decoded. ``--remote-prefill-threshold`` still overrides.
+    The last term is no time: among instances that are as fast as each other, one that was measured a little faster
+    would get all the work of a cluster with little to do.
 
     Risks: predictions are as good as the latest requests. Before the first ones are done everybody looks alike, and
     load alone decides. An estimate that nobody confirmed for a minute is forgotten.
@@ -51,7 +58,10 @@ class CostMs:
         running = [book.requests + request.sequences for book in decode.books] or [request.sequences] * len(decode)
         per_token = speeds.decode.get(decode.ids)
         return Ratings(
-            prefill=Scores.of(queue_ms=[-work * fit.slope for work, fit in zip(prefill.work, computing, strict=True)]),
+            prefill=Scores.of(
+                queue_ms=[-work * fit.slope for work, fit in zip(prefill.work, computing, strict=True)],
+                even_ms=_even(request, prefill, computing),
+            ),
             decode=Scores.of(
                 decode_ms=[-expected * fit.at(count) for fit, count in zip(per_token, running, strict=True)]
             ),
@@ -108,3 +118,11 @@ class CostMs:
             for at, fit in enumerate(self._speeds.store.get(decode.ids))
         ]
         return Scores.of(queue_ms=queue, load_ms=loaded, prefill_ms=computed, stall_ms=stalled)
+
+
+def _even(request: Request, prefill: Side, computing: list[Fit]) -> list[float]:
+    """Return what each prefill instance's share of the work so far counts; nothing in balance."""
+    if not prefill.ids:
+        return []
+    shortest = min(fit.at(request.tokens - held) for fit, held in zip(computing, prefill.matched, strict=True))
+    return [_EVEN_SHARE * shortest * (1.0 - load) for load in relative_loads(prefill)]
