@@ -2,9 +2,9 @@
 
 What :mod:`baton.text.words` does, ten times as fast, and for texts that are not ASCII too: the split rule is an
 automaton (:mod:`baton.text.split_table`), tokens that stand in the text by their names are found, and words are looked
-up in a hash table. Of a word that is not in it the library's own model is asked for the ids. The ids of beginnings that
-texts share (system prompts, conversations so far) are remembered whole. Whatever is not surely what the library would
-do is left to the library: rules that are not read, the rarest and newest characters, very long words.
+up in a hash table. A word that is not in it is merged of its bytes. The ids of beginnings that texts share (system
+prompts, conversations so far) are remembered whole. Whatever is not surely what the library would do is left to the
+library: rules that are not read, the rarest and newest characters, very long words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,15 @@ _MAX_BYTES = 2**21
 """Per salt, beside 16 to 32 bytes per word; most words take a record of 32."""
 _RECORD_BYTES = 32
 _MAX_SALTS = 64
-_MAX_MISSES = 256
 _MAX_IDS = 16_384
 """What is done in one call, with the interpreter's lock held: some hundred microseconds of work."""
 _MAX_BYTES_OF_TEXT = 2**31 - 1
 _PROGRESS = 6
 """Numbers that say how far a text is, before those that say where its ids go."""
 _AT_THE_BEGINNING = array("Q", bytes(8 * _PROGRESS))
+_MAX_KEPT = 64
+"""Bytes of a word that is remembered, as words.c has it."""
+_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 _BYTE_CHARS = byte_level_chars()
 _PROBE = (
     "It's WE'LL don't, of  two\twords (and More) x y  z1 a\tb c\n d e-f\r\n\r\n  g_h iJ Kl 3 12345 n4 o... !? "
@@ -56,7 +58,9 @@ _PROBE = (
 class _Rule(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("moves", "pages", "classes", "ascii", "roots", "nodes", "edges")),
+        *((name, ctypes.c_void_p) for name in ("merges", "whole")),
         *((name, ctypes.c_uint32) for name in ("start", "stride", "end_class", "characters", "only", "longest")),
+        ("longest_whole", ctypes.c_uint32),
     )
 
 
@@ -68,31 +72,31 @@ class NativeWords:
     Args:
         table: The split rule.
         tokens: Tokens that are found in a text before words are.
-        word_ids: Returns the ids of one word as byte-level tokenizers spell it.
+        merges: What makes words of bytes.
         library: The helper in C.
     """
 
-    def __init__(
-        self, table: SplitTable, tokens: TokenTree, word_ids: Callable[[str], list[int]], library: Any
-    ) -> None:
+    def __init__(self, table: SplitTable, tokens: TokenTree, merges: _Merges, library: Any) -> None:
         stride = table.moves.shape[1]
         ascii_moves = np.ascontiguousarray(table.classes[0, :128] * np.uint32(stride))
-        self._kept_alive = table, tokens, ascii_moves
+        self._kept_alive = table, tokens, ascii_moves, merges
         self._rule = _Rule(
             address_of(table.moves),
             address_of(table.pages),
             address_of(table.classes),
             address_of(ascii_moves),
             *(part.buffer_info()[0] for part in (tokens.roots, tokens.nodes, tokens.edges)),
+            merges.address,
+            merges.whole.address,
             table.start,
             stride,
             END,
             CHARACTERS,
             tokens.only,
             tokens.longest,
+            merges.longest_whole,
         )
         self._rule_pointer = ctypes.pointer(self._rule)
-        self._word_ids = word_ids
         self._library = library
         self._encode = library.baton_words_encode
         self._known: dict[str, _Table] = {}
@@ -117,14 +121,11 @@ class NativeWords:
             result = self._encode(self._rule_pointer, table.pointer, data, len(data), scratch.pointer)
             if result not in (_DONE, _MORE):
                 return None
-            written, missed = progress[1], progress[2]
-            new = scratch.out[:written]
-            if missed:
-                new = self._fill_in(new, scratch.misses[: 3 * missed], data, table)
+            new = scratch.out[: progress[1]]
             ids = new if ids is None else ids + new
             if result == _DONE:
                 return ids
-            progress[1] = progress[2] = 0
+            progress[1] = 0
             time.sleep(0)  # let other threads have the interpreter
 
     def remembered(self, text: str, salt: str = "") -> int:
@@ -132,35 +133,20 @@ class NativeWords:
         table, data, out = self._known.get(salt), text.encode(), _scratch().out
         return self._library.baton_words_remembered(table.address, data, len(data), *out.buffer_info()) if table else 0
 
-    def _fill_in(self, out: TokenIds, misses: TokenIds, data: bytes, table: _Table) -> TokenIds:
-        """Put in the ids of words that were not in the table."""
-        filled, at = array("I"), 0
-        learnt: dict[bytes, array[int]] = {}
-        for before, begin, size in zip(misses[::3], misses[1::3], misses[2::3], strict=True):
-            word = data[begin : begin + size]
-            ids = learnt.get(word)
-            if ids is None:
-                ids = learnt[word] = array("I", self._word_ids(word.decode("latin-1").translate(_BYTE_CHARS)))
-                table.add(word, ids)
-            filled += out[at:before]
-            filled += ids
-            at = before
-        return filled + out[at:]
-
     def _new(self, salt: str) -> _Table:
         with self._making:
             while len(self._known) >= _MAX_SALTS:
                 del self._known[next(iter(self._known))]
-            return self._known.setdefault(salt, _Table(self._library))
+            return self._known.setdefault(salt, _Table(self._library, _MAX_WORDS, _MAX_BYTES))
 
 
 class _Table:
     """A table from words to ids; full, it begins anew."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, most_words: int, most_bytes: int) -> None:
         self._library = library
         seeds = secrets.randbits(64), secrets.randbits(64)
-        self.address: int | None = library.baton_words_new(*seeds, _MAX_WORDS, _MAX_BYTES // _RECORD_BYTES)
+        self.address: int | None = library.baton_words_new(*seeds, most_words, most_bytes // _RECORD_BYTES)
         if self.address is None:
             raise MemoryError("no memory for words")
         self.pointer = ctypes.c_void_p(self.address)
@@ -176,6 +162,67 @@ class _Table:
         """Remember a word, if it is not too long for that."""
         if self._library.baton_words_add(self.address, word, len(word), *ids.buffer_info()):
             raise MemoryError("no memory for words")
+
+
+class _Merges:
+    """What a model makes words of.
+
+    Args:
+        library: The helper in C.
+        lefts: Ids of the left halves of its merges, in the order of their ranks.
+        rights: Of the right halves.
+        ids: Of what they make.
+        singles: Of the single bytes.
+    """
+
+    def __init__(
+        self, library: Any, lefts: array[int], rights: array[int], ids: array[int], singles: array[int]
+    ) -> None:
+        self._library = library
+        lists = (part.buffer_info()[0] for part in (lefts, rights, ids))
+        self.address: int | None = library.baton_merges_new(*lists, len(ids), singles.buffer_info()[0])
+        if self.address is None:
+            raise MemoryError("no memory for merges")
+        self.whole = _Table(library, 2**24, 2**28)
+        self.longest_whole = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "address", None):
+            self._library.baton_merges_free(self.address)
+
+    def word(self, word: bytes) -> list[int]:
+        """Return what a word of 1 to 1024 bytes is merged to."""
+        out = (ctypes.c_uint32 * len(word))()
+        return list(out[: self._library.baton_merges_word(self.address, word, len(word), out)])
+
+    def add_whole(self, vocabulary: dict[str, int]) -> bool:
+        """Take all of a vocabulary as one token each, whatever they are merged to. Returns whether that can be done."""
+        chars = frozenset(_BYTE_CHARS)
+        spelt = [word for word in vocabulary if word and chars.issuperset(word)]  # no text has others
+        text = "".join(spelt).translate({ord(char): byte for byte, char in enumerate(_BYTE_CHARS)}).encode("latin-1")
+        sizes, ids = array("I", map(len, spelt)), array("I", map(vocabulary.__getitem__, spelt))
+        out = array("I", bytes(4 * len(spelt)))
+        lists = sizes.buffer_info()[0], ids.buffer_info()[0], len(spelt), out.buffer_info()[0]
+        astray = out[: self._library.baton_merges_astray(self.address, text, *lists)]
+        begins = list(accumulate(sizes, initial=0))
+        for at in astray:
+            if sizes[at] > _MAX_KEPT:
+                self.longest_whole = max(self.longest_whole, sizes[at])
+            else:
+                self.whole.add(text[begins[at] : begins[at + 1]], ids[at : at + 1])
+        return len(self.whole) == sum(sizes[at] <= _MAX_KEPT for at in astray)
+
+
+def _merges(model: dict[str, Any], library: Any) -> _Merges | None:
+    """Return what makes words as a model does; ``None``: that is not known."""
+    vocabulary: dict[str, int] = model.get("vocab") or {}
+    if not all(char in vocabulary for char in _BYTE_CHARS) or any(model.get(name) for name in ("dropout", *_AFFIXES)):
+        return None
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+    lefts, rights = (array("I", [vocabulary[pair[side]] for pair in pairs]) for side in (0, 1))
+    ids = array("I", [vocabulary["".join(pair)] for pair in pairs])
+    merges = _Merges(library, lefts, rights, ids, array("I", [vocabulary[char] for char in _BYTE_CHARS]))
+    return None if model.get("ignore_merges") and not merges.add_whole(vocabulary) else merges
 
 
 def native_words(parts: dict[str, Any], backend: tokenizers.Tokenizer) -> NativeWords | None:
@@ -197,22 +244,21 @@ def native_words(parts: dict[str, Any], backend: tokenizers.Tokenizer) -> Native
     split = backend.pre_tokenizer.pre_tokenize_str(_PROBE)
     if [_PROBE[begin:end] for _, (begin, end) in split] != table.words(_PROBE):
         return None
-    model = backend.model
-    return NativeWords(table, tokens, lambda word: [token.id for token in model.tokenize(word)], library)
+    merges = _merges(parts.get("model") or {}, library)
+    return None if merges is None else NativeWords(table, tokens, merges, library)
 
 
 _own = threading.local()
 
 
 class _Scratch:
-    """Where ids and misses are written, and a text's progress, which knows where."""
+    """Where ids are written, and a text's progress, which knows where."""
 
-    __slots__ = ("misses", "out", "pointer", "progress")
+    __slots__ = ("out", "pointer", "progress")
 
     def __init__(self) -> None:
-        self.out, self.misses = array("I", bytes(4 * _MAX_IDS)), array("I", bytes(4 * 3 * _MAX_MISSES))
-        room = self.out.buffer_info()[0], _MAX_IDS, self.misses.buffer_info()[0], _MAX_MISSES
-        self.progress = _AT_THE_BEGINNING + array("Q", room)
+        self.out = array("I", bytes(4 * _MAX_IDS))
+        self.progress = _AT_THE_BEGINNING + array("Q", (self.out.buffer_info()[0], _MAX_IDS))
         self.pointer = ctypes.c_void_p(self.progress.buffer_info()[0])
 
 
@@ -235,13 +281,17 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
     library = ctypes.PyDLL("words", handle=found._handle)
     pointer, size, word, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_char_p
     for name, result, *arguments in (
-        ("new", pointer, word, word, word, word),
-        ("free", None, pointer),
-        ("count", word, pointer),
-        ("remembered", word, pointer, text, size, pointer, size),
-        ("add", ctypes.c_int, pointer, text, size, pointer, size),
+        ("words_new", pointer, word, word, word, word),
+        ("words_free", None, pointer),
+        ("words_count", word, pointer),
+        ("words_remembered", word, pointer, text, size, pointer, size),
+        ("words_add", ctypes.c_int, pointer, text, size, pointer, size),
+        ("merges_new", pointer, pointer, pointer, pointer, ctypes.c_uint32, pointer),
+        ("merges_free", None, pointer),
+        ("merges_word", size, pointer, text, size, pointer),
+        ("merges_astray", size, pointer, text, pointer, pointer, size, pointer),
     ):
-        function = getattr(library, f"baton_words_{name}")
+        function = getattr(library, f"baton_{name}")
         function.restype, function.argtypes = result, arguments
     # encode is called with pointers, bytes and a C int, which need no types: to convert them takes longer.
     return library

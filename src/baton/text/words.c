@@ -9,40 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "merges.h"
 #include "prefixes.h"
 
 enum { DONE, MORE, FOREIGN };
-enum { MAX_KEPT = 64, MAX_WORD = 1024, MAX_PROBES = 64, MIN_BITS = 8, FEW = 3, BATCH = 32 };
+enum { MAX_KEPT = 64, MAX_PROBES = 64, MIN_BITS = 8, FEW = 3, BATCH = 32 };
+enum { MAX_MERGED = 16384 }; /* bytes of words that are not in the table, in one call */
 static const uint32_t NONE = UINT32_MAX, REFUSED = UINT32_MAX - 1;
-
-typedef struct {
-    const uint16_t *moves;  /* [class * stride + last move]: twice the next row, 0: none; plus 1 if a word may end here */
-    const uint16_t *pages;  /* [character / 256]; those of ASCII are page 0 */
-    const uint8_t *classes; /* [page * 256 + character % 256]; 0: the rule does not know it */
-    const uint32_t *ascii;  /* [byte]: class * stride */
-    const uint32_t *roots;  /* [byte]: the node of tokens that begin so; 0: none */
-    const uint32_t *nodes;  /* [3 * node]: the id of the token that ends here or NONE, first edge, number of edges */
-    const uint32_t *edges;  /* [2 * edge]: byte, node */
-    uint32_t start;         /* the move that a word begins after */
-    uint32_t stride;        /* twice the number of rows */
-    uint32_t end_class;     /* what the end of a text is */
-    uint32_t characters;    /* those from here on the rule does not know */
-    uint32_t only;          /* the one byte that all tokens begin with; 0: there are several */
-    uint32_t longest;       /* bytes of the longest token's name; at least 1 */
-} rule;
-
-typedef struct {
-    uint64_t at;      /* bytes done */
-    uint64_t written; /* ids */
-    uint64_t missed;  /* words */
-    uint64_t border;  /* the next token that stands in the text by its name, or its end */
-    uint64_t size;    /* of that token */
-    uint64_t id;
-    uint32_t *out;    /* ids go here */
-    uint64_t room;    /* for so many */
-    uint32_t *misses; /* of words that are not in the table: ids written before it, where it begins, its size */
-    uint64_t miss_room;
-} progress;
 
 /* A word that is known: half a line of the processor's cache. Behind it, if there are more, lie the other bytes of the
    word in eights, and all of its ids. */
@@ -60,6 +33,36 @@ typedef struct {
     uint64_t most_words, most_room;
     prefixes texts;
 } table;
+
+typedef struct {
+    const uint16_t *moves;  /* [class * stride + last move]: twice the next row, 0: none; plus 1 if a word may end here */
+    const uint16_t *pages;  /* [character / 256]; those of ASCII are page 0 */
+    const uint8_t *classes; /* [page * 256 + character % 256]; 0: the rule does not know it */
+    const uint32_t *ascii;  /* [byte]: class * stride */
+    const uint32_t *roots;  /* [byte]: the node of tokens that begin so; 0: none */
+    const uint32_t *nodes;  /* [3 * node]: the id of the token that ends here or NONE, first edge, number of edges */
+    const uint32_t *edges;  /* [2 * edge]: byte, node */
+    const merges *merges;   /* what makes words of bytes */
+    const table *whole;     /* words that are one token though merging does not lead there */
+    uint32_t start;         /* the move that a word begins after */
+    uint32_t stride;        /* twice the number of rows */
+    uint32_t end_class;     /* what the end of a text is */
+    uint32_t characters;    /* those from here on the rule does not know */
+    uint32_t only;          /* the one byte that all tokens begin with; 0: there are several */
+    uint32_t longest;       /* bytes of the longest token's name; at least 1 */
+    uint32_t longest_whole; /* bytes of the longest word that should be in `whole` and is too long for it; or 0 */
+} rule;
+
+typedef struct {
+    uint64_t at;      /* bytes done */
+    uint64_t written; /* ids */
+    uint64_t merged;  /* bytes of words that were not in the table */
+    uint64_t border;  /* the next token that stands in the text by its name, or its end */
+    uint64_t size;    /* of that token */
+    uint64_t id;
+    uint32_t *out;    /* ids go here */
+    uint64_t room;    /* for so many */
+} progress;
 
 /* --- words' ids --- */
 
@@ -262,9 +265,22 @@ static void find_token(const rule *r, const uint8_t *text, size_t end, progress 
     p->border = end;
 }
 
+/* Find out the ids of a word that is not in the table; returns how many. */
+static size_t ids_of(const rule *r, const key *k, uint32_t *out) {
+    if (r->whole->count && k->size <= MAX_KEPT) {
+        key same = key_of(r->whole, k->text, k->size, k->text + k->size);
+        const uint64_t *bucket = bucket_of(r->whole, &same);
+        if (bucket && *bucket) {
+            *out = r->whole->records[(uint32_t)*bucket - 1].ids[0];
+            return 1;
+        }
+    }
+    return baton_merges_word(r->merges, k->text, k->size, out);
+}
+
 /* Go on with the words before the border. Several are looked up at a time: their places in the table are then waited for
    together. */
-static int encode_words(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p, recording *marks) {
+static int encode_words(const rule *r, table *t, const uint8_t *text, size_t size, progress *p, recording *marks) {
     uint64_t mask = ((uint64_t)1 << t->bits) - 1, read[BATCH];
     key keys[BATCH];
     size_t count = 0;
@@ -291,10 +307,15 @@ static int encode_words(const rule *r, const table *t, const uint8_t *text, size
             if (known->count > FEW) memcpy(p->out + p->written, all_ids(known), 4u * known->count);
             p->written += known->count;
         } else {
-            if (p->missed == p->miss_room) return MORE;
-            marks->watch = UINT64_MAX; /* from here on ids are missing */
-            uint32_t *miss = p->misses + 3 * p->missed++;
-            miss[0] = (uint32_t)p->written, miss[1] = (uint32_t)p->at, miss[2] = (uint32_t)k->size;
+            if (k->size > MAX_KEPT && k->size <= r->longest_whole) return FOREIGN;
+            if (p->merged + k->size > MAX_MERGED) return MORE;
+            uint32_t ids[MAX_WORD];
+            size_t count = ids_of(r, k, ids);
+            p->merged += k->size;
+            if (baton_words_add(t, k->text, k->size, ids, count)) return FOREIGN; /* no memory */
+            if (p->written + count > p->room) return MORE;
+            memcpy(p->out + p->written, ids, 4 * count);
+            p->written += count;
         }
         p->at += k->size;
     }
@@ -302,7 +323,7 @@ static int encode_words(const rule *r, const table *t, const uint8_t *text, size
 }
 
 /* Go on with the words and tokens of a text. */
-static int encode(const rule *r, const table *t, const uint8_t *text, size_t size, progress *p, recording *marks) {
+static int encode(const rule *r, table *t, const uint8_t *text, size_t size, progress *p, recording *marks) {
     for (;;) {
         while (p->at < p->border) {
             int result = encode_words(r, t, text, size, p, marks);
@@ -324,6 +345,7 @@ static int encode(const rule *r, const table *t, const uint8_t *text, size_t siz
 int baton_words_encode(const rule *r, table *t, const uint8_t *text, uint32_t size, progress *p) {
     recording marks = {.watch = UINT64_MAX};
     uint64_t known = 0;
+    p->merged = 0;
     if (p->at == 0 && size >= PIECE) {
         mark begin = prefixes_begin(&t->texts, text, size, r->longest, p->out, p->room, &marks);
         p->at = p->border = begin.at;
