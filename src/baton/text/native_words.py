@@ -289,9 +289,11 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
         ("merges_new", pointer, pointer, pointer, pointer, ctypes.c_uint32, pointer),
         ("merges_free", None, pointer),
         ("merges_word", size, pointer, text, size, pointer),
-        ("merges_astray", size, pointer, text, pointer, pointer, size, pointer),
     ):
         function = getattr(library, f"baton_{name}")
         function.restype, function.argtypes = result, arguments
+    # Without the lock: it takes a tenth of a second, and changes nothing that others see.
+    astray = library.baton_merges_astray = found.baton_merges_astray
+    astray.restype, astray.argtypes = size, [pointer, text, pointer, pointer, size, pointer]
     # encode is called with pointers, bytes and a C int, which need no types: to convert them takes longer.
     return library
