@@ -278,7 +278,7 @@ def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
     if found is None:
         return None
     # Called with the interpreter's lock held, which is what keeps the tables whole.
-    library = ctypes.PyDLL("words", handle=found._handle)
+    library: Any = ctypes.PyDLL("words", handle=found._handle)
     pointer, size, word, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_char_p
     for name, result, *arguments in (
         ("words_new", pointer, word, word, word, word),
