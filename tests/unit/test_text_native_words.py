@@ -107,6 +107,23 @@ def test_words_give_the_librarys_ids(both: tuple[tokenizers.Tokenizer, NativeWor
         assert ids is not None
 
 
+@pytest.mark.parametrize("character", ["a", "\u00e9", "\u4e2d", "\U00010428"])
+def test_words_as_long_as_are_merged_and_a_little_longer(
+    both: tuple[tokenizers.Tokenizer, NativeWords], character: str
+) -> None:
+    """Nothing is merged behind the room for a word, wherever its last character begins."""
+    backend, words = both
+    for count in range(1018, 1030):
+        for word in ("a" * count + character, character * (count // len(character.encode()))):
+            for text in (word, "Hi.\n" + word, word + "<|im_end|>x", word + " x"):
+                for _ in range(2):
+                    ids = words.encode(text)
+                    assert ids is None or list(ids) == library_ids(backend, text)
+                size = len(word.encode())  # what comes behind a word is looked at, too
+                if backend.normalizer is None and (size <= 1020 or size > 1024 or text == word):
+                    assert (ids is None) == (size > 1024)
+
+
 @given(
     before=st.integers(380, 512),
     middle=st.lists(TRICKY | st.text(KNOWN, max_size=4), min_size=8, max_size=60).map("".join),
@@ -455,8 +472,9 @@ def test_models_whose_words_are_not_merged_of_their_bytes_alone() -> None:
     older = native_words._merges(model, native_words._library())
     assert older is not None
     assert older.word(b" the") == merged(backend).word(b" the")
-    del model["vocab"]["\u0120"]
-    assert native_words._merges(model, native_words._library()) is None
+    for missing in ("\u0120the", "\u0120"):  # as the library writes a model with two words of one id
+        del model["vocab"][missing]
+        assert native_words._merges(model, native_words._library()) is None
 
 
 def test_more_new_words_than_are_merged_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +487,7 @@ def test_more_new_words_than_are_merged_in_one_call(monkeypatch: pytest.MonkeyPa
     expected = library_ids(backend, text)
     assert list(words.encode(text) or ()) == expected
     assert len(pauses) > len(expected) // native_words._MAX_IDS + 2
-    assert len(pauses) >= len(text) // 20_000
+    assert len(pauses) >= len(text) // 10_000
 
 
 def test_words_that_collide_cost_a_bounded_search() -> None:

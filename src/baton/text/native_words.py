@@ -219,8 +219,11 @@ def _merges(model: dict[str, Any], library: Any) -> _Merges | None:
     if not all(char in vocabulary for char in _BYTE_CHARS) or any(model.get(name) for name in ("dropout", *_AFFIXES)):
         return None
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
-    lefts, rights = (array("I", [vocabulary[pair[side]] for pair in pairs]) for side in (0, 1))
-    ids = array("I", [vocabulary["".join(pair)] for pair in pairs])
+    try:
+        lefts, rights = (array("I", [vocabulary[pair[side]] for pair in pairs]) for side in (0, 1))
+        ids = array("I", [vocabulary["".join(pair)] for pair in pairs])
+    except KeyError:  # two words of one id: the library writes one of them
+        return None
     merges = _Merges(library, lefts, rights, ids, array("I", [vocabulary[char] for char in _BYTE_CHARS]))
     return None if model.get("ignore_merges") and not merges.add_whole(vocabulary) else merges
 

@@ -14,7 +14,7 @@
 
 enum { DONE, MORE, FOREIGN };
 enum { MAX_KEPT = 64, MAX_PROBES = 64, MIN_BITS = 8, FEW = 3, BATCH = 32 };
-enum { MAX_MERGED = 16384 }; /* bytes of words that are not in the table, in one call */
+enum { MAX_MERGED = 8192 }; /* bytes of words that are not in the table, in one call */
 static const uint32_t NONE = UINT32_MAX, REFUSED = UINT32_MAX - 1;
 
 /* A word that is known: half a line of the processor's cache. Behind it, if there are more, lie the other bytes of the
@@ -238,7 +238,7 @@ static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, siz
             return behind;
         }
     }
-    if (at != end) return 0;
+    if (at != stop || stop != end) return 0; /* too long; the last character may have led past where it stops */
     *read = end;
     return r->moves[r->end_class * r->stride + move] & 1 ? at : behind;
 }
