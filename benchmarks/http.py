@@ -183,21 +183,25 @@ def kill(requests: int, *, write: bool) -> int:
         bodies = write_bodies(folder, "ids", tokens, 512, stream=True)
         # Said by the load, amid a stream: who asks the router how far it is kills when it has just caught up.
         with load(port, folder, bodies, tokens, requests, tell_after=requests // 4) as generator:
+            names = ("migrations", "retries", "retries_denied", "request_failures")
+            before = {name: metric(port, f"baton_router_{name}_total") for name in names}
             generator.begin()
             generator.wait_for("tell")
             workers[0].process.kill()
             result = generator.end()
         result["killed_after"] = requests // 4
-        for name in ("migrations", "retries", "retries_denied", "request_failures"):
-            result[name] = metric(port, f"baton_router_{name}_total")
+        for name in names:
+            result[name] = metric(port, f"baton_router_{name}_total") - before[name]
     print(json.dumps(result, indent=2))
-    if write:
-        known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-        RESULT.write_text(json.dumps({**known, "kill": result}, indent=2) + "\n", encoding="utf-8")
     if not result["migrations"] + result["retries"]:
         print("no request was where the worker was killed: this shows nothing", file=sys.stderr)
         return 1
-    return 1 if result["failed"] or result["requests"] != requests else 0
+    if result["failed"] or result["requests"] != requests:
+        return 1
+    if write:
+        known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+        RESULT.write_text(json.dumps({**known, "kill": result}, indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 def metric(port: int, name: str) -> float:

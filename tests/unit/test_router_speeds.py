@@ -187,6 +187,25 @@ def test_a_small_difference_gives_way_to_balance_and_a_great_one_does_not() -> N
     assert chosen(1.5, 1000.0, 5000.0) == 1
 
 
+def test_balance_does_not_decide_between_pair_and_local() -> None:
+    """What decode holds need not be computed, so hardly anything is left that one instance would be spared."""
+    request = Request(1000, kv_bytes_per_token=1.0)
+    policy = make_policy("cost_ms", PolicyContext(speeds=knowing()))
+    decode = pair(Role.DECODE, 960)
+    for loads in ([0.0, 0.0], [0.0, 9000.0], [9000.0, 0.0]):
+        prefill = pair(Role.PREFILL, 0, 0)
+        prefill.loads = loads
+        ratings = policy.score(request, prefill, decode)
+        even = ratings.prefill.terms["even_ms"]
+        assert max(even) == 0.0
+        assert min(even) == pytest.approx(-4.0 if any(loads) else 0.0)  # a tenth of what 40 tokens take
+        assert choose(ratings, random.Random(0)).path is PrefillPath.LOCAL
+        assert ratings.local is not None
+        assert max(a + b for a, b in zip(even, ratings.pairs.rows[0] if ratings.pairs else [], strict=True)) == (
+            pytest.approx(-44.0)
+        )
+
+
 def test_the_length_of_answers_is_learnt() -> None:
     speeds = Speeds(lambda: 0.0)
     before = speeds.output_tokens

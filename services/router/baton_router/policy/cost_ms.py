@@ -14,12 +14,12 @@ _STALL_SHARE = 0.1
 steps carry the prompt's chunks, so they all wait for it."""
 
 _EVEN_SHARE = 0.1
-"""Of the prefill time, per unit of relative load: about what a prediction is off by. In replays (docs/bench-router.md)
-0.02 to 0.2 gave the same time to first token."""
+"""Of the shortest prefill, at most: about what a prediction is off by. In replays (docs/bench-router.md) 0.02 to 0.2
+gave the same time to first token."""
 
 
 class CostMs:
-    """Predict each candidate's time and take the shortest: score = -predicted milliseconds.
+    """Predict each candidate's time and take the shortest: score = -predicted milliseconds, but for ``even_p``.
 
     Candidates are every pair, the prefill on each decode instance itself ("local"), and, where something lies in
     slower tiers or in the KV store, loading that and computing the rest on the decode instance ("store")::
@@ -28,13 +28,14 @@ class CostMs:
         local(d)   = queue_d + prefill_d(missing of d) * (1 + 0.1 * running_d) + decode_d
         store(d)   = queue_d + load_d(bytes from the store) + prefill_d(missing after it) * (...) + decode_d
         decode_d   = time per token with one more batch on d * tokens that the request will generate
-        even_p     = a tenth of the shortest prefill * (relative load of p, work of the last minutes included, - 1)
+        even_p     = a tenth of the shortest pair's prefill * min(1, relative load of p - the least of them)
 
     What decode holds and prefill misses is fetched, not computed, so a pair misses what neither has. All speeds are
     learnt (see ``baton_router.speeds``): nobody configures hardware. Conditional disaggregation needs no threshold: a
     short or mostly cached prompt is cheaper where it will be decoded. ``--remote-prefill-threshold`` still overrides.
     The last term is no time: among instances that are as fast as each other, one that was measured a little faster
-    would get all the work of a cluster with little to do.
+    would get all the work of a cluster with little to do. Loads are those of the last minutes (see
+    ``baton_router.load``). Nothing counts against the least loaded one, so local and store compare as they are.
 
     Risks: predictions are as good as the latest requests. Before the first ones are done everybody looks alike, and
     load alone decides. An estimate that nobody confirmed for a minute is forgotten.
@@ -60,7 +61,7 @@ class CostMs:
         return Ratings(
             prefill=Scores.of(
                 queue_ms=[-work * fit.slope for work, fit in zip(prefill.work, computing, strict=True)],
-                even_ms=_even(request, prefill, computing),
+                even_ms=_even(request, prefill, decode, computing),
             ),
             decode=Scores.of(
                 decode_ms=[-expected * fit.at(count) for fit, count in zip(per_token, running, strict=True)]
@@ -120,9 +121,13 @@ class CostMs:
         return Scores.of(queue_ms=queue, load_ms=loaded, prefill_ms=computed, stall_ms=stalled)
 
 
-def _even(request: Request, prefill: Side, computing: list[Fit]) -> list[float]:
-    """Return what each prefill instance's share of the work so far counts; nothing in balance."""
+def _even(request: Request, prefill: Side, decode: Side, computing: list[Fit]) -> list[float]:
+    """Return what it counts against each prefill instance that it has done more than another one."""
     if not prefill.ids:
         return []
-    shortest = min(fit.at(request.tokens - held) for fit, held in zip(computing, prefill.matched, strict=True))
-    return [_EVEN_SHARE * shortest * (1.0 - load) for load in relative_loads(prefill)]
+    held = max(decode.matched, default=0)
+    times = zip(computing, prefill.matched, strict=True)
+    shortest = min(fit.at(request.tokens - max(matched, held)) for fit, matched in times)
+    loads = relative_loads(prefill)
+    least = min(loads)
+    return [_EVEN_SHARE * shortest * max(-1.0, least - load) for load in loads]
