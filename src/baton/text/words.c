@@ -238,7 +238,7 @@ static inline size_t word_end(const rule *r, const uint8_t *text, size_t at, siz
             return behind;
         }
     }
-    if (at != stop || stop != end) return 0; /* too long; the last character may have led past where it stops */
+    if (stop != end) return 0; /* too long, also where its last character just led to the end */
     *read = end;
     return r->moves[r->end_class * r->stride + move] & 1 ? at : behind;
 }

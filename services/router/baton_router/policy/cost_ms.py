@@ -35,7 +35,8 @@ class CostMs:
     short or mostly cached prompt is cheaper where it will be decoded. ``--remote-prefill-threshold`` still overrides.
     The last term is no time: among instances that are as fast as each other, one that was measured a little faster
     would get all the work of a cluster with little to do. Loads are those of the last minutes (see
-    ``baton_router.load``). Nothing counts against the least loaded one, so local and store compare as they are.
+    ``baton_router.load``). Nothing counts against the least loaded instance: its pairs compare with local and store as
+    they are.
 
     Risks: predictions are as good as the latest requests. Before the first ones are done everybody looks alike, and
     load alone decides. An estimate that nobody confirmed for a minute is forgotten.
