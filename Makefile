@@ -50,9 +50,9 @@ protos: $(STAMP) ## regenerate src/baton/api from protos/
 bench: $(STAMP) ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write
 	$(BIN)/baton bench kv --overlap --json > benchmarks/results/kv.jsonl
-	$(BIN)/python benchmarks/overlap.py --write
+	$(BIN)/python benchmarks/kv/overlap.py --write
 	$(BIN)/baton bench store --json > benchmarks/results/store.jsonl
-	$(BIN)/python benchmarks/store_soak.py --write
+	$(BIN)/python benchmarks/store/soak.py --write
 	$(BIN)/python benchmarks/index.py --write
 	$(BIN)/python benchmarks/http.py --write
 	$(BIN)/python benchmarks/http.py --kill --write

@@ -11,9 +11,11 @@ The engines take turns within each repeat, and medians are reported: the machine
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-if sys.path and sys.path[0].endswith("benchmarks"):
-    del sys.path[0]  # http.py beside this file would be found in the place of the standard library's module `http`
+if __name__ == "__main__":
+    # The root, for ``tests.support``, and not this file's folder: its http.py would hide the standard library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import json
@@ -23,7 +25,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ import transformers
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
-from baton.engine.loader import quiet_transformers
+from baton.engine.models.loader import quiet_transformers
 from baton.engine.request import EngineRequest
 from baton.types import RequestId, SamplingParams
 from baton.version import __version__

@@ -23,9 +23,11 @@ A token's delay is the time from the step that made it to the arrival at the cli
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-if sys.path and sys.path[0].endswith("benchmarks"):
-    del sys.path[0]  # this file would be found in the place of the standard library's module `http`
+if __name__ == "__main__":
+    # The root, for ``tests.support``, and not this file's folder: its http.py would hide the standard library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import contextlib
@@ -43,12 +45,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "http.json"
-PARTS = HERE / "http_parts"
+PARTS = HERE / "router" / "http_parts"
 MODEL = HERE.parent / "models" / "baton-tiny"
 RIVAL = "sglang-router==0.3.2"
 RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "sglang-router"
@@ -353,7 +354,7 @@ def write_bodies(folder: Path, prompt: str, tokens: int, count: int, *, stream: 
     """Write the requests' bodies to a file."""
     prompts: list[Any] = list(make_prompts(count))
     if prompt == "ids":
-        from baton.text import Tokenizer
+        from baton.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(MODEL)
         prompts = [tokenizer.encode(text) for text in prompts]

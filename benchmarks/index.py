@@ -12,15 +12,21 @@ goes without):
     ~/.cache/baton-bench/ai-dynamo-runtime/bin/pip install ai-dynamo-runtime==1.6.1
 
     python benchmarks/index.py --write
-    python benchmarks/index.py --cut     an instance's event stream is cut for ten seconds, see index_parts/cut.py
+    python benchmarks/index.py --cut     an instance's event stream is cut for ten seconds, see
+    router/index_parts/cut.py
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-if sys.path and sys.path[0].endswith("benchmarks"):
-    sys.path[0] += "/index_parts"  # not this folder: `http` in it would be found in the standard library's place
+if __name__ == "__main__":
+    # Not this file's folder: its http.py would hide the standard library's.
+    sys.path[:1] = [
+        str(Path(__file__).resolve().parents[1]),
+        str(Path(__file__).resolve().parent / "router/index_parts"),
+    ]
 
 import argparse
 import asyncio
@@ -32,7 +38,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -43,7 +48,7 @@ from workload import CHAIN
 from baton.hashing import hash_chain, native_chain
 
 HERE = Path(__file__).parent
-PARTS = HERE / "index_parts"
+PARTS = HERE / "router" / "index_parts"
 RESULT = HERE / "results" / "index.json"
 RIVAL = "ai-dynamo-runtime==1.6.1"
 RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "ai-dynamo-runtime"

@@ -15,8 +15,7 @@ from pathlib import Path
 import httpx
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
-
-from baton.testing.browser import open_browser
+from tests.support.servers.browser import open_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = b"Ctrl-C ends everything"

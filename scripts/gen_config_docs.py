@@ -17,8 +17,8 @@ from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton_kvstore.bench import command as store_command
 from baton_kvstore.config import KVStoreConfig
+from baton_router.bench import command, prefix_command
 from baton_router.config import RouterConfig
-from baton_router.replay import command, prefix_command
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)

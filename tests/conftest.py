@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-
-from baton.testing.warm import WarmStarter
+from tests.support.servers.warm import WarmStarter
 
 # How long an example takes, and how long it takes to make one, is the machine's business.
 CALM = [hypothesis.HealthCheck.too_slow]
@@ -31,7 +30,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def starter() -> Iterator[WarmStarter]:
     """Starts instances and ranks that need not import torch each, for tests in which many die."""
-    starter = WarmStarter("baton.testing.cluster", "baton_router.main", "transformers.models.llama.modeling_llama")
+    starter = WarmStarter(
+        "tests.support.servers.cluster", "baton_router.main", "transformers.models.llama.modeling_llama"
+    )
     yield starter
     starter.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.transport_rig import KINDS, LAYOUT, PRINT, Rig, connect_raw, lets_go, open_fds, soon
+from tests.support.transport_rig import KINDS, LAYOUT, PRINT, Rig, connect_raw, lets_go, open_fds, soon
 
 from baton.errors import (
     BatonError,
@@ -23,8 +23,8 @@ from baton.errors import (
     TransferError,
     UnauthenticatedError,
 )
-from baton.kv.arena import KVArena
-from baton.transport.blocks import (
+from baton.kv_cache.arena import KVArena
+from baton.kv_transfer.blocks import (
     BlockFetcher,
     BlockReads,
     BlockServer,
@@ -34,14 +34,14 @@ from baton.transport.blocks import (
     ServerOptions,
     TcpOptions,
 )
-from baton.transport.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.transport.pipe.read_server import ServeLimits
-from baton.transport.pipe.tcp import TcpPipeListener
-from baton.transport.pipe.tcp_read import TcpReadPipe, request_blocks
-from baton.transport.read_wire import pack_request
-from baton.transport.sockets import Stream
-from baton.transport.waiting import Wait
-from baton.transport.wire import FrameKind, pack_header, recv_control
+from baton.kv_transfer.pipes.read_server import ServeLimits
+from baton.kv_transfer.pipes.tcp import TcpPipeListener
+from baton.kv_transfer.pipes.tcp_read import TcpReadPipe, request_blocks
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_control
+from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.kv_transfer.protocol.read_wire import pack_request
+from baton.kv_transfer.protocol.sockets import Stream
 from baton.types import InstanceId
 
 

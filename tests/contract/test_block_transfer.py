@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.transport_rig import KINDS, LAYOUT, PRINT, Rig, in_thread, silent_source, soon, tls_of
+from tests.support.transport_rig import KINDS, LAYOUT, PRINT, Rig, in_thread, silent_source, soon, tls_of
 
 from baton.errors import (
     CancelledError,
@@ -23,10 +23,10 @@ from baton.errors import (
     QueueFullError,
     StaleBlockError,
 )
-from baton.kv.arena import KVArena
-from baton.kv.layout import LayerShape
-from baton.kv.shards import ShardSpec, shard_layout
-from baton.transport.blocks import BlockFetcher, BlockSource, LinkOptions, SequenceBlocks
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.layout import LayerShape
+from baton.kv_cache.shards import ShardSpec, shard_layout
+from baton.kv_transfer.blocks import BlockFetcher, BlockSource, LinkOptions, SequenceBlocks
 from baton.types import Epoch
 
 
@@ -334,7 +334,7 @@ async def test_closing_the_fetcher_ends_what_connects_and_what_waits(tcp_rig: Ri
 
 
 def test_tcp_without_a_compiler(tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.transport.moving.load_helper", lambda source: None)
+    monkeypatch.setattr("baton.kv_transfer.copy.socket_mover.load_helper", lambda source: None)
     remote, local = np.random.default_rng(2).permutation(200)[:90], np.arange(90)
     assert tcp_rig.fetch(remote, local).valid.all()
     assert tcp_rig.same(remote, local)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kv_shapes import pool_of
-from tests.transport_faults import Proxy
-from tests.transport_rig import KINDS, in_thread, soon, tls_of
+from tests.support.kv_shapes import pool_of
+from tests.support.transport_faults import Proxy
+from tests.support.transport_rig import KINDS, in_thread, soon, tls_of
 
 from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
-from baton.kv.arena import KVArena
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
-from baton.kv.shards import KVGeometry, KVShards, shard_layout, shard_specs
-from baton.transport.blocks import (
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
+from baton.kv_transfer.blocks import (
     BlockFetcher,
     BlockServer,
     FetchResult,
@@ -32,8 +32,8 @@ from baton.transport.blocks import (
     ServerOptions,
     TcpOptions,
 )
-from baton.transport.blocks.cast_reads import MAX_AREAS, Staging
-from baton.transport.waiting import Wait
+from baton.kv_transfer.blocks.cast_reads import MAX_AREAS, Staging
+from baton.kv_transfer.protocol.deadline import Wait
 from baton.types import InstanceId
 
 LAYERS = (LayerShape(4, 6, 4), LayerShape(2, 8, 8), LayerShape(4, 6, 4))

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from tests.contract.test_store import BS, KIND, WAIT_S, Host, T, content, host_gate, prompt
 
-from baton.kv.arena import KVArena
-from baton.kv.connector import KVConnector, LoadRequest, LoadUpdate
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
-from baton.kv.shards import KVShards, shard_layout, shard_specs
-from baton.transport.blocks import BlockFetcher, BlockServer
-from baton.transport.connector.backed import BackedConnector, SavedPool
-from baton.transport.connector.block_folder import BlockFolder
-from baton.transport.connector.host_memory import HostMemory, OffloadConnector
-from baton.transport.connector.lanes import SideArena
-from baton.transport.connector.multi import MultiConnector
-from baton.transport.connector.shared_storage import SharedStorage
-from baton.transport.connector.store import StoreConnector, StoreOptions
-from baton.transport.connector.store_use import LocalOptions, StoreUse
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.connector import KVConnector, LoadRequest, LoadUpdate
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
+from baton.kv_transfer.blocks import BlockFetcher, BlockServer
+from baton.kv_transfer.connector.multi import MultiConnector
+from baton.kv_transfer.connector.offload.block_folder import BlockFolder
+from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
+from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
+from baton.kv_transfer.connector.offload.staging import SideArena
+from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
+from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
+from baton.kv_transfer.connector.store.use import LocalOptions, StoreUse
 from baton.types import BlockHash, BlockId, InstanceId, RequestId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.child_env import child_env
-from tests.transport_faults import Hook
-from tests.transport_rig import Media, in_thread, lets_go, nixl_agents, open_fds, soon
+from tests.support.child_env import child_env
+from tests.support.transport_faults import Hook
+from tests.support.transport_rig import Media, in_thread, lets_go, nixl_agents, open_fds, soon
 
 from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError, TransferError
-from baton.transport.handshake import PURPOSE_MESSAGES, greet_as_client
-from baton.transport.pipe.base import Pipe, WireTensor
-from baton.transport.pipe.gloo_group import Group
-from baton.transport.pipe.lines import EAGER_BYTES, call_lines
-from baton.transport.pipe.nixl import RegisteredRing
-from baton.transport.pipe.nixl_about import describe_agent
-from baton.transport.pipe.stream import describe
-from baton.transport.sockets import connect_tcp
-from baton.transport.waiting import Wait
-from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_control, send_control
+from baton.kv_transfer.pipes.base import Pipe, WireTensor
+from baton.kv_transfer.pipes.gloo_group import Group
+from baton.kv_transfer.pipes.lines import EAGER_BYTES, call_lines
+from baton.kv_transfer.pipes.nixl import RegisteredRing
+from baton.kv_transfer.pipes.nixl_about import describe_agent
+from baton.kv_transfer.pipes.stream import describe
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_control, send_control
+from baton.kv_transfer.protocol.handshake import PURPOSE_MESSAGES, greet_as_client
+from baton.kv_transfer.protocol.sockets import connect_tcp
 
 KINDS = ["nixl", "gloo"]
 BIG = 24 << 20
@@ -305,8 +305,8 @@ def test_cancelled_anywhere_in_a_big_receive_ends_soon_and_closes(media: Media, 
 CHILD = """
 import json, signal, sys, threading
 import numpy as np
-from baton.transport.pipe.base import WireTensor
-from tests.transport_rig import Media, soon
+from baton.kv_transfer.pipes.base import WireTensor
+from tests.support.transport_rig import Media, soon
 
 kind, addresses = sys.argv[1], sys.argv[2:]
 media, BIG = Media(kind), 24 << 20

@@ -20,7 +20,7 @@ from baton.errors import (
     PipeClosedError,
     QueueFullError,
 )
-from baton.transport.lookup_buffer import LookupBuffer
+from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
 from baton.types import RequestId
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")

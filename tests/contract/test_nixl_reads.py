@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.transport_rig import Rig, soon
+from tests.support.transport_rig import Rig, soon
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.transport.block_types import BlockReads
-from baton.transport.handshake import Facts
-from baton.transport.pipe import nixl_read
-from baton.transport.pipe.base import FollowingReadPipe, LayerRead
-from baton.transport.pipe.nixl_about import describe_agent
-from baton.transport.pipe.nixl_agent import NixlAgent
-from baton.transport.pipe.tcp_read import dial_reader
-from baton.transport.read_wire import pack_request
-from baton.transport.sockets import Stream
-from baton.transport.waiting import Wait
-from baton.transport.wire import BadFrameError, FrameKind, pack_header, recv_control, recv_header
+from baton.kv_transfer.blocks.types import BlockReads
+from baton.kv_transfer.pipes import nixl_read
+from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
+from baton.kv_transfer.pipes.nixl_about import describe_agent
+from baton.kv_transfer.pipes.nixl_agent import NixlAgent
+from baton.kv_transfer.pipes.tcp_read import dial_reader
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_control, recv_header
+from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.protocol.read_wire import pack_request
+from baton.kv_transfer.protocol.sockets import Stream
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from tests.transport_rig import LIMIT, MEDIA, Media, connect_raw, in_thread, lets_go, open_fds, soon
+from tests.support.transport_rig import LIMIT, MEDIA, Media, connect_raw, in_thread, lets_go, open_fds, soon
 
 from baton.errors import (
     CancelledError,
@@ -23,12 +23,12 @@ from baton.errors import (
     TransferError,
     UnauthenticatedError,
 )
-from baton.transport.pipe.base import DTYPE_SIZES, MAX_TENSORS, Pipe, WireTensor
-from baton.transport.pipe.tcp import TcpPipe
-from baton.transport.sockets import Stream
-from baton.transport.tensors import from_wire, to_wire
-from baton.transport.waiting import Wait
-from baton.transport.wire import HEADER, FrameKind, pack_header, recv_control
+from baton.kv_transfer.pipes.base import DTYPE_SIZES, MAX_TENSORS, Pipe, WireTensor
+from baton.kv_transfer.pipes.tcp import TcpPipe
+from baton.kv_transfer.pipes.tensors import from_wire, to_wire
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import HEADER, FrameKind, pack_header, recv_control
+from baton.kv_transfer.protocol.sockets import Stream
 
 
 @pytest.fixture(params=MEDIA)

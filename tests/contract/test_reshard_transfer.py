@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.kv_shapes import pool_of, whole_kv
-from tests.transport_rig import KINDS, in_thread, soon, tls_of
+from tests.support.kv_shapes import pool_of, whole_kv
+from tests.support.transport_rig import KINDS, in_thread, soon, tls_of
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
-from baton.kv.arena import KVArena
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
-from baton.kv.shards import KVGeometry, KVShards, shard_layout, shard_specs
-from baton.transport.blocks import (
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
+from baton.kv_transfer.blocks import (
     BlockFetcher,
     BlockServer,
     FetchResult,

@@ -9,14 +9,14 @@ import time
 import numpy as np
 import pytest
 import xxhash
-from tests.transport_rig import in_thread, soon
+from tests.support.transport_rig import in_thread, soon
 
 from baton.errors import DeadlineError, PipeClosedError
+from baton.kv_transfer.copy.socket_mover import MIN_HASHED_BYTES, PieceHasher, SpanMover
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.read_wire import Spans
+from baton.kv_transfer.protocol.sockets import Stream
 from baton.native import address_of
-from baton.transport.moving import MIN_HASHED_BYTES, PieceHasher, SpanMover
-from baton.transport.read_wire import Spans
-from baton.transport.sockets import Stream
-from baton.transport.waiting import Wait
 
 
 @pytest.fixture

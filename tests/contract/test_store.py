@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from tests.kvstore_tiers import MAKE_UPS, RedisThread, damage, options_of, redis_thread, write_all
+from tests.support.kvstore_tiers import MAKE_UPS, RedisThread, damage, options_of, redis_thread, write_all
 
 from baton.errors import ConfigError
 from baton.hashing import block_hashes, root_hash
-from baton.kv.arena import KVArena
-from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_transfer.blocks import BlockFetcher, BlockServer
+from baton.kv_transfer.connector.breaker import CircuitBreaker
+from baton.kv_transfer.connector.multi import MultiConnector
+from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
 from baton.rpc.ports import free_port
-from baton.transport.blocks import BlockFetcher, BlockServer
-from baton.transport.connector.breaker import CircuitBreaker
-from baton.transport.connector.multi import MultiConnector
-from baton.transport.connector.store import StoreConnector, StoreOptions
 from baton.types import BlockHash, BlockId, InstanceId, PrefillPath, RequestId, SamplingParams, TokenLogprob
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

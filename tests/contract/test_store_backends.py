@@ -17,26 +17,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv_shapes import pool_of, whole_kv
+from tests.support.kv_shapes import pool_of, whole_kv
+from tests.support.servers.mooncake import MooncakeMaster, missing_mooncake
+from tests.support.servers.redis_server import RedisServer, missing_redis, redis_cluster
+from tests.support.servers.store_process import store_processes
 
 from baton.errors import BatonError, UnavailableError
 from baton.hashing import block_hashes, root_hash
-from baton.kv.arena import KVArena
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
-from baton.kv.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
+from baton.kv_transfer.blocks import BlockFetcher, BlockServer
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend
+from baton.kv_transfer.connector.store.cluster import StoreCluster
+from baton.kv_transfer.connector.store.copies import Heat
+from baton.kv_transfer.connector.store.open import open_store
+from baton.kv_transfer.connector.store.placement import Placement, segments_of
+from baton.kv_transfer.connector.store.use import StoreOptions, StoreUse
 from baton.rpc.ports import free_port
 from baton.rpc.redis_client import open_redis, store_node_key
-from baton.testing.mooncake import MooncakeMaster, missing_mooncake
-from baton.testing.redis_server import RedisServer, missing_redis, redis_cluster
-from baton.testing.store_process import store_processes
-from baton.transport.blocks import BlockFetcher, BlockServer
-from baton.transport.connector.store_backend import ChainPart, LoadProgress, StoreBackend
-from baton.transport.connector.store_cluster import StoreCluster
-from baton.transport.connector.store_copies import Heat
-from baton.transport.connector.store_open import open_store
-from baton.transport.connector.store_placement import Placement, segments_of
-from baton.transport.connector.store_use import StoreOptions, StoreUse
 from baton.types import BlockHash, BlockId, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv_shapes import pool_of, whole_kv
+from tests.support.kv_shapes import pool_of, whole_kv
+from tests.support.servers.store_process import StoreProcess
 
 from baton.hashing import block_hashes, root_hash
-from baton.kv.arena import KVArena
-from baton.kv.connector import PlannedSave
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
-from baton.kv.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
-from baton.testing.store_process import StoreProcess
-from baton.transport.blocks import BlockFetcher, BlockServer
-from baton.transport.connector.store import StoreConnector, StoreOptions
-from baton.transport.connector.store_backend import ChainPart, LoadProgress
-from baton.transport.connector.store_open import open_store
-from baton.transport.connector.store_use import StoreUse
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.connector import PlannedSave
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
+from baton.kv_transfer.blocks import BlockFetcher, BlockServer
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
+from baton.kv_transfer.connector.store.open import open_store
+from baton.kv_transfer.connector.store.use import StoreUse
 from baton.types import BlockHash, BlockId, InstanceId, RequestId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

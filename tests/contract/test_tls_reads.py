@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.transport_faults import Proxy
-from tests.transport_rig import PRINT, Rig, certificates, connect_raw, soon
+from tests.support.servers.certificates import Authority
+from tests.support.transport_faults import Proxy
+from tests.support.transport_rig import PRINT, Rig, certificates, connect_raw, soon
 
 from baton.errors import BatonError, ConfigError, PipeClosedError, UnauthenticatedError
+from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions
+from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
+from baton.kv_transfer.protocol.deadline import Wait
 from baton.rpc.tls import Tls
-from baton.testing.certificates import Authority
-from baton.transport.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions
-from baton.transport.blocks.kinds import resolve_kinds
-from baton.transport.waiting import Wait
 
 
 def fetch(rig: Rig, tls: Tls, address: str = "") -> bool:

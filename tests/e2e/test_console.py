@@ -14,9 +14,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from tests.e2e.test_up import Running, start, stop
+from tests.support.servers.browser import missing_browser, open_browser
 
 from baton.cli.main import main
-from baton.testing.browser import missing_browser, open_browser
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 import pytest_asyncio
+from tests.support.equality import hf_greedy
 
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient
-from baton.testing.equality import hf_greedy
-from baton.text.tokenizer import Tokenizer
+from baton.tokenizer.tokenizer import Tokenizer
 from baton.types import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]

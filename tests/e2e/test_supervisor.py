@@ -7,13 +7,13 @@ import sys
 
 import psutil
 import pytest
+from tests.support.servers.warm import WarmStarter
 
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.process import ManagedProcess, ProcessSpec
 from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient
 from baton.errors import ConfigError, UnavailableError
-from baton.testing.warm import WarmStarter
 
 pytestmark = pytest.mark.slow
 

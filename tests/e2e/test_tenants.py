@@ -16,15 +16,15 @@ import httpx
 import psutil
 import pytest
 from tests.e2e.test_up import Running, start, stop
+from tests.support.equality import hf_greedy
+from tests.support.servers.certificates import Authority, Certificate
 
 import baton
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc
 from baton.cli.main import main
 from baton.errors import UnauthenticatedError
 from baton.rpc.tls import Tls
-from baton.testing.certificates import Authority, Certificate
-from baton.testing.equality import hf_greedy
-from baton.text.tokenizer import Tokenizer
+from baton.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -17,11 +17,11 @@ import httpx
 import openai
 import psutil
 import pytest
+from tests.support.equality import hf_greedy
 
 import baton
 from baton.rpc.ports import free_port
-from baton.testing.equality import hf_greedy
-from baton.text.tokenizer import Tokenizer
+from baton.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 READY_S = 120

@@ -6,10 +6,10 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from tests.support.equality import References
+from tests.support.servers.warm import WarmProcess, WarmStarter
 
-from baton.engine.parallel import processes
-from baton.testing.equality import References
-from baton.testing.warm import WarmProcess, WarmStarter
+from baton.engine.executor import processes
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def warm_followers(starter: WarmStarter) -> Iterator[None]:
     """Let ranks start without importing torch each; ``test_parallel_service.py`` has them as they are in service."""
 
     def start(line: socket.socket) -> WarmProcess:
-        return starter.start("baton.engine.parallel.follower", [str(line.fileno())], keep=line.fileno())
+        return starter.start("baton.engine.executor.follower", [str(line.fileno())], keep=line.fileno())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "start_follower", start)

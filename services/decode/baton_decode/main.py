@@ -6,10 +6,10 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from baton.kv.connector import KVConnector
+from baton.kv_cache.connector import KVConnector
+from baton.kv_transfer.blocks import BlockFetcher
+from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PLoader
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
-from baton.transport.blocks import BlockFetcher
-from baton.transport.connector.p2p_load import OwnPool, P2PLoader
 from baton.types import Role
 from baton.worker.dialer import GrpcPrefillDialer
 from baton.worker.instance import SERVICE, Parts

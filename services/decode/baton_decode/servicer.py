@@ -9,6 +9,7 @@ from typing import Any
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.errors import BatonError, InternalError, PermissionDeniedError, UnavailableError
+from baton.kv_transfer.connector.p2p.consumer import P2PLoader
 from baton.rpc.convert import (
     finish_to_pb,
     logprob_to_pb,
@@ -18,7 +19,6 @@ from baton.rpc.convert import (
     tenant_from_pb,
 )
 from baton.rpc.ticket import TicketCheck
-from baton.transport.connector.p2p_load import P2PLoader
 from baton.types import FinishReason, PrefillPath, RequestId
 from baton.worker.engine_thread import RequestStream
 from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from baton.api.v1 import events_pb2
-from baton.kv.events import DISK, HOST, REMOTE, BlocksRemoved, BlocksStored, KVEvent
-from baton.kv.prefix_cache import merge_events
+from baton.kv_cache.events import DISK, HOST, REMOTE, BlocksRemoved, BlocksStored, KVEvent
+from baton.kv_cache.prefix_cache import merge_events
 from baton.types import BlockHash, Epoch
 from baton.worker.events import KvEventLog
-from baton_kvstore.disk.format import Kind
-from baton_kvstore.tiers import Tiers
+from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.tiers.tiered_store import Tiers
 
 LEVELS = {"memory": HOST, "disk": DISK, "redis": REMOTE, "object": REMOTE}
 """What routers know the store's tiers as."""

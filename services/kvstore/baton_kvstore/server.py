@@ -22,14 +22,14 @@ from baton.types import Epoch, InstanceId
 from baton.worker.redis_registration import RedisNode
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
-from baton_kvstore.lanes import Lanes
-from baton_kvstore.metrics import StoreMetrics
-from baton_kvstore.open_tiers import disk_of, open_chain
-from baton_kvstore.quotas import Quotas
-from baton_kvstore.saver import Watermarks
+from baton_kvstore.memory.quotas import Quotas
+from baton_kvstore.memory.store import BlockStore
+from baton_kvstore.metrics.store_metrics import StoreMetrics
 from baton_kvstore.service import KvStoreServicer
-from baton_kvstore.store import BlockStore
-from baton_kvstore.tiers import Tiers
+from baton_kvstore.tiers.open import disk_of, open_chain
+from baton_kvstore.tiers.saver import Watermarks
+from baton_kvstore.tiers.tiered_store import Tiers
+from baton_kvstore.transfer.pool_io import Lanes
 
 log = logging.getLogger(__name__)
 

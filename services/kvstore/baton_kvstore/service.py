@@ -11,20 +11,20 @@ from typing import Any
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFullError
 from baton.hashing import HASH_BYTES
-from baton.kv.fingerprint import Fingerprint
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_transfer.blocks import BlockSource
+from baton.kv_transfer.protocol.source_pb import source_from_pb
 from baton.rpc.convert import tenant_from_pb
-from baton.transport.blocks import BlockSource
-from baton.transport.connector.source_pb import source_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
-from baton_kvstore.following import Following
-from baton_kvstore.keeping import keep, unkeep
-from baton_kvstore.kinds import RETRY_AFTER_S
-from baton_kvstore.lanes import Lanes
-from baton_kvstore.metrics import StoreMetrics
-from baton_kvstore.promotion import Ask
-from baton_kvstore.tiers import Tiers
+from baton_kvstore.memory.keeping import keep, unkeep
+from baton_kvstore.memory.kv_formats import RETRY_AFTER_S
+from baton_kvstore.metrics.store_metrics import StoreMetrics
+from baton_kvstore.tiers.promotion import Ask
+from baton_kvstore.tiers.tiered_store import Tiers
+from baton_kvstore.transfer.following import Following
+from baton_kvstore.transfer.pool_io import Lanes
 from baton_kvstore.wire import Sources, read_fingerprint
 
 _MAX_LISTED = 10_000

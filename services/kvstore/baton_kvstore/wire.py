@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary
 
 from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
-from baton.kv.fingerprint import Fingerprint
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_transfer.protocol.source_pb import source_to_pb
 from baton.rpc.convert import fingerprint_from_pb
-from baton.transport.connector.source_pb import source_to_pb
-from baton_kvstore.lanes import Lanes
-from baton_kvstore.pool import Pool
+from baton_kvstore.memory.pool import Pool
+from baton_kvstore.transfer.pool_io import Lanes
 
 _MAX_KEPT_BYTES = 65536
 """Of a fingerprint that is worth keeping; that of a model with a thousand layers has less."""

@@ -6,12 +6,12 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from baton.kv.connector import KVConnector
-from baton.transport.blocks import BlockFetcher
-from baton.transport.connector.p2p_offer import P2POfferer
-from baton.transport.connector.p2p_reuse import P2PReuser
-from baton.transport.connector.prefill_stream import Offer
-from baton.transport.lookup_buffer import LookupBuffer
+from baton.kv_cache.connector import KVConnector
+from baton.kv_transfer.blocks import BlockFetcher
+from baton.kv_transfer.connector.p2p.prefill_stream import Offer
+from baton.kv_transfer.connector.p2p.producer import P2POfferer
+from baton.kv_transfer.connector.p2p.reuse import P2PReuser
+from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
 from baton.types import Role
 from baton.worker.instance import Parts
 from baton.worker.main import main as run_worker

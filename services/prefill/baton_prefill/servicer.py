@@ -11,11 +11,11 @@ from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import BatonError, DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
+from baton.kv_transfer.connector.p2p.prefill_stream import Offer
+from baton.kv_transfer.connector.p2p.producer import Lease, P2POfferer
+from baton.kv_transfer.connector.p2p.reuse import HeldBlocks, P2PReuser
+from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
-from baton.transport.connector.p2p_offer import Lease, P2POfferer
-from baton.transport.connector.p2p_reuse import HeldBlocks, P2PReuser
-from baton.transport.connector.prefill_stream import Offer
-from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import FinishReason
 from baton.worker.engine_thread import RequestStream
 from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request

@@ -19,27 +19,27 @@ from baton.rpc.auth import is_loopback, read_token, require_safe_bind
 from baton.rpc.server import GrpcServer
 from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
-from baton.text import TextModelCache
+from baton.tokenizer import TextModelCache
 from baton.types import Role
-from baton_router.account_redis import IN_REDIS, AccountRedis
-from baton_router.accounts import AccountFile
+from baton_router.accounts.accounts import AccountFile
+from baton_router.accounts.credential_reload import Renewal
+from baton_router.accounts.redis_source import IN_REDIS, AccountRedis
 from baton_router.config import RouterConfig
-from baton_router.decisions import DecisionLog
-from baton_router.discovery.sources import discoveries
-from baton_router.dispatcher import PlacingDispatcher
-from baton_router.generation_metrics import GenerationMetrics
-from baton_router.http import HttpOptions, add_replicas, create_app, watch
-from baton_router.http.protocol import BoundedProtocol
-from baton_router.metrics import RouterMetrics
-from baton_router.preload import Preload
-from baton_router.registry import Registry
-from baton_router.renewal import Renewal
-from baton_router.replicas.metrics import ReplicaMetrics
-from baton_router.replicas.replica import Replica
-from baton_router.servicer import SERVICE, RouterServicer, admits_clients
-from baton_router.steps import Steps
-from baton_router.text_pipeline import TextPipeline
-from baton_router.ticket import TicketDesk
+from baton_router.dispatch.dispatcher import PlacingDispatcher
+from baton_router.dispatch.turn_batching import Steps
+from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
+from baton_router.frontend.grpc.ticket import TicketDesk
+from baton_router.frontend.http import HttpOptions, add_replicas, create_app, watch
+from baton_router.frontend.http.protocol import BoundedProtocol
+from baton_router.metrics.generation_metrics import GenerationMetrics
+from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.preload import Preload
+from baton_router.registry.discovery.sources import discoveries
+from baton_router.registry.registry import Registry
+from baton_router.replication.metrics import ReplicaMetrics
+from baton_router.replication.replica import Replica
+from baton_router.scheduler.decision_log import DecisionLog
 
 log = logging.getLogger(__name__)
 

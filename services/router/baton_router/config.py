@@ -11,10 +11,10 @@ from baton.config.flags import option
 from baton.config.stores import DISCOVER
 from baton.config.tls import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.errors import ConfigError
-from baton_router.policy import POLICIES, PolicyContext, make_policy
-from baton_router.policy.match_minus_load import MatchMinusLoad
-from baton_router.policy.plugin import parse_options, parse_tier_weights
-from baton_router.speeds import Speeds
+from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
+from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
+from baton_router.scheduler.policies.registry import parse_options, parse_tier_weights
+from baton_router.scheduler.speeds import Speeds
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")

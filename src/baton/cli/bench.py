@@ -93,7 +93,7 @@ def add_kv_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def run_kv(args: argparse.Namespace) -> int:
     """Run the benchmark; returns the exit status, see ``EXIT_CODES``."""
     # Imported here: other commands need none of it.
-    from baton.bench.command import run
+    from baton.bench.kv.command import run
 
     try:
         return run(args)

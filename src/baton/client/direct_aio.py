@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2, worker_pb2_grpc
+from baton.client.call_state import Settings
 from baton.client.direct import MAX_CHANNELS, NOTE_TIMEOUT_S, DirectAnswer, load_text_model, may_go_on
-from baton.client.exchange import Settings
-from baton.text import TextModel
+from baton.tokenizer import TextModel
 
 _CLOSE_S = 1.0
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.client.call_state import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.direct_sync import DirectCall, DirectLinks
-from baton.client.exchange import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
     Chunk,

@@ -9,13 +9,13 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.memory import available_bytes, plan_kv_blocks
-from baton.engine.model_runner import ModelRunner
+from baton.engine.executor.model_runner import ModelRunner
+from baton.engine.runner.memory import available_bytes, plan_kv_blocks
 from baton.errors import ConfigError
-from baton.kv.arena import KVArena, arena_bytes
-from baton.kv.connector import KVConnector
-from baton.kv.events import KVEvent
-from baton.kv.shards import KVShards, shard_layout
+from baton.kv_cache.arena import KVArena, arena_bytes
+from baton.kv_cache.connector import KVConnector
+from baton.kv_cache.events import KVEvent
+from baton.kv_cache.shards import KVShards, shard_layout
 
 _log = logging.getLogger(__name__)
 

@@ -13,25 +13,25 @@ from collections.abc import Callable
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.admission import check_request
-from baton.engine.batch import Runner, RunnerLostError
-from baton.engine.batch_builder import PromptRows, StepBatch, build_batch
-from baton.engine.exchange import KVExchange
-from baton.engine.logprobs import token_logprobs
+from baton.engine.connector_bridge import KVExchange
 from baton.engine.outputs import end_output, token_output
-from baton.engine.parallel_sampling import spawn_siblings
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput
-from baton.engine.sampler import Sampler
-from baton.engine.scheduler import Scheduler, StepPlan
+from baton.engine.runner.input_batch import PromptRows, StepBatch, build_batch
+from baton.engine.sample.logprobs import token_logprobs
+from baton.engine.sample.parallel_sampling import spawn_siblings
+from baton.engine.sample.sampler import Sampler
+from baton.engine.sched.scheduler import Scheduler, StepPlan
+from baton.engine.sched.step_plan import Runner, RunnerLostError
+from baton.engine.sched.validation import check_request
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
-from baton.kv.arena import KVArena
-from baton.kv.block_pool import BlockPool
-from baton.kv.connector import KVConnector, LoadUpdate
-from baton.kv.events import BlocksStored, KVEvent
-from baton.kv.prefix_cache import merge_events
-from baton.kv.shards import KVShards
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.block_pool import BlockPool
+from baton.kv_cache.connector import KVConnector, LoadUpdate
+from baton.kv_cache.events import BlocksStored, KVEvent
+from baton.kv_cache.prefix_cache import merge_events
+from baton.kv_cache.shards import KVShards
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from baton.engine.build import build_engine
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.errors import InternalError, InvalidRequestError
-from baton.text import IncrementalDetokenizer, StopStringMatcher, StopStrings, Tokenizer
-from baton.text.files import model_directory
+from baton.tokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings, Tokenizer
+from baton.tokenizer.files import model_directory
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
 

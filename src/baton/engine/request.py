@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.kv.connector import TransferStats
+from baton.kv_cache.connector import TransferStats
 from baton.types import FinishReason, RequestId, SamplingParams, Tenant, TokenLogprob
 
 

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.request import EngineRequest
-from baton.engine.sampler import SamplerRow
+from baton.engine.sample.sampler import SamplerRow
 from baton.hashing import block_hashes
-from baton.kv.connector import TransferStats
+from baton.kv_cache.connector import TransferStats
 from baton.seeds import sequence_seed
 from baton.types import BlockHash, BlockId, FinishReason, SamplingParams, TokenLogprob
 

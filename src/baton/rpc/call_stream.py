@@ -12,11 +12,11 @@ from typing import Protocol
 
 from baton.api.v1 import worker_pb2
 from baton.rpc.frame_server import FrameServer, Outlet
-from baton.rpc.many import Outbox
+from baton.rpc.multiplex import Outbox
 
 
 class Handler(Protocol):
-    """Serves the calls of one connection; ``baton.rpc.many.Calls`` is one."""
+    """Serves the calls of one connection; ``baton.rpc.multiplex.Calls`` is one."""
 
     outbox: Outbox
 

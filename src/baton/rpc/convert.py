@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.api.v1 import common_pb2
 from baton.errors import InternalError, InvalidRequestError
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import LayerShape
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import LayerShape
 from baton.types import FinishReason, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
 
 _ROLES: dict[Role, common_pb2.Role.ValueType] = {

@@ -10,15 +10,15 @@ import grpc.aio
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import TransferError
-from baton.kv.connector import LoadRequest
-from baton.kv.fingerprint import Fingerprint
+from baton.kv_cache.connector import LoadRequest
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Finished, Offer, PrefillEvent
+from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
+from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, logprob_from_pb, sampling_to_pb, tenant_to_pb
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.tls import Tls
-from baton.transport.connector.p2p_reuse import HeldBlocks
-from baton.transport.connector.prefill_stream import Accepted, Finished, Offer, PrefillEvent
-from baton.transport.connector.source_pb import source_from_pb, source_to_pb
 from baton.types import TokenLogprob
 
 MAX_CHANNELS = 256

@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from baton.engine.batch import RunnerLostError
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
+from baton.engine.sched.step_plan import RunnerLostError
 from baton.errors import InternalError, InvalidRequestError, UnavailableError
 from baton.types import RequestId
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 from baton.api.v1 import events_pb2
-from baton.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.types import Epoch
 
 _AT_ONCE_S = 0.001

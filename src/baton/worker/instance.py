@@ -15,21 +15,21 @@ from prometheus_client import start_http_server
 from baton.api.v1 import worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
-from baton.engine.batch import Runner
 from baton.engine.build import load_runner, make_arena
 from baton.engine.core import EngineCore
+from baton.engine.sched.step_plan import Runner
 from baton.errors import ConfigError
 from baton.hashing import native_chain
-from baton.kv.arena import KVArena
-from baton.kv.connector import KVConnector
-from baton.kv.events import KVEvent
-from baton.kv.shards import KVShards
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.connector import KVConnector
+from baton.kv_cache.events import KVEvent
+from baton.kv_cache.shards import KVShards
+from baton.kv_transfer.blocks import BlockServer, BlockSource, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
 from baton.rpc.call_stream import CallServer
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.tls import Tls, read_tls
-from baton.text.digest import tokenizer_digest
-from baton.transport.blocks import BlockServer, BlockSource, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
+from baton.tokenizer.digest import tokenizer_digest
 from baton.types import InstanceId, Role
 from baton.worker.admission import Admission
 from baton.worker.engine_thread import EngineThread

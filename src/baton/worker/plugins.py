@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.memory import available_bytes
+from baton.engine.runner.memory import available_bytes
 from baton.errors import ConfigError
-from baton.kv.arena import arena_bytes
-from baton.kv.connector import KVConnector
-from baton.kv.plugin import ConnectorContext, make_connector, parse_options
-from baton.transport.connector.backed import BackedConnector, SavedPool
-from baton.transport.connector.block_folder import BlockFolder
-from baton.transport.connector.host_memory import HostMemory, OffloadConnector
-from baton.transport.connector.lanes import SideArena
-from baton.transport.connector.shared_storage import SharedStorage
-from baton.transport.connector.store_use import LocalOptions, StoreUse
+from baton.kv_cache.arena import arena_bytes
+from baton.kv_cache.connector import KVConnector
+from baton.kv_transfer.connector.offload.block_folder import BlockFolder
+from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
+from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
+from baton.kv_transfer.connector.offload.staging import SideArena
+from baton.kv_transfer.connector.registry import ConnectorContext, make_connector, parse_options
+from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
+from baton.kv_transfer.connector.store.use import LocalOptions, StoreUse
 from baton.types import InstanceId
 from baton.worker.instance import Parts
 

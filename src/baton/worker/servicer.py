@@ -15,15 +15,15 @@ from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.stores import DISCOVER, StoreAddress
 from baton.config.worker import WorkerConfig
-from baton.engine.batch import Runner
 from baton.engine.request import EngineStats
+from baton.engine.sched.step_plan import Runner
 from baton.errors import InvalidRequestError
-from baton.kv.arena import KVArena
-from baton.kv.events import KVEvent
-from baton.kv.shards import KVShards
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.events import KVEvent
+from baton.kv_cache.shards import KVShards
+from baton.kv_transfer.blocks import BlockServer
 from baton.rpc.convert import fingerprint_to_pb, role_to_pb
-from baton.rpc.many import Calls, generate_many
-from baton.transport.blocks import BlockServer
+from baton.rpc.multiplex import Calls, generate_many
 from baton.types import InstanceId, RequestId, Role
 from baton.version import __version__
 from baton.worker.admission import Admission

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.kv.connector import KVConnector
-from baton.transport.blocks import BlockFetcher
-from baton.transport.connector.multi import MultiConnector
-from baton.transport.connector.store import StoreConnector, StoreOptions, StoreUse
+from baton.kv_cache.connector import KVConnector
+from baton.kv_transfer.blocks import BlockFetcher
+from baton.kv_transfer.connector.multi import MultiConnector
+from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions, StoreUse
 from baton.worker.instance import Parts
 
 

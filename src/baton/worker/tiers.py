@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.kv.events import BlocksStored, KVEvent
+from baton.kv_cache.events import BlocksStored, KVEvent
 
 
 class TierBoard:

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.kv.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
-from baton.kv.plugin import ConnectorContext
+from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.kv_transfer.connector.registry import ConnectorContext
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
-from baton_kvstore.eviction import Eviction
-from baton_kvstore.pool import Entry
+from baton_kvstore.memory.eviction import Eviction
+from baton_kvstore.memory.pool import Entry
 
 Need = tuple[int, int]
 """When a block is needed next, and its place in its chain; a larger one goes first."""

@@ -9,10 +9,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.bench.agent import serve_agent
-from baton.bench.control import Fields, Handler, from_fields
+from baton.bench.kv.agent import serve_agent
+from baton.bench.kv.control import Fields, Handler, from_fields
 from baton.errors import ConfigError, InvalidRequestError
-from baton.kv.arena import KVArena
+from baton.kv_cache.arena import KVArena
 from baton.types import BlockHash
 from baton_kvstore.bench.methods import Contains, Dd, Get, Memcpy, Method, PlainRead, Put, StorePipe
 from baton_kvstore.bench.redis_methods import BareGet, RedisGet, RedisMget, RedisSet, connect

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from baton.bench.agents import OPEN_S, LocalAgent, ask_all
-from baton.bench.control import seconds, to_fields
-from baton.bench.source import require_memory
+from baton.bench.kv.agents import OPEN_S, LocalAgent, ask_all
+from baton.bench.kv.control import seconds, to_fields
+from baton.bench.kv.source import require_memory
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
 from baton_kvstore.bench.plan import DISK_MEMORY, Options, Plan, make_plans

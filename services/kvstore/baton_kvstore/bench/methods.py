@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.errors import ConfigError, TransferError
-from baton.kv.arena import KVArena
-from baton.kv.fingerprint import Fingerprint
-from baton.transport.block_types import Bytes
-from baton.transport.blocks import BlockFetcher, BlockServer
-from baton.transport.connector.store_backend import ChainPart, LoadProgress
-from baton.transport.connector.store_client import StoreClient
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_transfer.blocks import BlockFetcher, BlockServer
+from baton.kv_transfer.blocks.types import Bytes
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.client import StoreClient
 from baton.types import BlockHash, BlockId, InstanceId
 
 CALL_S = 120.0

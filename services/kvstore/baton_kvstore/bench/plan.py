@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.bench.geometries import model_geometry, named_geometry
-from baton.bench.specs import Shape
+from baton.bench.kv.geometries import model_geometry, named_geometry
+from baton.bench.kv.specs import Shape
 from baton.errors import ConfigError, shown
-from baton.kv.layout import DTYPE_BYTES
+from baton.kv_cache.layout import DTYPE_BYTES
 
 TIERS = ("shm", "tcp", "disk")
 """Memory over the shared-memory pipe, memory over TCP, disk (over shared memory)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.bench.stats import paired_ratio
+from baton.bench.core.stats import paired_ratio
 from baton_kvstore.bench.records import RatioRecord
 from baton_kvstore.bench.samples import Cell
 

@@ -18,13 +18,13 @@ from typing import Any
 import orjson
 
 from baton.errors import ConfigError, shown
-from baton.kv.fingerprint import Fingerprint
-from baton.kv.layout import KVLayout, LayerShape
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
 from baton_kvstore.bench.clairvoyant import Clairvoyant, Need
-from baton_kvstore.eviction import POLICIES, S3Fifo
-from baton_kvstore.pool import Entry
-from baton_kvstore.store import BlockStore
+from baton_kvstore.memory.eviction import POLICIES, S3Fifo
+from baton_kvstore.memory.pool import Entry
+from baton_kvstore.memory.store import BlockStore
 
 BELADY = "belady"
 PAPER = "s3fifo-paper"

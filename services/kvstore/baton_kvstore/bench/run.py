@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.bench.plot import check_plot
+from baton.bench.kv.plot import check_plot
 from baton.errors import ConfigError, shown
 from baton_kvstore.bench.driver import Driver
 from baton_kvstore.bench.plan import Options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from baton.bench.stats import Spread
+from baton.bench.core.stats import Spread
 from baton_kvstore.bench.plan import Plan
 from baton_kvstore.bench.records import MeasureRecord
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.bench.specs import Shape
-from baton.transport.block_types import Bytes
+from baton.bench.kv.specs import Shape
+from baton.kv_transfer.blocks.types import Bytes
 from baton.types import BlockHash
 
 MAX_SAMPLES = 4000

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from baton.types import PrefillPath, Role
 from baton_router.admission.room import Ready
-from baton_router.core import RoutedRequest
-from baton_router.instance import Instance
-from baton_router.placement import Ask, Placement, Placer
-from baton_router.speeds import Speeds
+from baton_router.registry.instance import Instance
+from baton_router.scheduler.placement import Ask, Placement, Placer
+from baton_router.scheduler.speeds import Speeds
+from baton_router.types import RoutedRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.types import Role
-from baton_router.instance import Instance
-from baton_router.load import NO_LIMIT
-from baton_router.speeds import Speeds
+from baton_router.registry.instance import Instance
+from baton_router.registry.load import NO_LIMIT
+from baton_router.scheduler.speeds import Speeds
 
 _FRESH_S = 0.01
 _AGAIN_S = 0.001

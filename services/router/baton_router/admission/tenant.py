@@ -6,7 +6,7 @@ import functools
 import hashlib
 import secrets
 
-from baton_router.accounts import Account
+from baton_router.accounts.accounts import Account
 
 _REMEMBERED = 1024
 """So many salts and users, of at most 512 characters each, have names that are not worked out again."""

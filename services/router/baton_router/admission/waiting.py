@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton_router.core import RoutedRequest
+from baton_router.types import RoutedRequest
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,145 @@
+"""The whole decision of the router: a prompt of token ids comes in, a placement with its reservations comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import numpy as np
+from tests.support.servers.fake_worker import FINGERPRINT
+from workload import CHAIN, SYSTEM
+
+from baton.api.v1 import events_pb2
+from baton.hashing import HashChain, hash_chain, root_hash
+from baton.types import Epoch, InstanceId, Role
+from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.prefix_index import PrefixIndex
+from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.scheduler.placement import Ask, Placement, Placer
+from baton_router.scheduler.policies import PolicyContext, make_policy
+
+BLOCK, SIDE, IN_FLIGHT = 16, 16, 64
+EPOCH = Epoch(b"e" * 16)
+KIND = replace(FINGERPRINT, block_size=BLOCK, block_bytes=512)
+ROOT = root_hash(KIND.content_key())
+
+
+def prompt_tokens(at: int) -> list[int]:
+    """Return the tokens of a chain: a system prompt that all share, and what is its own."""
+    tokens = np.random.default_rng(at + 1).integers(0, 128_000, CHAIN * BLOCK, dtype=np.uint32)
+    tokens[: SYSTEM * BLOCK] = np.random.default_rng(0).integers(0, 128_000, SYSTEM * BLOCK, dtype=np.uint32)
+    return list(map(int, tokens))
+
+
+def prompts(chains: int, blocks: int, count: int) -> list[list[int]]:
+    """Return the beginnings of random chains."""
+    rng = np.random.default_rng(blocks)
+    return [prompt_tokens(int(rng.integers(chains)))[: blocks * BLOCK] for _ in range(count)]
+
+
+class Fleet:
+    """Sixteen prefill and sixteen decode instances that are known without having been asked."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.by_role = {role: [self._instance(role, at) for at in range(SIDE)] for role in (Role.PREFILL, Role.DECODE)}
+
+    def ready(self, role: Role) -> list[Instance]:
+        """Return a role's instances."""
+        return self.by_role[role]
+
+    def _instance(self, role: Role, at: int) -> Instance:
+        address = f"127.0.0.1:{at + (1000 if role is Role.PREFILL else 2000)}"
+        feed = EventFeed(self.index, now=time.monotonic)
+        feed.apply(events_pb2.KvEventBatch(epoch=EPOCH, sequence=0, snapshot=True))
+        instance = Instance(address, role, grpc.aio.insecure_channel(address), feed)
+        name = InstanceId(address)
+        instance.info = InstanceInfo(name, role, EPOCH, KIND, 100_000, 40_000, "m", "", 128_000, frozenset())
+        instance.status, instance.generation, instance.admitted = Status.READY, 1, True
+        return instance
+
+
+class Clocked:
+    """Times calls of a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.times: list[float] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Pass a call on."""
+        began = time.perf_counter()
+        result = self.function(*args, **options)
+        self.times.append(time.perf_counter() - began)
+        return result
+
+
+def measure_decisions(chains: int, count: int, lengths: Iterable[int]) -> dict[str, Any]:
+    """Place ``count`` prompts per length; 64 earlier ones are in flight all the time."""
+    return asyncio.run(_measure(chains, count, lengths))
+
+
+async def _measure(chains: int, count: int, lengths: Iterable[int]) -> dict[str, Any]:
+    fleet, out = Fleet(), {}
+    for at in range(chains):
+        hashes = hash_chain(prompt_tokens(at), BLOCK, ROOT)
+        for role in (Role.PREFILL, Role.DECODE):
+            _store(fleet.by_role[role][at % SIDE], hashes)
+    for blocks in lengths:
+        out[str(blocks)] = _place_all(fleet, chains, blocks, count)
+    for instance in (*fleet.by_role[Role.PREFILL], *fleet.by_role[Role.DECODE]):
+        await instance.channel.close(None)
+    return out
+
+
+def _store(instance: Instance, hashes: HashChain) -> None:
+    stored = events_pb2.KvBlocksStored(block_hashes=list(hashes), tier="device")
+    sequence = instance.feed.resume_from(EPOCH) + 1
+    event = events_pb2.KvEvent(stored=stored)
+    instance.feed.apply(events_pb2.KvEventBatch(epoch=EPOCH, sequence=sequence, events=[event]))
+
+
+def _place_all(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, float]:
+    policy = make_policy("match_minus_load", PolicyContext())
+    placer = Placer(fleet, policy, RouterMetrics(), max_prefills=3, threshold=None, seed=0)
+    flying: deque[Placement] = deque()
+    whole: list[float] = []
+    release: list[float] = []
+    for at, prompt in enumerate(prompts(chains, blocks, IN_FLIGHT + count)):
+        ask = Ask(prompt[:])  # copied just now: in the processor's cache, as a tokenizer leaves it
+        began = time.perf_counter()
+        placement = placer.place(ask)
+        whole.append(time.perf_counter() - began)
+        assert placement is not None
+        flying.append(placement)
+        if at >= IN_FLIGHT:
+            began = time.perf_counter()
+            flying.popleft().release()
+            release.append(time.perf_counter() - began)
+    while flying:
+        flying.popleft().release()
+    whole = sorted(whole[IN_FLIGHT:])
+    parts = _parts(fleet, chains, blocks, count)
+    return {
+        "p50_us": 1e6 * statistics.median(whole),
+        "p99_us": 1e6 * whole[len(whole) * 99 // 100],
+        "release_us": 1e6 * statistics.median(release),
+        **parts,
+        "rest_us": 1e6 * statistics.median(whole) - parts["hash_us"] - parts["find_us"],
+    }
+
+
+def _parts(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, float]:
+    """Time hashing and look-up by themselves."""
+    hashing, finding = Clocked(hash_chain), Clocked(fleet.index.match)
+    slots = sum(1 << x.feed.slot for side in fleet.by_role.values() for x in side)
+    for prompt in prompts(chains, blocks, count):
+        finding(hashing(prompt[:], BLOCK, ROOT), slots)
+    return {f"{name}_us": 1e6 * statistics.median(x.times) for name, x in (("hash", hashing), ("find", finding))}

@@ -1,0 +1,1 @@
+"""The memory of a KV store: slots, leases, quotas, eviction."""

@@ -1,0 +1,75 @@
+"""What the store asks of an eviction policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from baton_kvstore.memory.pool import Entry
+
+
+class Eviction(ABC):
+    """The order in which blocks that nobody needs right now would be evicted. Every call takes constant time.
+
+    The store tells of every pin and of the last unpin. An entry is evictable from its last unpin on until it is
+    pinned, discarded or popped. A chain is unpinned from its end to its head: of blocks that are otherwise alike the
+    tail, worthless without the head, is evicted first.
+
+    With a tier behind, only saved entries are evicted; :attr:`unsaved` says what should be saved next.
+
+    Attributes:
+        saved_bytes: Of evictable entries that are saved.
+    """
+
+    saved_bytes: int
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Evictable entries."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Entry]:
+        """Evictable entries, in no promised order."""
+
+    @abstractmethod
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether an entry is evictable."""
+
+    @property
+    @abstractmethod
+    def unsaved(self) -> Iterator[Entry]:
+        """Evictable entries to be saved, the next one first."""
+
+    @property
+    @abstractmethod
+    def num_unsaved(self) -> int:
+        """Evictable entries that would be lost if they were evicted."""
+
+    @property
+    @abstractmethod
+    def in_order(self) -> bool:
+        """Whether what would be evicted next is what the policy wants gone, not just what is saved."""
+
+    @abstractmethod
+    def pin(self, entry: Entry) -> None:
+        """An entry is needed: it is not evictable any more, if it was."""
+
+    @abstractmethod
+    def unpin(self, entry: Entry, *, used: bool) -> None:
+        """Nobody needs an entry any more: it is evictable; ``used``: it was read or written."""
+
+    @abstractmethod
+    def touch(self, entry: Entry) -> None:
+        """Note that an entry was used that others still need."""
+
+    @abstractmethod
+    def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
+        """Ask of the next entries to be evicted whether the tier behind still has them; those it lost are unsaved."""
+
+    @abstractmethod
+    def discard(self, entry: Entry) -> None:
+        """Forget an entry, if it is known: it is deleted."""
+
+    @abstractmethod
+    def pop(self) -> Entry | None:
+        """Take out what is to be evicted next; ``None``: nothing may be."""

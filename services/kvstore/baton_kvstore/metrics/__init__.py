@@ -1,0 +1,1 @@
+"""What a KV store counts."""

@@ -1,0 +1,1 @@
+"""The tiers behind memory, and the ways between them."""

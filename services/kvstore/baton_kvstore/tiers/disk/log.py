@@ -1,0 +1,375 @@
+"""The disk tier's log of segments: one thread appends, deletes, moves and checkpoints; any thread reads.
+
+Room is made by dropping the oldest segment, of whatever kind: blocks in it that were read since they were written move
+to the log's end first, up to half of it. Segments of which most is garbage are emptied the same way. A moved record
+keeps its sequence number, so wherever a block's records lie, the highest number counts. A tombstone may be forgotten
+when no segment older than its own is left: what it deleted lies before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+from baton.types import BlockHash
+from baton_kvstore.tiers.disk.checkpoint import Covered, Known, encode_checkpoint
+from baton_kvstore.tiers.disk.directory import Directory
+from baton_kvstore.tiers.disk.format import (
+    PAGE,
+    Kind,
+    Record,
+    RecordType,
+    digest_of,
+    disk_bytes,
+    encode_segment,
+    pages,
+)
+from baton_kvstore.tiers.disk.index import DiskIndex, Location
+from baton_kvstore.tiers.disk.leaving import hand_over
+from baton_kvstore.tiers.disk.reading import read_blocks
+from baton_kvstore.tiers.disk.recovery import recover
+from baton_kvstore.tiers.disk.segment import Segment, Write, scan
+from baton_kvstore.tiers.tier import Leaving, Offer
+
+log = logging.getLogger(__name__)
+
+_COPY_BYTES = 8 << 20
+_GARBAGE = 0.5
+"""Share of a segment above which it is worth emptying."""
+_TOMBSTONES = 256
+"""In one system call."""
+_EMPTY = memoryview(b"")
+
+
+class DiskLog:
+    """Segments and index of one directory.
+
+    Args:
+        path: The directory.
+        max_bytes: Of all segments together, at any moment.
+        segment_bytes: Where a segment ends.
+        direct: Go around the page cache where blocks are whole pages.
+
+    Attributes:
+        index: What can be found.
+        leaving: Where blocks go that are dropped to make room.
+
+    Raises:
+        ConfigError: The directory cannot be used.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, path: str, *, max_bytes: int, segment_bytes: int, direct: bool = True) -> None:
+        self._directory = Directory(path)
+        self._max_bytes = max_bytes
+        self._segment_bytes = min(segment_bytes, max(2 * PAGE, max_bytes // 8 // PAGE * PAGE))
+        self._direct = direct
+        self.index = DiskIndex()
+        self.leaving: Leaving | None = None
+        self._damaged: list[tuple[Kind, BlockHash, Location]] = []
+        try:
+            found = recover(self._directory, direct=direct)
+        except BaseException:
+            self._directory.close()
+            raise
+        self._sequence = found.sequence
+        self._segments = {segment.segment_id: segment for segment in found.segments}
+        self._next_segment = max(self._segments, default=0) + 1
+        self._active = {segment.kind.key: segment for segment in found.segments}
+        self.index.counters.cut_bytes = found.cut_bytes
+        kinds = {segment.kind.key: segment.kind for segment in found.segments}
+        for key, blocks in found.blocks.items():
+            self.index.add(key, blocks.items(), disk_bytes(kinds[key]), set())
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all segments."""
+        return sum(segment.end for segment in list(self._segments.values()))
+
+    @property
+    def num_segments(self) -> int:
+        """Files."""
+        return len(self._segments)
+
+    @property
+    def synced(self) -> dict[int, int]:
+        """Per segment, where the part ends that survives a loss of power."""
+        return {number: segment.synced for number, segment in self._segments.items()}
+
+    # Any thread
+
+    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """Read blocks and check them; what is not there or damaged is ``False``, see :meth:`forget_damaged`."""
+        return read_blocks(self.index, kind, hashes, into, self._damaged)
+
+    def forget_damaged(self) -> list[tuple[Kind, BlockHash]]:
+        """Make the blocks unfindable that were found damaged since the last call, and return them to be buried."""
+        found = []
+        while self._damaged:
+            kind, name, place = self._damaged.pop()
+            if self.index.drop(kind.key, name, place, disk_bytes(kind)):
+                found.append((kind, name))
+        return found
+
+    def hide(
+        self, kind: Kind, hashes: Sequence[BlockHash] | None, unwanted: Sequence[set[BlockHash]]
+    ) -> list[BlockHash]:
+        """Make blocks unfindable in this process; see :meth:`DiskIndex.hide`."""
+        return self.index.hide(kind.key, hashes, disk_bytes(kind), unwanted)
+
+    # The writer's thread
+
+    def write(
+        self, kind: Kind, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
+    ) -> list[bool]:
+        """Append blocks, not synced yet, and return which of them can be found now.
+
+        Raises:
+            OSError: Those that cannot be found were not written.
+        """
+        size = disk_bytes(kind)
+        if 4 * (size + PAGE) > self._max_bytes:
+            return [False] * len(hashes)
+        # A second record of a block would be the one that counts, and be lost if it is torn: the first is good.
+        new = [i for i, name in enumerate(hashes) if self.index.find(kind.key, name) is None]
+        done = 0
+        while done < len(new):
+            self._make_room(min((len(new) - done) * size, max(size, self._segment_bytes)))
+            segment = self._segment_for(kind, size)
+            count = max(1, (self._segment_bytes - segment.end) // size)
+            batch = new[done : done + count]
+            self._append(segment, [hashes[i] for i in batch], [views[i] for i in batch], unwanted)
+            done += len(batch)
+        return [self.index.find(kind.key, name) is not None for name in hashes]
+
+    def _append(
+        self, segment: Segment, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
+    ) -> None:
+        kind, size, count = segment.kind, disk_bytes(segment.kind), len(hashes)
+        records = [
+            Record(RecordType.BLOCK, self._sequence + i, name, kind.block_bytes, digest_of(view))
+            for i, (name, view) in enumerate(zip(hashes, views, strict=True))
+        ]
+        self._sequence += count
+        writes = [Write(record, view) for record, view in zip(records, views, strict=True)]
+        offsets = segment.append(writes, self._directory.secret)
+        self.index.counters.writes += count
+        self.index.counters.written_bytes += count * size
+        blocks = [
+            (record.block_hash, Location(segment, offset, record.sequence, record.digest))
+            for record, offset in zip(records, offsets, strict=True)
+        ]
+        self.index.add(kind.key, blocks, size, unwanted)
+
+    def bury(self, kind: Kind, hashes: Sequence[BlockHash]) -> None:
+        """Append tombstones of blocks that were hidden, so that a restart does not find them either.
+
+        Raises:
+            OSError: They were not written.
+        """
+        step = max(1, min(_TOMBSTONES, self._segment_bytes // 4 // PAGE))
+        for at in range(0, len(hashes), step):
+            names = hashes[at : at + step]
+            self._make_room(len(names) * PAGE)
+            segment = self._segment_for(kind, len(names) * PAGE)
+            records = [
+                Record(RecordType.TOMBSTONE, self._sequence + i, name, 0, bytes(16)) for i, name in enumerate(names)
+            ]
+            self._sequence += len(names)
+            segment.append([Write(record, _EMPTY) for record in records], self._directory.secret)
+
+    def clear(self, key: bytes) -> None:
+        """Delete a kind's files; its blocks were hidden before.
+
+        Raises:
+            OSError: Some may be left.
+        """
+        for segment in [segment for segment in self._segments.values() if segment.kind.key == key]:
+            self._remove(segment)
+        self._directory.sync()
+
+    def sync(self) -> None:
+        """Make everything written so far survive a loss of power.
+
+        Raises:
+            OSError: It may not.
+        """
+        for segment in self._segments.values():
+            self._sync_segment(segment)
+
+    def checkpoint(self) -> None:
+        """Write the index of what is synced to a file, for the next start.
+
+        Raises:
+            OSError: The last one stays.
+        """
+        covered = {number: Covered(segment.synced) for number, segment in sorted(self._segments.items())}
+        for name, place in self.index.snapshot():
+            entry = covered.get(place.segment.segment_id)
+            if entry is not None and place.offset < entry.end:
+                entry.blocks.append(Known(place.offset, place.sequence, name, place.digest))
+        self._directory.write_checkpoint(encode_checkpoint(self._sequence, covered.items(), self._directory.secret))
+
+    def compact(self) -> bool:
+        """Empty one full segment of which most is garbage; ``False`` if there is none.
+
+        Raises:
+            OSError: It stays as it is.
+        """
+        for segment in list(self._segments.values()):
+            full = segment is not self._active.get(segment.kind.key)
+            needed = segment.live_bytes + (0 if self._is_first(segment) else segment.tombstone_bytes)
+            if full and needed < (1 - _GARBAGE) * (segment.end - PAGE):
+                self._retire(segment, lambda place: True, segment.end)
+                self.index.counters.compactions += 1
+                return True
+        return False
+
+    def close(self) -> None:
+        """Close every file and give the directory back; nobody reads any more."""
+        for segment in self._segments.values():
+            segment.let_go()
+        self._segments.clear()
+        self._directory.close()
+
+    # Inside
+
+    def _segment_for(self, kind: Kind, size: int) -> Segment:
+        segment = self._active.get(kind.key)
+        if segment is not None and (segment.end + size <= self._segment_bytes or segment.end == PAGE):
+            return segment
+        if segment is not None:
+            self._sync_segment(segment)  # from here on only what is active can be unsynced
+        number = self._next_segment
+        self._next_segment += 1
+        aligned = self._direct and kind.block_bytes % PAGE == 0
+        fd = self._directory.create_segment(number)
+        try:
+            try:
+                os.pwrite(fd, encode_segment(kind, number, self._directory.secret), 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._directory.sync()
+            fd = self._directory.open_segment(number, direct=aligned)
+        except OSError:
+            with contextlib.suppress(OSError):  # each try on a full disk would leave a file
+                self._directory.remove_segment(number)
+            raise
+        segment = Segment(number, kind, fd, PAGE, direct=aligned)
+        self._segments[number] = self._active[kind.key] = segment
+        return segment
+
+    def _sync_segment(self, segment: Segment) -> None:
+        try:
+            synced = segment.sync(self._sequence, self._directory.secret)
+        except OSError:
+            self._doubt(segment)
+            raise
+        if synced:
+            self._sequence += 1
+            self.index.counters.syncs += 1
+
+    def _doubt(self, segment: Segment) -> None:
+        """Forget what a failed sync may have lost: the kernel says of the same pages only once that they are gone."""
+        key, size = segment.kind.key, disk_bytes(segment.kind)
+        for name, place in self.index.snapshot():
+            if place.segment is segment and place.offset >= segment.synced:
+                self.index.drop(key, name, place, size)
+        if self._active.get(key) is segment:
+            del self._active[key]
+        with contextlib.suppress(OSError):  # a start would find what is whole of it, deletions of it apart
+            segment.cut()
+
+    def _make_room(self, size: int) -> None:
+        """Drop oldest segments; leaves room for what :meth:`_retire` may copy, so that the bound always holds."""
+        slack = self._segment_bytes // 2 + 2 * PAGE
+        while self._segments and self.used_bytes + size + slack > self._max_bytes:
+            oldest = self._segments[min(self._segments)]
+            before = len(self.index)
+            with contextlib.nullcontext() if self.leaving is None else self.leaving(oldest.kind) as offer:
+                self._retire(oldest, lambda place: place.hot, min(oldest.end, self._segment_bytes) // 2, offer)
+            self.index.counters.evictions += before - len(self.index)
+
+    def _retire(
+        self, segment: Segment, keep: Callable[[Location], bool], max_bytes: int, offer: Offer | None = None
+    ) -> None:
+        """Copy what is to be kept to the log's end, offer the rest to the tier behind, then delete a segment."""
+        kind, size = segment.kind, disk_bytes(segment.kind)
+        if self._active.get(kind.key) is segment:
+            del self._active[kind.key]
+        with self._directory.reading(segment.segment_id) as fd:
+            result = scan(fd, segment.segment_id, self._directory.secret)
+        records = [] if result is None else result[1]
+        is_first = self._is_first(segment)
+        kept: list[tuple[Record, Location]] = []
+        gone: list[tuple[Record, Location]] = []
+        for offset, record in records:
+            if record.type is RecordType.TOMBSTONE:
+                if not is_first:
+                    target = self._segment_for(kind, PAGE)
+                    target.append([Write(record, _EMPTY)], self._directory.secret)
+                continue
+            if record.type is not RecordType.BLOCK:
+                continue
+            place = self.index.find(kind.key, record.block_hash)
+            if place is None or place.segment is not segment or place.offset != offset:
+                continue
+            stays = keep(place) and (len(kept) + 1) * size <= max_bytes
+            (kept if stays else gone).append((record, place))
+        self._copy(kind, kept, size)
+        if offer is not None:
+            hand_over(kind, gone, offer, self.index.counters)
+        for _, record in records:
+            place = self.index.find(kind.key, record.block_hash)
+            if place is not None and place.segment is segment:
+                self.index.drop(kind.key, record.block_hash, place, size)
+        self._remove(segment)
+        self._directory.sync()
+
+    def _is_first(self, segment: Segment) -> bool:
+        """Whether a segment is the oldest of its kind."""
+        key = segment.kind.key
+        return segment.segment_id == min(n for n, other in self._segments.items() if other.kind.key == key)
+
+    def _copy(self, kind: Kind, kept: Sequence[tuple[Record, Location]], size: int) -> None:
+        step = max(1, _COPY_BYTES // size)
+        moved: list[tuple[BlockHash, Location, Location]] = []
+        with contextlib.closing(mmap.mmap(-1, step * pages(kind.block_bytes))) as buffer, memoryview(buffer) as view:
+            for at in range(0, len(kept), step):
+                moved += self._copy_batch(kind, kept[at : at + step], view, size)
+        self.sync()  # what lies in the old segment goes only when its copies are safe, tombstones included
+        for name, old, new in moved:
+            self.index.move(kind.key, name, old, new, size)
+        self.index.counters.moved += len(moved)
+
+    def _copy_batch(
+        self, kind: Kind, batch: Sequence[tuple[Record, Location]], buffer: memoryview, size: int
+    ) -> list[tuple[BlockHash, Location, Location]]:
+        moved = []
+        for i, (record, place) in enumerate(batch):
+            start = i * pages(kind.block_bytes)
+            with buffer[start : start + kind.block_bytes] as view:
+                try:
+                    place.segment.read(place.offset + PAGE, [view])
+                except OSError as error:  # lost, wherever it lies: its segment can go all the same
+                    self.index.counters.read_errors += 1
+                    log.error("a block that was to be kept cannot be read: %s", error)
+                    continue
+                if digest_of(view) != record.digest:
+                    self.index.counters.checksum_failures += 1
+                    continue
+                target = self._segment_for(kind, size)
+                (offset,) = target.append([Write(record, view)], self._directory.secret)
+            moved.append((record.block_hash, place, Location(target, offset, record.sequence, record.digest)))
+        return moved
+
+    def _remove(self, segment: Segment) -> None:
+        self._directory.remove_segment(segment.segment_id)
+        del self._segments[segment.segment_id]
+        if self._active.get(segment.kind.key) is segment:
+            del self._active[segment.kind.key]
+        segment.let_go()

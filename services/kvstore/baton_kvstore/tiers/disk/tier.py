@@ -1,0 +1,299 @@
+"""The disk tier as the store uses it: reads in the caller's thread, everything else in a thread of its own.
+
+Writes and deletions are taken in order, many at a time, appended together and synced together: at the latest
+``sync_interval_s`` after they were written, at once if somebody waits for it. The queue is bounded by bytes; who finds
+it full comes back later. Nobody who reads ever waits for the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.types import BlockHash
+from baton_kvstore.memory.listener import TierListener
+from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES, Kind
+from baton_kvstore.tiers.disk.log import DiskLog
+from baton_kvstore.tiers.jobs import Bury, Job, JobQueue, Sync, Write
+from baton_kvstore.tiers.tier import BackStats, Leaving
+
+log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """A moment's view of the tier."""
+
+    num_blocks: int
+    used_bytes: int
+    capacity_bytes: int
+    num_segments: int
+    queued_bytes: int
+
+
+class DiskTier:
+    """A bounded store of blocks in files.
+
+    Args:
+        disk: The log; closed with this.
+        capacity_bytes: What the log was bounded to.
+        queue_bytes: Blocks that may wait to be written.
+        sync_interval_s: Longest time that a written block may be lost to a loss of power.
+        checkpoint_interval_s: Between two checkpoints of the index.
+    """
+
+    def __init__(
+        self,
+        disk: DiskLog,
+        *,
+        capacity_bytes: int,
+        queue_bytes: int,
+        sync_interval_s: float,
+        checkpoint_interval_s: float,
+    ) -> None:
+        self._log = disk
+        self._capacity = capacity_bytes
+        self._sync_interval_s, self._checkpoint_interval_s = sync_interval_s, checkpoint_interval_s
+        self._jobs = JobQueue(queue_bytes)
+        self._dirty_since: float | None = None
+        self._checkpoint_due: float | None = time.monotonic() + checkpoint_interval_s
+        self.counters = disk.index.counters
+        self._thread = threading.Thread(target=self._run, name="kvstore disk", daemon=True)
+        self._thread.start()
+
+    name = "disk"
+    exact = True
+    durable = True
+    shared = False
+
+    @property
+    def leaving(self) -> Leaving | None:
+        """Where blocks go that are dropped to make room."""
+        return self._log.leaving
+
+    @leaving.setter
+    def leaving(self, leaving: Leaving | None) -> None:
+        self._log.leaving = leaving
+
+    @property
+    def resting(self) -> bool:
+        """Whether the tier is left alone; a disk never is."""
+        return False
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener what is there, and then every change."""
+        self._log.index.listen(listener)
+
+    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+        """Whether a block can be read; never waits."""
+        return self._log.index.find(kind.key, block_hash) is not None
+
+    def find(self, kind: Kind, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
+        """Nobody else writes here: there is nothing to find."""
+        return set()
+
+    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """Fill page-aligned buffers, in the calling thread. ``False``: a block is not there or was damaged."""
+        results = self._log.read(kind, hashes, into)
+        if not all(results):
+            with self._jobs.changed:  # before anybody can queue them to be written again
+                for damaged, name in self._log.forget_damaged():
+                    self._jobs.add(Bury(damaged, [name], lambda right: None))
+        return results
+
+    def takes(self, kind: Kind) -> bool:
+        """Whether blocks of this size can be kept at all."""
+        return kind.block_bytes <= min(MAX_BLOCK_BYTES, self._capacity // 8)
+
+    def room(self, num_bytes: int, share: float = 1.0) -> bool:
+        """Whether a write would be taken if only a share of the queue might be used."""
+        return self._jobs.room(num_bytes, share)
+
+    def wait_room(self, num_bytes: int, timeout_s: float, share: float = 1.0) -> bool:
+        """Wait for that in the calling thread."""
+        return self._jobs.wait_room(num_bytes, timeout_s, share)
+
+    def write(
+        self,
+        kind: Kind,
+        hashes: Sequence[BlockHash],
+        views: Sequence[memoryview],
+        done: Callable[[list[bool]], None],
+    ) -> bool:
+        """Queue blocks to be written; ``False`` if the queue is full.
+
+        Args:
+            kind: What they are.
+            hashes: Their names.
+            views: Their bytes, which stay as they are until ``done``.
+            done: Told, in the writer's thread, which can be read now.
+        """
+        return self._jobs.offer(Write(kind, hashes, views, done))
+
+    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> list[BlockHash]:
+        """Forget blocks (``None``: all of the kind) at once, also those on their way to the disk.
+
+        Args:
+            kind: What they are.
+            hashes: Their names.
+            done: Told, in the writer's thread, whether no restart will find them again.
+
+        Returns:
+            Those that could be found.
+        """
+        with self._jobs.changed:
+            writes = self._jobs.writes(kind)
+            under_way = {name for job in writes for name in job.hashes}
+            found = self._log.hide(kind, hashes, [job.unwanted for job in writes])
+            if hashes is None:
+                for job in writes:
+                    job.unwanted.update(job.hashes)
+                buried = None
+            else:
+                there = under_way | set(found)
+                buried = [name for name in hashes if name in there]
+            known = buried is None or bool(buried)
+            if known and self._jobs.add(Bury(kind, buried, done)):
+                return found
+        done(not known)
+        return found
+
+    def sync(self, done: Callable[[bool], None]) -> None:
+        """Have everything queued so far synced, and ``done`` told (in the writer's thread) whether it was."""
+        if not self._jobs.add(Sync(done)):
+            done(False)
+
+    def stats(self) -> DiskStats:
+        """Return what metrics show."""
+        return DiskStats(
+            num_blocks=len(self._log.index),
+            used_bytes=self._log.used_bytes,
+            capacity_bytes=self._capacity,
+            num_segments=self._log.num_segments,
+            queued_bytes=self._jobs.queued_bytes,
+        )
+
+    def back_stats(self) -> BackStats:
+        """Return what metrics show of every tier."""
+        counters = self.counters
+        return BackStats(
+            num_blocks=len(self._log.index),
+            used_bytes=self._log.used_bytes,
+            queued_bytes=self._jobs.queued_bytes,
+            read_bytes=counters.read_bytes,
+            written_bytes=counters.written_bytes,
+            errors=counters.read_errors + counters.write_errors,
+            damaged=counters.checksum_failures,
+            evictions=counters.evictions,
+        )
+
+    def close(self) -> None:
+        """Write and sync what is queued, checkpoint, and close; nobody reads any more."""
+        self._jobs.close()
+        self._thread.join()
+        self._log.close()
+
+    # The writer's thread
+
+    def _run(self) -> None:
+        jobs = self._jobs
+        while True:
+            with jobs.changed:
+                while not jobs and not jobs.closing and not self._due():
+                    jobs.changed.wait(self._wait_s())
+                taken = jobs.take(_BATCH_BYTES)
+                ending = jobs.closing and not jobs
+            self._work(taken)
+            if ending:
+                self._end()
+                return
+
+    def _work(self, jobs: Sequence[Job]) -> None:
+        waiting: list[tuple[Callable[[bool], None], bool]] = []
+        for job in jobs:
+            if isinstance(job, Write):
+                results = self._write(job)
+                self._jobs.finished(job)
+                job.done(results)
+            elif isinstance(job, Bury):
+                waiting.append((job.done, self._bury(job)))
+            else:
+                waiting.append((job.done, True))
+        if jobs and self._dirty_since is None:
+            self._dirty_since = time.monotonic()
+        now = time.monotonic()
+        synced = True
+        if waiting or (self._dirty_since is not None and now - self._dirty_since >= self._sync_interval_s):
+            synced = self._sync()
+        for done, right in waiting:
+            done(right and synced)
+        self._keep_up(now)
+
+    def _write(self, job: Write) -> list[bool]:
+        try:
+            return self._log.write(job.kind, job.hashes, job.views, job.unwanted)
+        except OSError as error:
+            self.counters.write_errors += 1
+            log.error("writing %d blocks to disk failed: %s", len(job.hashes), error)
+            return [self.holds(job.kind, name) for name in job.hashes]
+
+    def _bury(self, job: Bury) -> bool:
+        try:
+            if job.hashes is None:
+                self._log.clear(job.kind.key)
+            else:
+                self._log.bury(job.kind, job.hashes)
+        except OSError as error:
+            self.counters.write_errors += 1
+            log.error("a deletion could not be written to disk: %s", error)
+            return False
+        return True
+
+    def _sync(self) -> bool:
+        try:
+            self._log.sync()
+        except OSError as error:
+            self.counters.write_errors += 1
+            log.error("syncing the disk tier failed: %s", error)
+            self._dirty_since = time.monotonic()  # again after another interval
+            return False
+        self._dirty_since = None
+        if self._checkpoint_due is None:
+            self._checkpoint_due = time.monotonic() + self._checkpoint_interval_s
+        return True
+
+    def _keep_up(self, now: float) -> None:
+        if self._checkpoint_due is None or now < self._checkpoint_due:
+            return
+        self._checkpoint_due = None
+        try:
+            while not self._jobs and self._log.compact():
+                pass
+            self._log.checkpoint()
+        except OSError as error:
+            self.counters.write_errors += 1
+            log.error("upkeep of the disk tier failed: %s", error)
+
+    def _end(self) -> None:
+        self._sync()
+        try:
+            self._log.checkpoint()
+        except OSError as error:
+            log.error("the last checkpoint of the disk tier failed: %s", error)
+
+    def _due(self) -> bool:
+        wait_s = self._wait_s()
+        return wait_s is not None and wait_s <= 0
+
+    def _wait_s(self) -> float | None:
+        now, ends = time.monotonic(), []
+        if self._dirty_since is not None:
+            ends.append(self._dirty_since + self._sync_interval_s - now)
+        if self._checkpoint_due is not None:
+            ends.append(self._checkpoint_due - now)
+        return max(0.0, min(ends)) if ends else None

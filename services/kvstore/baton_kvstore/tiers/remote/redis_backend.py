@@ -1,0 +1,280 @@
+"""Blocks in Redis, one server or a cluster: a string per block, under its kind and its hash.
+
+    <prefix>:<fingerprint digest, hex>:<block hash, hex>
+
+Commands of a batch go out in one pipeline. Redis bounds its own memory (``maxmemory`` with ``allkeys-lru``) or is kept
+below a limit by the tier; what it drops is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from baton.errors import ConfigError
+from baton.types import BlockHash
+from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.tiers.remote.backend import RemoteError
+from baton_kvstore.tiers.remote.format import HEADER_BYTES, decode_kind
+
+T = TypeVar("T")
+_NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
+_TRIES = 8
+"""Values read at most to learn what a kind is; some may be damaged."""
+_RUN_ID = re.compile(rb"run_id:(\w+)")
+_SCAN_COUNT = 1000
+_DELETED_AT_ONCE = 256
+MAX_VALUE_BYTES = 512 << 20
+"""Of a string in Redis."""
+
+
+@dataclass(frozen=True)
+class RedisOptions:
+    """Where Redis is. ``repr`` leaves out the URL, which may hold a password.
+
+    Attributes:
+        url: ``redis://``, ``rediss://`` or ``unix://``; of any node of a cluster.
+        ttl_s: Life of a value that nobody writes again; 0: no end.
+        timeout_s: Of a connection being made, and of every wait for bytes.
+        connections: At most, per server.
+    """
+
+    url: str
+    prefix: str
+    cluster: bool = False
+    ttl_s: float = 0.0
+    timeout_s: float = 1.0
+    connections: int = 16
+
+    def __repr__(self) -> str:
+        return f"RedisOptions(prefix={self.prefix!r}, cluster={self.cluster})"
+
+
+class RedisBackend:
+    """See :class:`baton_kvstore.tiers.remote.backend.Backend`. Connects when it is first asked something.
+
+    Raises:
+        ConfigError: The client is not installed, or the URL cannot be read.
+    """
+
+    def __init__(self, options: RedisOptions) -> None:
+        try:
+            import redis
+            import redis.backoff
+            import redis.cluster
+            import redis.retry
+        except ImportError as error:
+            message = "--redis-url needs the Python package redis: pip install 'baton-serve[redis]'"
+            raise ConfigError(message, field="redis_url") from error
+        self._options = options
+        self._errors = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError)
+        self._lost = (redis.exceptions.ConnectionError, ConnectionError)
+        self._slow = redis.exceptions.TimeoutError
+        self._full = redis.exceptions.OutOfMemoryError
+        self._refused = redis.exceptions.ResponseError
+        settings: dict[str, Any] = {
+            "socket_timeout": options.timeout_s,
+            "socket_connect_timeout": options.timeout_s,
+            "max_connections": options.connections,
+            "protocol": 2,
+            "redis_connect_func": self._greet,
+            "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+        }
+        try:
+            redis.connection.parse_url(options.url)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise ConfigError(f"--redis-url cannot be read: {error}", field="redis_url") from error
+        made = redis.cluster.RedisCluster if options.cluster else redis.Redis
+        self._connect: Callable[[], Any] = lambda: made.from_url(options.url, **settings)
+        self._primaries = {"target_nodes": redis.cluster.RedisCluster.PRIMARIES} if options.cluster else {}
+        self.on_new_server: Callable[[], None] = lambda: None
+        self._run_ids: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._client: _Client | None = None
+        self._closed = False
+
+    def get(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[bytes | None]:
+        """Return values; ``None``: there is none."""
+        return self._pipelined(lambda pipe, key: pipe.get(key), kind, hashes)
+
+    def put(self, kind: Kind, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
+        """Write values and return which were taken: all of them, unless Redis has no memory for more."""
+        life = {"px": max(1, round(1000 * self._options.ttl_s))} if self._options.ttl_s else {}
+
+        def call(client: Any) -> list[bool]:
+            with client.pipeline(transaction=False) as pipe:
+                for name, value in zip(hashes, values, strict=True):
+                    pipe.set(self._key(kind, name), value, **life)
+                results = pipe.execute(raise_on_error=False)
+            failed = next((result for result in results if isinstance(result, Exception)), None)
+            if failed is not None and not isinstance(failed, self._full):
+                raise failed
+            return [result is True for result in results]
+
+        return self._call(call)
+
+    def has(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[bool | None]:
+        """Return which are there."""
+        return [bool(found) for found in self._pipelined(lambda pipe, key: pipe.exists(key), kind, hashes)]
+
+    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> None:
+        """Delete values (``None``: all of the kind)."""
+        if hashes is not None:
+            self._pipelined(lambda pipe, key: pipe.unlink(key), kind, hashes)
+            return
+        for keys in self._scan(f"{_escaped(self._options.prefix)}:{kind.key.hex()}:*", _DELETED_AT_ONCE):
+            self._call(functools.partial(_unlink, keys))
+
+    def scan(self) -> Iterator[tuple[Kind, list[BlockHash]]]:
+        """Yield what is there; of each kind one value's beginning is read to know what it is."""
+        kinds: dict[str, Kind | None] = {}
+        tries: Counter[str] = Counter()
+        start = len(self._options.prefix) + 1
+        for keys in self._scan(f"{_escaped(self._options.prefix)}:*", _SCAN_COUNT):
+            found: dict[Kind, list[BlockHash]] = {}
+            for key in keys:
+                parts = _NAME.fullmatch(key[start:])
+                if parts is None:  # somebody else's
+                    continue
+                digest, name = (part.decode() for part in parts.groups())
+                if kinds.get(digest) is None and tries[digest] < _TRIES:
+                    tries[digest] += 1
+                    kinds[digest] = self._kind(key)
+                kind = kinds.get(digest)
+                if kind is not None and kind.key.hex() == digest:
+                    found.setdefault(kind, []).append(BlockHash(bytes.fromhex(name)))
+            yield from found.items()
+
+    def used_bytes(self) -> int | None:
+        """Return the memory that Redis uses: of a cluster all its primaries together."""
+
+        def call(client: Any) -> int:
+            answer = client.info("memory", **self._primaries)
+            parts = answer.values() if self._options.cluster and "used_memory" not in answer else [answer]
+            return sum(int(part["used_memory"]) for part in parts)
+
+        return self._call(call)
+
+    def close(self) -> None:
+        """Make no more calls; running ones end by themselves."""
+        with self._lock:
+            self._closed = True
+            used, self._client = self._client, None
+            idle = used is not None and not used.num_users
+        if used is not None and idle:
+            self._close_client(used)
+
+    def _key(self, kind: Kind, name: BlockHash) -> str:
+        return f"{self._options.prefix}:{kind.key.hex()}:{name.hex()}"
+
+    def _kind(self, key: bytes) -> Kind | None:
+        return decode_kind(self._call(lambda client: client.getrange(key, 0, HEADER_BYTES - 1)))
+
+    def _pipelined(self, add: Callable[[Any, str], object], kind: Kind, hashes: Sequence[BlockHash]) -> list[Any]:
+        def call(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for name in hashes:
+                    add(pipe, self._key(kind, name))
+                return list(pipe.execute())
+
+        return self._call(call) if hashes else []
+
+    def _scan(self, pattern: str, at_once: int) -> Iterator[list[bytes]]:
+        """Yield matching keys, over connections of their own: a scan lasts longer than a call."""
+        keys: list[bytes] = []
+        try:
+            with self._connect() as client:
+                for key in client.scan_iter(match=pattern, count=_SCAN_COUNT):
+                    keys.append(key)
+                    if len(keys) >= at_once:
+                        yield keys
+                        keys = []
+        except self._errors as error:
+            raise RemoteError(f"{type(error).__name__}: {error}") from error
+        if keys:
+            yield keys
+
+    def _call(self, call: Callable[[Any], T]) -> T:
+        """Run commands; where an idle connection turns out to be broken, once more on new ones.
+
+        Raises:
+            RemoteError: They failed; some may have been done.
+        """
+        for again in (True, False):
+            try:
+                with self._connected() as client:
+                    return call(client)
+            except self._errors as error:
+                if not (again and isinstance(error, self._lost) and not isinstance(error, self._slow)):
+                    raise RemoteError(f"{type(error).__name__}: {error}") from error
+        raise AssertionError("unreachable")
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Any]:
+        """Use the client of all threads.
+
+        After a failure the next one is made anew, and the old one is closed by its last user: redis-py has no answer to
+        a connection that is closed while another thread reads from it.
+        """
+        with self._lock:
+            if self._closed:
+                raise RemoteError("closed")
+            if self._client is None:
+                self._client = _Client(self._connect())
+            used = self._client
+            used.num_users += 1
+        try:
+            yield used.client
+        except self._errors:
+            with self._lock:
+                if self._client is used:
+                    self._client = None
+            raise
+        finally:
+            with self._lock:
+                used.num_users -= 1
+                last = not used.num_users and self._client is not used
+            if last:
+                self._close_client(used)
+
+    def _greet(self, connection: Any) -> None:
+        """Make a new connection ready, and find out whether the server was started anew since the last one."""
+        if not self._options.cluster:  # a cluster's client has done it
+            connection.on_connect()
+        try:
+            connection.send_command("INFO", "server")
+            found = _RUN_ID.search(connection.read_response())
+        except self._refused:  # no right to ask: misses will tell
+            return
+        place = f"{getattr(connection, 'host', '')}:{getattr(connection, 'port', getattr(connection, 'path', ''))}"
+        before, self._run_ids[place] = self._run_ids.get(place), found[1] if found else b""
+        if before not in (None, self._run_ids[place]):
+            self.on_new_server()
+
+    def _close_client(self, used: _Client) -> None:
+        with contextlib.suppress(*self._errors):
+            used.client.close()
+
+
+@dataclass(eq=False)
+class _Client:
+    client: Any
+    num_users: int = 0
+
+
+def _unlink(keys: Sequence[bytes], client: Any) -> None:
+    with client.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.unlink(key)
+        pipe.execute()
+
+
+def _escaped(text: str) -> str:
+    """Return a pattern that matches a text alone."""
+    return "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in text)

@@ -1,0 +1,375 @@
+"""A tier that other nodes share: reads in the caller's thread, writes in a thread of its own.
+
+Nothing that comes from the other side is believed: a value that is not the very block, with the right checksum, is a
+miss, and is deleted. A backend that fails three times in a row is left alone for five seconds at a time. Which blocks
+are there is known from a scan at the start, from what this node writes, reads and looks for; misses correct it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.kv_transfer.connector.breaker import CircuitBreaker
+from baton.types import BlockHash
+from baton_kvstore.memory.listener import TierListener
+from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES, Kind
+from baton_kvstore.tiers.jobs import Bury, Job, JobQueue, Sync, Write
+from baton_kvstore.tiers.remote.backend import Backend, RemoteError
+from baton_kvstore.tiers.remote.format import HEADER_BYTES, decode_block, encode_header
+from baton_kvstore.tiers.remote.index import RemoteIndex
+from baton_kvstore.tiers.tier import BackStats, Leaving
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_FAILURES = 3
+_COOLDOWN_S = 5.0
+_CLOSE_S = 30.0
+_DELETED_AT_ONCE = 256
+"""More blocks are several calls, each with its own time."""
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """What differs between tiers.
+
+    Attributes:
+        name: As in metrics and events.
+        durable: What was written survives a crash of this host.
+        queue_bytes: Blocks that may wait to be written.
+        index_blocks: Blocks that this node knows of.
+        batch_bytes: Of blocks in one round trip, as values in memory on top of the blocks themselves.
+        max_block_bytes: Larger blocks are not taken.
+        max_bytes: What the backend may use before blocks are deleted, the coldest this node knows of; 0: no matter.
+        absent_s: How long a block that was looked for in vain is not looked for again.
+    """
+
+    name: str
+    durable: bool
+    queue_bytes: int
+    index_blocks: int
+    batch_bytes: int = 8 << 20
+    max_block_bytes: int = MAX_BLOCK_BYTES
+    max_bytes: int = 0
+    absent_s: float = 1.0
+
+
+@dataclass
+class RemoteCounters:
+    """Since start; blocks unless a name says otherwise."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    errors: int = 0
+    damaged: int = 0
+    refused: int = 0
+    evictions: int = 0
+
+
+class RemoteTier:
+    """A tier over a :class:`Backend`; see :class:`baton_kvstore.tiers.tier.BackTier`.
+
+    Args:
+        backend: Closed with this.
+        options: See there.
+    """
+
+    exact = False
+    shared = True
+
+    def __init__(self, backend: Backend, options: RemoteOptions) -> None:
+        self.name, self.durable = options.name, options.durable
+        self.leaving: Leaving | None = None
+        self.counters = RemoteCounters()
+        self.index = RemoteIndex(options.name, options.index_blocks, absent_s=options.absent_s)
+        self.breaker = CircuitBreaker(_FAILURES, _COOLDOWN_S)
+        self._backend, self._options = backend, options
+        self._jobs = JobQueue(options.queue_bytes)
+        self.scanned = threading.Event()
+        """Set when the last scan that was asked for has ended, whatever with."""
+        self._scan_wanted = threading.Event()
+        self._scan_wanted.set()
+        backend.on_new_server = self._start_over
+        self._threads = [
+            threading.Thread(target=run, name=f"kvstore {options.name} {what}", daemon=True)
+            for run, what in ((self._run, "write"), (self._keep_scanning, "scan"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def resting(self) -> bool:
+        """Whether the tier is left alone for a while, because it failed."""
+        return self.breaker.open
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener what is known, and then every change."""
+        self.index.listen(listener)
+
+    def takes(self, kind: Kind) -> bool:
+        """Whether blocks of this size can be kept at all."""
+        return kind.block_bytes <= self._options.max_block_bytes
+
+    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+        """Whether a block can be read, as far as this node knows; never waits."""
+        return self.index.holds(kind, block_hash) and not self.breaker.open
+
+    def find(self, kind: Kind, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
+        """Look for a chain's blocks that others may have written, in the calling thread, and return those there are."""
+        names = hashes if again else self.index.unknown(kind, hashes)
+        found = self._ask(functools.partial(self._backend.has, kind, names)) if names else None
+        if found is None:
+            return set()
+        there = [name for name, right in zip(names, found, strict=True) if right]
+        gone = [name for name, right in zip(names, found, strict=True) if right is False]
+        self.index.add(kind, there)
+        self.index.drop(kind, gone)
+        self.index.missed(kind, gone)
+        return set(there)
+
+    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """Fill buffers, in the calling thread. ``False``: not there, damaged, or the backend is away."""
+        results = [False] * len(hashes)
+        for part in self._batches(kind, len(hashes)):
+            names = hashes[part]
+            values = self._ask(functools.partial(self._backend.get, kind, names))
+            if values is None:
+                break
+            for i, name, value in zip(range(part.start, part.stop), names, values, strict=True):
+                payload = None if value is None else decode_block(value, kind, name)
+                if payload is not None:
+                    into[i][:] = payload
+                    results[i] = True
+                elif value is not None:
+                    self._damaged(kind, name)
+            self.counters.read_bytes += sum(results[part]) * kind.block_bytes
+            self.index.drop(kind, [name for name, right in zip(names, results[part], strict=True) if not right])
+            self.index.use(kind, [name for name, right in zip(names, results[part], strict=True) if right])
+        return results
+
+    def room(self, num_bytes: int, share: float = 1.0) -> bool:
+        """Whether a write would be taken if only a share of the queue might be used."""
+        return self._jobs.room(num_bytes, share)
+
+    def wait_room(self, num_bytes: int, timeout_s: float, share: float = 1.0) -> bool:
+        """Wait for that in the calling thread."""
+        return self._jobs.wait_room(num_bytes, timeout_s, share)
+
+    def write(
+        self,
+        kind: Kind,
+        hashes: Sequence[BlockHash],
+        views: Sequence[memoryview],
+        done: Callable[[list[bool]], None],
+    ) -> bool:
+        """Queue blocks, whose bytes stay as they are until ``done``; ``False``: the queue is full."""
+        return self._jobs.offer(Write(kind, hashes, views, done))
+
+    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> list[BlockHash]:
+        """Forget blocks (``None``: all of the kind), also those on their way, and return those known."""
+        with self._jobs.changed:
+            writes = self._jobs.writes(kind)
+            for job in writes:
+                job.unwanted.update(job.hashes if hashes is None else hashes)
+            found = self.index.drop(kind, hashes)
+            queued = self._jobs.add(Bury(kind, hashes, done))
+        if not queued:
+            done(False)
+        return found
+
+    def sync(self, done: Callable[[bool], None]) -> None:
+        """Tell when everything queued so far was written, or could not be."""
+        if not self._jobs.add(Sync(done)):
+            done(False)
+
+    def back_stats(self) -> BackStats:
+        """Return what metrics show of every tier."""
+        counters = self.counters
+        return BackStats(
+            num_blocks=len(self.index),
+            used_bytes=self.index.num_bytes,
+            queued_bytes=self._jobs.queued_bytes,
+            read_bytes=counters.read_bytes,
+            written_bytes=counters.written_bytes,
+            errors=counters.errors,
+            damaged=counters.damaged,
+            evictions=counters.evictions,
+            resting=self.resting,
+        )
+
+    def close(self) -> None:
+        """Write what is queued, unless that takes too long, and close the backend; nobody reads any more."""
+        self._jobs.close()
+        self._scan_wanted.set()
+        self._threads[0].join(_CLOSE_S)
+        if self._threads[0].is_alive():
+            log.warning("tier %s: blocks that were to be written are given up", self.name)
+        self._backend.close()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    # The writer's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._jobs.changed:
+                while not self._jobs and not self._jobs.closing:
+                    self._jobs.changed.wait()
+                jobs = self._jobs.take(1)
+                if not jobs:
+                    return
+            for job in jobs:
+                self._work(job)
+
+    def _work(self, job: Job) -> None:
+        if isinstance(job, Write):
+            results = [False] * len(job.hashes)
+            try:
+                for part in self._batches(job.kind, len(job.hashes)):
+                    results[part] = self._write(job, part)
+            except Exception:
+                log.exception("writing to tier %s failed", self.name)
+            self._jobs.finished(job)
+            job.done(results)
+        elif isinstance(job, Bury):
+            job.done(self._bury(job.kind, job.hashes))
+        else:
+            job.done(True)
+
+    def _write(self, job: Write, part: slice) -> list[bool]:
+        """Write a batch and return which of its blocks are there now."""
+        kind, at = job.kind, range(len(job.hashes))[part]
+        with self._jobs.changed:
+            wanted = [i for i in at if job.hashes[i] not in job.unwanted]
+        names = [job.hashes[i] for i in wanted]
+        if not names or not self._make_room(len(names) * (kind.block_bytes + HEADER_BYTES)):
+            self.counters.refused += len(names)
+            return [False] * len(at)
+        values = [encode_header(kind, job.hashes[i], job.views[i]) + job.views[i] for i in wanted]
+        taken = self._ask(functools.partial(self._backend.put, kind, names, values))
+        right = {name for name, ok in zip(names, taken or (), strict=False) if ok}
+        self.counters.refused += len(names) - len(right)
+        self.counters.written_bytes += len(right) * kind.block_bytes
+        with self._jobs.changed:  # so that a deletion comes before, and is seen here, or after, and drops them
+            self.index.add(kind, [name for name in names if name in right], unless=job.unwanted)
+            self.index.drop(kind, [name for name in names if name not in right])
+            return [job.hashes[i] in right and job.hashes[i] not in job.unwanted for i in at]
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Delete the coldest blocks until the backend has room; ``False``: it has none, or is away."""
+        limit = self._options.max_bytes
+        if not limit:
+            return True
+        used = self._ask(self._backend.used_bytes)
+        while used is not None and used + num_bytes > limit:
+            victims = self.index.coldest(used + num_bytes - limit)
+            if victims is None:
+                return False
+            kind, names = victims
+            names = names[: max(1, self._options.batch_bytes // kind.block_bytes)]
+            self._hand_over(kind, names)
+            with self._jobs.changed:
+                gone = self.index.drop(kind, names)
+            if not self._delete(kind, names):
+                return False
+            self.counters.evictions += len(gone)
+            used -= len(names) * (kind.block_bytes + HEADER_BYTES)
+        return used is not None
+
+    def _hand_over(self, kind: Kind, names: list[BlockHash]) -> None:
+        if self.leaving is None:
+            return
+        with self.leaving(kind) as offer:
+            wanted = offer.wanted(names)
+            left = [name for name in names if name in wanted]
+            values = self._ask(functools.partial(self._backend.get, kind, left)) if left else None
+            found = [
+                (name, view)
+                for name, value in zip(left, values or (), strict=False)
+                if value is not None and (view := decode_block(value, kind, name)) is not None
+            ]
+            if found:
+                offer.take([name for name, _ in found], [view for _, view in found])
+
+    # Any thread
+
+    def _start_over(self) -> None:
+        """Forget everything and scan again: the server may have lost what it had, or some of it."""
+        log.warning("tier %s: a server was started anew; what it holds is looked up again", self.name)
+        self.index.clear()
+        self.scanned.clear()
+        self._scan_wanted.set()
+
+    def _keep_scanning(self) -> None:
+        while True:
+            self._scan_wanted.wait()
+            self._scan_wanted.clear()
+            if self._jobs.closing:
+                return
+            self._scan()
+
+    def _scan(self) -> None:
+        """Learn what is there, as far as the index reaches; new blocks are not pushed out by old ones."""
+        try:
+            for kind, names in self._backend.scan():
+                if self._jobs.closing or len(self.index) + len(names) > self._options.index_blocks:
+                    break
+                self.index.add(kind, names)
+        except RemoteError as error:
+            self._failed(error)
+        except Exception:
+            log.exception("scanning tier %s failed", self.name)
+        finally:
+            self.scanned.set()
+
+    def _ask(self, call: Callable[[], T], *, always: bool = False) -> T | None:
+        """Call the backend; ``None``: it failed, or is left alone."""
+        if not self.breaker.allows() and not always:
+            return None
+        try:
+            answer = call()
+        except RemoteError as error:
+            self._failed(error)
+            return None
+        except Exception as error:  # of a client's library: no reason to lose the thread, or a Get
+            log.exception("tier %s: a call failed unexpectedly", self.name)
+            self._failed(error)
+            return None
+        self.breaker.succeeded()
+        return answer
+
+    def _bury(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> bool:
+        """Delete for good, also from a backend that is left alone; ``False``: some may be left."""
+        if hashes is None:
+            return self._delete(kind, None, always=True)
+        parts = (hashes[at : at + _DELETED_AT_ONCE] for at in range(0, len(hashes), _DELETED_AT_ONCE))
+        return all(self._delete(kind, part, always=True) for part in parts)
+
+    def _delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, *, always: bool = False) -> bool:
+        def call() -> bool:
+            self._backend.delete(kind, hashes)
+            return True
+
+        return self._ask(call, always=always) or False
+
+    def _failed(self, error: Exception) -> None:
+        self.counters.errors += 1
+        before = self.breaker.open
+        self.breaker.failed()
+        if not before:
+            log.warning("tier %s: %s%s", self.name, error, "; left alone for a while" if self.breaker.open else "")
+
+    def _damaged(self, kind: Kind, name: BlockHash) -> None:
+        self.counters.damaged += 1
+        log.error("tier %s: a block is damaged: %s", self.name, name.hex())
+        self._jobs.add(Bury(kind, [name], lambda right: None))
+
+    def _batches(self, kind: Kind, count: int) -> Iterator[slice]:
+        step = max(1, self._options.batch_bytes // kind.block_bytes)
+        for at in range(0, count, step):
+            yield slice(at, min(count, at + step))

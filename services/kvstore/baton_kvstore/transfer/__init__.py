@@ -1,0 +1,1 @@
+"""How the bytes of blocks come and go."""

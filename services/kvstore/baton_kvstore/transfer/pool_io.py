@@ -1,0 +1,133 @@
+"""How the bytes of a pool come and go: per pool a server that lets its blocks be read and a fetcher that pulls."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.kv_transfer.blocks import (
+    BlockFetcher,
+    BlockServer,
+    BlockSource,
+    FetchResult,
+    LinkOptions,
+    SequenceBlocks,
+    ServerOptions,
+)
+from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
+from baton.rpc.tls import Tls
+from baton.types import InstanceId
+from baton_kvstore.config import KVStoreConfig
+from baton_kvstore.memory.pool import Pool
+from baton_kvstore.transfer.following import MAX_FOLLOWED
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One pool's way in and out."""
+
+    server: BlockServer
+    fetcher: BlockFetcher
+
+
+class Lanes:
+    """Opens a lane with a pool's first use and closes it with the pool.
+
+    Attributes:
+        kinds: Of pipe, in order of preference.
+
+    Raises:
+        ConfigError: One that was named cannot work here.
+    """
+
+    def __init__(
+        self, config: KVStoreConfig, instance_id: InstanceId, token: str | None, tls: Tls | None = None
+    ) -> None:
+        self._config, self._instance_id, self._token = config, instance_id, token
+        self._tls = None if config.clear_kv else tls
+        self.kinds = resolve_kinds(config.pipes, tls=self._tls is not None)
+        self._lanes: dict[bytes, Lane] = {}
+        self._closing: set[asyncio.Future[None]] = set()
+
+    def source(self, pool: Pool) -> BlockSource:
+        """Return where a pool's blocks can be read.
+
+        Raises:
+            ConfigError: Its pipes cannot listen.
+        """
+        return self._of(pool).server.source
+
+    async def pull(
+        self,
+        pool: Pool,
+        source: BlockSource,
+        reads: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        deadline: float,
+        ready: int | None = None,
+    ) -> FetchResult:
+        """Fetch blocks into a pool's slots. When this returns or raises, nobody writes into them any more.
+
+        Args:
+            pool: Whose slots.
+            source: Where the blocks live.
+            reads: Remote block ids, their generations, and the slots to fill.
+            deadline: ``time.monotonic()`` seconds.
+            ready: The source's progress before it computes them; ``None``: they are complete.
+
+        Raises:
+            BatonError: Nothing came.
+        """
+        blocks = dataclasses.replace(SequenceBlocks.pairs(*reads), ready=ready)
+        return await self._of(pool).fetcher.fetch_async(source, blocks, deadline=deadline)
+
+    def close_pool(self, pool: Pool) -> None:
+        """Close a pool's lane and memory in the background."""
+        lane = self._lanes.pop(pool.key, None)
+
+        def close() -> None:
+            if lane is not None:
+                lane.server.close()
+                lane.fetcher.close()
+            pool.arena.close()
+
+        job = asyncio.get_running_loop().run_in_executor(None, close)
+        self._closing.add(job)
+        job.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Wait until everything that ``close_pool`` began is closed; no pull may be running."""
+        if not self._closing:
+            return
+        for result in await asyncio.gather(*self._closing, return_exceptions=True):
+            if result is not None:
+                log.warning("closing a kind of KV: %s", result)
+
+    def _of(self, pool: Pool) -> Lane:
+        lane = self._lanes.get(pool.key)
+        if lane is None:
+            config, kind = self._config, pool.fingerprint
+            options = ServerOptions(advertise_host=config.advertise_host or None, tls=self._tls)
+            server = BlockServer(
+                pool.arena,
+                kind,
+                self._instance_id,
+                kinds=self.kinds,
+                host=config.host,
+                token=self._token,
+                options=options,
+            )
+            fetcher = BlockFetcher(
+                pool.arena,
+                kind,
+                kinds=self.kinds,
+                max_threads=config.pull_workers + MAX_FOLLOWED,
+                links=LinkOptions(token=self._token, tls=self._tls),
+            )
+            lane = self._lanes[pool.key] = Lane(server, fetcher)
+            log.info("new kind of KV: model %s, %d bytes per block", kind.model, kind.block_bytes)
+        return lane

@@ -1,0 +1,226 @@
+"""Whose API key a request shows, and what that means: a tenant with a salt of its own, a share and limits.
+
+Prefix caches of tenants are apart because their block hashes are: each tenant's chains begin with a salt that is an
+HMAC of its id under a secret of the routers. A client's own ``cache_salt`` is mixed in and so divides a tenant's cache
+further; it cannot lead into another's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.api.v1 import common_pb2
+from baton.errors import ConfigError, InvalidRequestError
+from baton.rpc.convert import tenant_to_pb
+from baton.types import Tenant
+from baton_router.accounts.file_source import AccountEntry, entries_of_lines, read_entries
+
+log = logging.getLogger(__name__)
+
+MAX_SALT_CHARS = 512
+MIN_SECRET_BYTES = 16
+_PURPOSE = b"baton tenant salt 1\0"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Account:
+    """The holder of API keys.
+
+    Attributes:
+        tenant: As services tell each other.
+        weight: Share of the queue beside others'.
+        max_in_flight: Requests that may run or wait at once; 0: any number.
+        requests_per_minute: 0: any number.
+        tokens_per_minute: Prompt tokens and expected output tokens; 0: any number.
+        admin: Whether it may see everybody's requests.
+        salt_key: Key of its salts.
+    """
+
+    tenant: Tenant
+    weight: float
+    max_in_flight: int
+    requests_per_minute: int
+    tokens_per_minute: int
+    admin: bool
+    salt_key: bytes = field(repr=False)
+    message: common_pb2.Tenant | None = field(repr=False)
+    own_salt: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """The tenant's id."""
+        return self.tenant.id
+
+    @property
+    def limited(self) -> bool:
+        """Whether it has limits of its own."""
+        return bool(self.max_in_flight or self.requests_per_minute or self.tokens_per_minute)
+
+    def salt(self, cache_salt: str) -> str:
+        """Return the salt of block hashes for a request.
+
+        Args:
+            cache_salt: The client's own; empty: none.
+
+        Raises:
+            InvalidRequestError: It is too long.
+        """
+        if not cache_salt:
+            return self.own_salt
+        if len(cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
+        return _salt(self.salt_key, cache_salt)
+
+
+class Accounts:
+    """The holders of all API keys.
+
+    Args:
+        entries: By the SHA-256 of their keys.
+        secret: Of the routers: decides the salts.
+    """
+
+    def __init__(self, entries: Mapping[bytes, AccountEntry], secret: bytes) -> None:
+        self._secret = secret
+        self._known: dict[bytes, Account] = {}
+        self.replace(entries)
+
+    @classmethod
+    def of_keys(cls, *keys: str) -> Accounts:
+        """Return accounts for keys, each of a tenant of its own, with a random secret."""
+        return cls(entries_of_lines("\n".join(keys)), secrets.token_bytes(32))
+
+    def __len__(self) -> int:
+        """Tenants."""
+        return len({account.name for account in self._known.values()})
+
+    def replace(self, entries: Mapping[bytes, AccountEntry]) -> None:
+        """Take other keys; running requests go on."""
+        names = {entry.tenant.id for entry in entries.values()}
+        accounts = {entry.tenant.id: _account(entry, self._secret, alone=len(names) == 1) for entry in entries.values()}
+        self._known = {digest: accounts[entry.tenant.id] for digest, entry in entries.items()}
+
+    def identify(self, header: str) -> Account | None:
+        """Return whose key an ``authorization`` header shows; ``None``: nobody's.
+
+        What the time of the look-up could tell is about a digest, of which nobody can work back to a key.
+        """
+        scheme, _, key = header.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        return self._known.get(hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest())
+
+
+class AccountFile:
+    """Keeps accounts as a file has them.
+
+    Args:
+        path: The file.
+        secret_file: Has the secret of the salts; empty: a random one.
+        shared: Whether other routers serve the same tenants, and so need the same secret.
+
+    Raises:
+        ConfigError: A file cannot be read or makes no sense.
+    """
+
+    def __init__(self, path: str, secret_file: str, *, shared: bool) -> None:
+        self._path = Path(path)
+        self._seen = self._stamp()
+        entries = read_entries(self._path)
+        secret = required_secret(secret_file) if shared else read_secret(secret_file)
+        if secret is None:
+            if len({entry.tenant.id for entry in entries.values()}) > 1:
+                log.warning("no --tenant-secret-file: what tenants have cached is not found again after a restart")
+            secret = secrets.token_bytes(32)
+        self.accounts = Accounts(entries, secret)
+
+    async def start(self) -> None:
+        """Nothing is left to be done."""
+
+    async def renew(self) -> None:
+        """See :meth:`refresh`."""
+        self.refresh()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def refresh(self) -> bool:
+        """Read the file again if it changed; a broken one is reported and changes nothing. Blocks for a moment."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return False
+        self._seen = stamp
+        try:
+            self.accounts.replace(read_entries(self._path))
+        except ConfigError as error:
+            log.error("API keys stay as they were: %s", error.message)
+            return False
+        log.info("API keys were read again: %d tenants", len(self.accounts))
+        return True
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            info = self._path.stat()
+        except OSError:
+            return None
+        return info.st_mtime_ns, info.st_size, info.st_ino
+
+
+def read_secret(path: str) -> bytes | None:
+    """Read the secret that decides the tenants' salts; an empty path means none.
+
+    Raises:
+        ConfigError: It cannot be read, or is too short.
+    """
+    if not path:
+        return None
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the tenants' secret {path}: {error.strerror}", field="tenant_secret_file"
+        ) from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"the tenants' secret in {path} has {len(secret)} bytes; {MIN_SECRET_BYTES} are the least",
+            field="tenant_secret_file",
+        )
+    return secret
+
+
+def required_secret(path: str) -> bytes:
+    """Read the secret of routers that serve the same tenants.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read, or is too short.
+    """
+    secret = read_secret(path)
+    if secret is None:
+        message = "several routers must agree on the salts of tenants: give all of them --tenant-secret-file"
+        raise ConfigError(message, field="tenant_secret_file")
+    return secret
+
+
+def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
+    key = hmac.digest(secret, _PURPOSE + entry.tenant.id.encode(), "sha256")
+    return Account(
+        tenant=entry.tenant,
+        weight=entry.weight,
+        max_in_flight=entry.max_in_flight,
+        requests_per_minute=entry.requests_per_minute,
+        tokens_per_minute=entry.tokens_per_minute,
+        admin=entry.admin or alone,  # with nobody else there is nothing to hide
+        salt_key=key,
+        message=tenant_to_pb(entry.tenant),
+        own_salt=_salt(key, ""),
+    )
+
+
+def _salt(key: bytes, cache_salt: str) -> str:
+    return hmac.digest(key, cache_salt.encode("utf-8", "surrogatepass"), "sha256").hex()

@@ -1,0 +1,94 @@
+"""``baton bench router``: its flags and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable
+
+from baton.errors import BatonError, ConfigError
+
+_EPILOG = """exit status:
+  0  every policy was replayed
+  2  it cannot run as asked: a flag, a file, a policy that there is not
+  3  a policy stayed below --require-hit-rate, or above --require-balance
+  130  interrupted
+"""
+
+
+def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``router``."""
+    parser = benches.add_parser(
+        "router",
+        help="routing policies on a trace, with the router's own index and placement, on virtual time",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to replay")
+    what.add_argument("--trace", default="", metavar="FILE", help="JSON lines as Mooncake publishes them")
+    what.add_argument("--limit", type=int, default=None, help="requests of it at most")
+    what.add_argument("--speedup", type=float, default=1.0, help="let requests arrive so many times faster")
+    what.add_argument("--generate", type=int, default=None, metavar="N", help="N requests with shared prefixes instead")
+    what.add_argument("--save", default="", metavar="FILE", help="write the generated requests as a trace")
+    made = parser.add_argument_group("what to generate")
+    made.add_argument("--prefixes", type=int, default=1, help="system prompts; the k-th is chosen with weight 1/k")
+    made.add_argument("--prefix-blocks", type=int, default=20, help="length of each, in blocks of 512 tokens")
+    made.add_argument("--turns", type=float, default=1.0, help="mean turns of a conversation")
+    made.add_argument("--turn-blocks", type=float, default=4.0, help="mean new blocks per turn")
+    made.add_argument("--output-tokens", type=float, default=200.0, help="mean output")
+    made.add_argument("--rate", type=float, default=5.0, help="requests per second")
+    made.add_argument("--think-s", type=float, default=20.0, help="mean pause between two turns")
+    how = parser.add_argument_group("how")
+    how.add_argument("--instances", type=int, default=8, help="prefill instances")
+    how.add_argument("--decode-instances", type=int, default=None, help="decode instances (default: as many)")
+    how.add_argument("--policy", default="match_minus_load", help="policies to compare: a,b,c, or all")
+    how.add_argument("--beta", default="0.5", help="weights of load for match_minus_load, one run each")
+    how.add_argument("--temperature", type=float, default=0.0, help="softmax temperature of match_minus_load")
+    how.add_argument("--threshold", type=int, default=None, help="missing tokens below which decode prefills")
+    how.add_argument("--seed", type=int, default=0, help="of ties, draws and what is generated")
+    add_hardware(parser.add_argument_group("simulated instances"))
+    out = parser.add_argument_group("answers")
+    out.add_argument("--json", action="store_true", help="one JSON object on standard output instead of a table")
+    out.add_argument("--plot", default="", metavar="FILE", help="draw hits, balance and TTFT into a .svg file")
+    out.add_argument("--require-hit-rate", type=float, default=None, help="exit status 3 below this, in percent")
+    out.add_argument("--require-balance", type=float, default=None, help="exit status 3 if load max/mean is above this")
+    parser.set_defaults(run=run)
+
+
+def add_hardware(group: argparse._ArgumentGroup) -> None:
+    """Declare how fast instances are."""
+    group.add_argument("--prefill-tokens-per-s", type=float, default=8000.0, help="of a prefill instance")
+    group.add_argument("--local-prefill-tokens-per-s", type=float, default=6000.0, help="of a decode instance")
+    group.add_argument("--gb-per-s", type=float, default=12.5, help="that a pair's pipe carries")
+    group.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="that it has to")
+    group.add_argument("--itl-ms", type=float, default=15.0, help="between two tokens of a sequence by itself")
+    group.add_argument("--itl-per-sequence-ms", type=float, default=0.3, help="that each other sequence adds")
+    group.add_argument("--cache-blocks", type=int, default=0, help="blocks of 512 tokens an instance keeps; 0: all")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; returns the exit status, see ``--help``."""
+    # Imported here: other commands need none of it.
+    from baton_router.bench.bench import replay_all
+
+    command = shlex.join(["baton", *sys.argv[1:]])
+    return guarded("router", lambda: replay_all(args, command))
+
+
+def guarded(name: str, action: Callable[[], int]) -> int:
+    """Turn errors into messages and an exit status."""
+    try:
+        return action()
+    except ConfigError as error:
+        print(f"baton bench {name}: error: {error.message}", file=sys.stderr)  # noqa: T201
+        return 2
+    except BatonError as error:
+        print(f"baton bench {name}: {error.message}", file=sys.stderr)  # noqa: T201
+        return 1
+    except BrokenPipeError:  # who reads our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,244 @@
+"""A trace against the router's own placement, index and policies, on virtual time.
+
+Per request: the real :class:`~baton_router.scheduler.placement.Placer` chooses from the real index, which simulated
+instances
+feed with real KV events; the prompt waits in its instance's queue, is computed as far as nothing was cached, its KV
+travels, and decode generates. What a worker would report of it is reported, so policies that learn do learn.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from baton.api.v1 import common_pb2
+from baton.errors import ConfigError
+from baton.hashing import block_hashes, root_hash
+from baton.types import BlockHash, PrefillPath, Role
+from baton_router.bench.machine import Hardware, Machine
+from baton_router.bench.trace import BLOCK_TOKENS, TraceRequest
+from baton_router.indexer.prefix_index import PrefixIndex
+from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.registry.instance import Instance
+from baton_router.scheduler.placement import Ask, Placement, Placer
+from baton_router.scheduler.policies import PolicyContext, make_policy
+from baton_router.scheduler.speeds import Speeds
+
+_LAYERS = 32
+"""The last layer's share of a transfer is what layer-wise overlap cannot hide."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to replay on.
+
+    Attributes:
+        prefills: Prefill instances.
+        decodes: Decode instances.
+        policy: Name of the policy.
+        beta: Weight of load against match.
+        temperature: Of the choice.
+        threshold: Missing tokens below which decode prefills; ``None``: decode never does, unless the policy says so.
+        seed: Of the policy's random choices.
+        hardware: Of all instances.
+
+    Raises:
+        ConfigError: A number is out of range; names the field.
+    """
+
+    prefills: int = 8
+    decodes: int = 8
+    policy: str = "match_minus_load"
+    beta: float = 0.5
+    temperature: float = 0.0
+    threshold: int | None = None
+    seed: int = 0
+    hardware: Hardware = field(default_factory=Hardware)
+
+    def __post_init__(self) -> None:
+        for name in ("prefills", "decodes"):
+            if not 1 <= getattr(self, name) <= 1024:
+                raise ConfigError(f"{name} must be between 1 and 1024, got {getattr(self, name)}", field=name)
+
+
+@dataclass(slots=True)
+class Run:
+    """What a replay counted; one entry per request, in order of their first tokens."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    decision_us: list[float] = field(default_factory=list)
+    hit_blocks: int = 0
+    reused_blocks: int = 0
+    local: int = 0
+    prefills: list[Machine] = field(default_factory=list)
+    decodes: list[Machine] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request on its way."""
+
+    request: TraceRequest
+    hashes: list[BlockHash]
+    placement: Placement
+    machine: Machine
+    decode: Machine
+    computed: int = 0
+    cached: int = 0
+    moved: int = 0
+    exposed_s: float = 0.0
+
+
+class Replay:
+    """One run of a trace; call :meth:`run` once.
+
+    Args:
+        setup: What to replay on.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._clock = 0.0
+        self._order = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.index = PrefixIndex()
+        self._speeds = Speeds(self.now)
+        context = PolicyContext(
+            beta=setup.beta, temperature=setup.temperature, rng=random.Random(setup.seed), speeds=self._speeds
+        )
+        self._placer = Placer(
+            self,
+            make_policy(setup.policy, context),
+            RouterMetrics(),
+            max_prefills=1,
+            threshold=setup.threshold,
+            speeds=self._speeds,
+            seed=setup.seed,
+        )
+        self._run = Run(
+            prefills=[self._machine(f"p{i}", Role.PREFILL) for i in range(setup.prefills)],
+            decodes=[self._machine(f"d{i}", Role.DECODE) for i in range(setup.decodes)],
+        )
+        info = self._run.decodes[0].instance.info
+        assert info is not None
+        self._root = root_hash(info.content_key)
+        machines = [*self._run.prefills, *self._run.decodes]
+        self._machines = {x.instance.address: x for x in machines}
+        self._instances = {role: [x.instance for x in machines if x.role is role] for role in Role}
+
+    def now(self) -> float:
+        """Return the virtual time, in seconds."""
+        return self._clock
+
+    def ready(self, role: Role) -> list[Instance]:
+        """Return the instances of a role, all of them."""
+        return self._instances[role]
+
+    def run(self, requests: Sequence[TraceRequest], progress: Callable[[int], None] | None = None) -> Run:
+        """Replay requests, which are in order of arrival."""
+        for at, request in enumerate(requests):
+            self._advance(request.at_ms / 1000)
+            self._arrive(request)
+            if progress is not None and at % 200 == 0:
+                progress(at)
+        self._advance(float("inf"))
+        return self._run
+
+    def _machine(self, name: str, role: Role) -> Machine:
+        return Machine(name, role, self.index, self.now, self._setup.hardware)
+
+    def _advance(self, until: float) -> None:
+        while self._events and self._events[0][0] <= until:
+            self._clock, _, action = heapq.heappop(self._events)
+            action()
+        if until != float("inf"):
+            self._clock = until
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._clock + seconds, next(self._order), action))
+
+    def _arrive(self, request: TraceRequest) -> None:
+        # A block's name stands for all of its tokens, and the last block for a whole one, as the trace counts.
+        tokens = np.repeat(np.array(request.blocks, dtype="<u4"), BLOCK_TOKENS)
+        ask = Ask(tokens, session=request.session, max_tokens=request.output_tokens)
+        began = time.perf_counter()
+        placement = self._placer.place(ask)
+        self._run.decision_us.append(1e6 * (time.perf_counter() - began))
+        assert placement is not None  # simulated instances are always ready
+        decision = placement.decision
+        decode = self._machines[placement.decode.address]
+        local = decision.path in (PrefillPath.LOCAL, PrefillPath.STORE)
+        machine = decode if local else self._machines[decision.prefill_addresses[0]]
+        self._run.local += local
+        machine.num_requests += 1
+        machine.prompt_tokens += len(tokens)
+        job = _Job(request, block_hashes(tokens, BLOCK_TOKENS, self._root), placement, machine, decode)
+        machine.queue.append(job)
+        if len(machine.queue) == 1:
+            self._start(job)
+
+    def _start(self, job: _Job) -> None:
+        machine, hardware, total = job.machine, self._setup.hardware, job.request.input_tokens
+        own, there = machine.held(job.hashes), job.decode.held(job.hashes)
+        self._run.hit_blocks += own
+        if machine is not job.decode:
+            self._run.reused_blocks += max(0, there - own)
+        job.computed = max(1, total - BLOCK_TOKENS * max(own, there))
+        job.cached = total - job.computed
+        machine.computed_tokens += job.computed
+        seconds = hardware.prefill_s(machine.role, job.computed)
+        if machine is not job.decode:
+            job.moved = max(0, total - BLOCK_TOKENS * there)
+            transfer = hardware.transfer_s(job.moved)
+            job.exposed_s = max(transfer - seconds, transfer / _LAYERS)
+        self._after(seconds, lambda: self._computed(job))
+
+    def _computed(self, job: _Job) -> None:
+        machine = job.machine
+        machine.queue.popleft()
+        machine.store(job.hashes)
+        if machine.queue:
+            self._start(machine.queue[0])
+        self._after(job.exposed_s, lambda: self._first_token(job))
+
+    def _first_token(self, job: _Job) -> None:
+        request, decode, hardware = job.request, job.decode, self._setup.hardware
+        ttft_s = self._clock - request.at_ms / 1000
+        self._run.ttft_ms.append(1000 * ttft_s)
+        if job.machine is not decode:
+            decode.store(job.hashes)
+        job.placement.trace = self._trace(job, ttft_s)
+        job.placement.grow(1)
+        job.placement.prefilled()
+        decode.decoding += 1
+        itl_s = (hardware.itl_ms + hardware.itl_per_sequence_ms * (decode.decoding - 1)) / 1000
+        self._after(itl_s * (request.output_tokens - 1), lambda: self._finished(job))
+
+    def _finished(self, job: _Job) -> None:
+        job.decode.decoding -= 1
+        if job.request.output_tokens > 1:
+            job.placement.grow(job.request.output_tokens - 1)
+        job.placement.release()
+
+    def _trace(self, job: _Job, ttft_s: float) -> common_pb2.RequestTrace:
+        request, local = job.request, job.machine is job.decode
+        kinds = common_pb2.PREFILL_PATH_LOCAL, common_pb2.PREFILL_PATH_REMOTE
+        return common_pb2.RequestTrace(
+            path=kinds[0] if local else kinds[1],
+            prefill_instance="" if local else job.machine.instance.instance_id,
+            decode_instance=job.decode.instance.instance_id,
+            prompt_tokens=request.input_tokens,
+            cached_tokens=job.cached if local else 0,
+            prefill_cached_tokens=0 if local else job.cached,
+            recomputed_tokens=job.computed if local else 0,
+            transferred_tokens=job.moved,
+            kv_bytes=job.moved * self._setup.hardware.kv_bytes_per_token,
+            exposed_us=round(1e6 * job.exposed_s),
+            ttft_us=round(1e6 * ttft_s),
+        )

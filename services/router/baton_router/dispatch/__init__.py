@@ -1,0 +1,1 @@
+"""From a placed request to its last token, over as many instances as it takes."""

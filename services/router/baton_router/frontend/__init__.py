@@ -1,0 +1,1 @@
+"""What clients of the router speak to: HTTP, gRPC, and the console."""

@@ -1,0 +1,1 @@
+"""What there is to see: the console, and ``/debug``."""

@@ -1,0 +1,178 @@
+"""Direct mode: places a request, signs a ticket for it, and holds its share while the client runs it by itself.
+
+The share ends with the client's notice, or when it has said nothing for ``LEASE_S``: a client that died has broken its
+stream to the decode instance too, and the work there has ended with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from baton.api.v1 import router_pb2
+from baton.errors import InvalidRequestError, UnavailableError
+from baton.rpc.ticket import Bearer, sign
+from baton_router.accounts.accounts import Account
+from baton_router.dispatch.direct_run import DirectRun
+from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
+from baton_router.frontend.grpc.generate import text_request
+from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.processor.input_processor import TextPipeline
+
+START_S = 30.0
+"""How long a ticket counts: the client asks for it when it is about to use it."""
+LEASE_S = 30.0
+MAX_RESERVATIONS = 65536
+_TICK_S = 1.0
+_CODES = {
+    "failed": UnavailableError.code,  # what remained was asked of a router, as a request of its own
+    "router_ended": UnavailableError.code,
+    "expired": "cancelled",  # a client that says nothing any more has ended its stream, too
+}
+"""What the outcomes of direct requests are called where those of all requests are counted."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A reservation; ``most``: tokens that its request can have at all, whatever its client says."""
+
+    reserved: Reserved
+    run: DirectRun
+    ends_at: float
+    most: int
+    tokens: int = 0
+
+
+class TicketDesk:
+    """Gives tickets out and keeps their reservations.
+
+    Args:
+        key: Shared with the decode instances; ``None``: there is no direct mode.
+        pipeline: Checks and tokenizes.
+        dispatcher: Places.
+        metrics: Where requests are counted.
+        now: Monotonic clock.
+    """
+
+    def __init__(
+        self,
+        key: bytes | None,
+        pipeline: TextPipeline,
+        dispatcher: PlacingDispatcher,
+        metrics: RouterMetrics,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._key, self._pipeline, self._dispatcher, self._now = key, pipeline, dispatcher, now
+        self._metrics = metrics
+        self._open: dict[str, _Open] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        r: CollectorRegistry = metrics.registry
+        self._ended = Counter(
+            "baton_router_direct_requests",
+            "Requests that ran by a ticket, by how they ended",
+            ["outcome"],
+            registry=r,
+        )
+        Gauge("baton_router_direct_open", "Reservations of requests that run by a ticket", registry=r).set_function(
+            lambda: len(self._open)
+        )
+
+    def start(self) -> None:
+        """Begin to watch the leases; needs a running loop."""
+        if self._key is not None:
+            self._ticker = asyncio.create_task(self._tick(), name="tickets")
+
+    async def close(self) -> None:
+        """End every reservation."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        for name in list(self._open):
+            self._end(name, "router_ended")
+
+    async def place(
+        self, request: router_pb2.RouterGenerateRequest, account: Account | None = None
+    ) -> router_pb2.RouteResponse:
+        """Place a request and sign a ticket for it.
+
+        Args:
+            request: What the client wants.
+            account: Whose API key it showed, if any.
+
+        Raises:
+            InvalidRequestError: This router has no key for tickets, or the request is wrong; names the field.
+            QueueFullError: Everybody is full.
+            UnavailableError: No instance is ready.
+        """
+        if self._key is None:
+            raise InvalidRequestError("this router gives no tickets: it has no --ticket-key-file", field="direct")
+        if len(self._open) >= MAX_RESERVATIONS:
+            raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
+        prepared = await self._pipeline.prepare(text_request(request, account))
+        run = self._pipeline.follow(prepared)
+        try:
+            reserved = await self._dispatcher.reserve(prepared.routed)
+        except BaseException as error:
+            run.fail(error)
+            raise
+        run.placed(reserved.placement.decision)
+        message, decode = reserved.message, reserved.placement.decode
+        assert decode.info is not None  # it was chosen, so it said who it is
+        sign(self._key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
+        most = message.sampling.n * message.sampling.max_tokens
+        self._open[message.request_id] = _Open(reserved, run, self._now() + max(START_S, LEASE_S), most)
+        return router_pb2.RouteResponse(
+            decision=reserved.placement.decision.to_pb(),
+            direct=router_pb2.DirectPlacement(
+                address=decode.address,
+                request=message,
+                start_ms=int(1000 * START_S),
+                lease_ms=int(1000 * LEASE_S),
+                model_path=prepared.info.path,
+            ),
+        )
+
+    def note(self, request: router_pb2.NoteDirectRequest) -> bool:
+        """Take a client's notice; ``False``: there is no such reservation any more."""
+        found = self._open.get(request.request_id)
+        if found is None:
+            return False
+        found.ends_at = self._now() + LEASE_S
+        tokens = min(request.num_tokens, found.most)
+        if tokens > found.tokens:
+            found.reserved.grow(tokens - found.tokens, first=not found.tokens)
+            found.tokens = tokens
+        found.run.note(request, found.tokens)
+        if request.ended:
+            if request.HasField("trace"):
+                self._metrics.observe_trace(request.trace)
+            found.reserved.failed = request.failed
+            self._end(request.request_id, _outcome(request))
+        return True
+
+    def expire(self) -> None:
+        """End the reservations of clients that said nothing for too long."""
+        now = self._now()
+        for name in [name for name, found in self._open.items() if found.ends_at <= now]:
+            self._end(name, "expired")
+
+    def _end(self, name: str, outcome: str) -> None:
+        found = self._open.pop(name)
+        found.reserved.end()
+        found.run.end(_CODES.get(outcome, outcome))
+        self._ended.labels(outcome=outcome).inc()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.expire()
+
+
+def _outcome(notice: router_pb2.NoteDirectRequest) -> str:
+    if notice.failed:
+        return "failed"
+    return "cancelled" if notice.cancelled else "done"

@@ -1,0 +1,1 @@
+"""The prefix index, and the KV events that feed it."""

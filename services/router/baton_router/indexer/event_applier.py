@@ -1,0 +1,298 @@
+"""One instance's KV events on their way into the index: order, gaps, restarts, how far to trust them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.api.v1 import events_pb2
+from baton.hashing import HASH_BYTES, HashChain
+from baton.types import BlockHash, Epoch
+from baton_router.indexer.approx_index import OwnDecisions
+from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+
+DEVICE = "device"
+LOWER_TIERS = ("host", "disk", "remote")
+"""Nearest first. What lies there must be loaded before it is used, so it is no match; see :attr:`EventFeed.tiers`."""
+STORE_TIERS = {"host": "store", "disk": "store_disk", "remote": "store_remote"}
+"""What the tiers of a KV store are called, seen from the instances that load from it."""
+
+
+class IndexState(enum.StrEnum):
+    """How much the index knows of an instance."""
+
+    EXACT = "exact"
+    """Every event up to now was applied."""
+    STALE = "stale"
+    """The event stream is broken or silent, or the index was full; what is known may be out of date."""
+    OFF = "off"
+    """Nothing is known; the router's own decisions stand in."""
+
+
+class EventGapError(Exception):
+    """Events are missing; subscribe again from :attr:`EventFeed.resume_from`."""
+
+
+class EventFeed:
+    """Applies one instance's event batches to its slots of the index.
+
+    As long as the instance has told nothing, or nothing for too long, what the router itself has sent there counts as
+    cached for a while.
+
+    Args:
+        index: The index.
+        now: Monotonic clock, in seconds.
+        stale_limit_s: After so long without events a stale slot is not used any more.
+        decision_ttl_s: How long a prompt counts as cached that was sent to an instance without events.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        now: Callable[[], float],
+        stale_limit_s: float = 30.0,
+        decision_ttl_s: float = 120.0,
+    ) -> None:
+        self._index = index
+        self._now = now
+        self._stale_limit_s = stale_limit_s
+        self._slot = index.add()
+        self._lower: dict[str, int] = {}
+        self._epoch: Epoch | None = None
+        self._process: Epoch | None = None
+        self._sequence = 0
+        self._known = False
+        self._broken_at: float | None = now()
+        self._heard_at = now()
+        self._silence_s: float | None = None
+        self._incomplete = False
+        self._partial = False
+        self._decisions = OwnDecisions(index, now=now, ttl_s=decision_ttl_s)
+        self.num_gaps = 0
+        self.num_events = 0
+
+    @property
+    def slot(self) -> int:
+        """The slot of the index that holds this instance's blocks; changes with every snapshot."""
+        return self._slot
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether the instance has told of blocks outside its own pool."""
+        return bool(self._lower)
+
+    @property
+    def tiers(self) -> tuple[tuple[str, int], ...]:
+        """Tiers that the instance has told of, nearest first, each with the slots of it and all nearer ones.
+
+        With :meth:`PrefixIndex.match_any` they tell how many leading blocks come from each tier or nearer.
+        """
+        slots, found = 1 << self._slot, [(DEVICE, 1 << self._slot)]
+        for tier in LOWER_TIERS:
+            if tier in self._lower:
+                slots |= 1 << self._lower[tier]
+                found.append((tier, slots))
+        return tuple(found)
+
+    @property
+    def lower_slots(self) -> dict[str, int]:
+        """The slot of each lower tier that was told of."""
+        return self._lower
+
+    @property
+    def num_lower_blocks(self) -> dict[str, int]:
+        """Blocks that the index holds of each lower tier that was told of."""
+        return {tier: self._index.num_blocks(slot) for tier, slot in self._lower.items()}
+
+    @property
+    def state(self) -> IndexState:
+        """How far the slot can be trusted now."""
+        if not self._known:
+            return IndexState.OFF
+        cut_at = self._cut_at
+        if cut_at is not None and self._now() - cut_at > self._stale_limit_s:
+            return IndexState.OFF
+        exact = cut_at is None and not self._incomplete and not self._partial
+        return IndexState.EXACT if exact else IndexState.STALE
+
+    @property
+    def usable(self) -> bool:
+        """Whether a match on the slot may count: not if what is known is too old. An empty slot does no harm."""
+        # What ``age_s`` says, in one step: every request asks this of every instance.
+        if not self._known:
+            return True
+        if self._broken_at is not None:
+            return self._now() - self._broken_at <= self._stale_limit_s
+        return self._silence_s is None or self._now() - self._heard_at <= max(self._silence_s, self._stale_limit_s)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the event stream broke or fell silent; 0 while it is whole."""
+        cut_at = self._cut_at
+        return 0.0 if cut_at is None else self._now() - cut_at
+
+    @property
+    def _cut_at(self) -> float | None:
+        if self._broken_at is None and self._silence_s is not None and self._now() - self._heard_at > self._silence_s:
+            return self._heard_at
+        return self._broken_at
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the index holds of this instance."""
+        return self._index.num_blocks(self._slot)
+
+    @property
+    def num_decided(self) -> int:
+        """Prompts that stand in for events."""
+        return len(self._decisions)
+
+    def resume_from(self, epoch: Epoch) -> int:
+        """Return the sequence number to subscribe from.
+
+        It is the last one applied, not the next: the repeated batch is ignored, but it proves at once that the
+        sender still has the same history, even if nothing new ever happens. 0 asks for a snapshot.
+        """
+        return self._sequence if self._known and not self._partial and epoch == self._epoch else 0
+
+    def restarted(self, epoch: Epoch, num_blocks: int = 0) -> bool:
+        """Tell which process is there now, and how many blocks it has; returns whether it is another one.
+
+        Everything is forgotten of a process that was there before.
+        """
+        self._decisions.capacity = num_blocks
+        before, self._process = self._process, epoch
+        if epoch == self._epoch or (self._epoch is None and before in (None, epoch)):
+            return False
+        self._forget()
+        self._decisions.clear()
+        self._index.drop(self._slot)
+        self._slot = self._index.add()
+        self._epoch = self._silence_s = None
+        return True
+
+    def broken(self) -> None:
+        """Tell that the event stream ended."""
+        self._broken_at = self._now() if self._cut_at is None else self._cut_at
+
+    def stood_still(self, seconds: float) -> None:
+        """Tell that the router itself could hear nothing for a while: that is no silence of the instance."""
+        self._heard_at += seconds
+
+    def tick(self) -> None:
+        """Let go of what is too old to be used."""
+        self._decisions.expire()
+        if self._known and not self.usable:
+            self._forget()
+
+    def heartbeat(self, batch: events_pb2.KvEventBatch, silence_s: float) -> None:
+        """Take a sign of life; from now on, on later streams too, a silence of ``silence_s`` makes the index stale.
+
+        Raises:
+            EventGapError: The instance sent events that did not come here.
+        """
+        if not self._known or batch.epoch != self._epoch or batch.sequence != self._sequence:
+            self._gap(Epoch(batch.epoch), f"batch {batch.sequence} did not come, the last was {self._sequence}")
+        self._hear()
+        self._silence_s = silence_s
+
+    def apply(self, batch: events_pb2.KvEventBatch) -> bool:
+        """Apply a batch; returns ``False`` for one that was applied before.
+
+        Raises:
+            EventGapError: Events were lost between the last batch and this one, or it comes from another process.
+        """
+        epoch = Epoch(batch.epoch)
+        if batch.snapshot:
+            self._forget()
+            self._decisions.clear()
+            self._known, self._epoch = True, epoch
+        elif self._partial and epoch == self._epoch and batch.sequence == self._sequence:
+            pass  # the snapshot's next part
+        elif not self._known or self._partial or epoch != self._epoch or batch.sequence > self._sequence + 1:
+            self._gap(epoch, f"expected batch {self._sequence + 1}, got {batch.sequence}")
+        elif batch.sequence <= self._sequence:
+            self._hear()
+            return False
+        self._sequence, self._partial = batch.sequence, batch.more
+        self._hear()
+        for event in batch.events:
+            self._apply_event(event)
+        self.num_events += len(batch.events)
+        return True
+
+    def _hear(self) -> None:
+        self._heard_at, self._broken_at = self._now(), None
+
+    def _gap(self, epoch: Epoch, what: str) -> None:
+        self.num_gaps += 1
+        self.broken()
+        if epoch != self._epoch:
+            self._forget()
+        raise EventGapError(what)
+
+    def _apply_event(self, event: events_pb2.KvEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "stored":
+            slot = self._slot_of(event.stored.tier, make=True)
+            if slot is not None and self._index.stored(slot, _hashes(event.stored.block_hashes)):
+                self._incomplete = True
+        elif kind == "removed":
+            slot = self._slot_of(event.removed.tier)
+            if slot is not None:
+                self._index.removed(slot, _hashes(event.removed.block_hashes))
+        elif kind == "cleared":
+            tier = event.cleared.tier
+            if tier in ("", DEVICE):
+                self._slot = self._index.replace(self._slot)
+            for lower in [name for name in self._lower if tier in ("", name)]:
+                self._index.drop(self._lower.pop(lower))
+
+    def _slot_of(self, tier: str, *, make: bool = False) -> int | None:
+        """Return a tier's slot; ``None``: nothing is kept of it."""
+        if tier in ("", DEVICE):
+            return self._slot
+        if make and tier in LOWER_TIERS and tier not in self._lower:
+            self._lower[tier] = self._index.add()
+        return self._lower.get(tier)
+
+    def lost(self) -> None:
+        """Tell that the process is gone, and with it everything that it told of."""
+        self.broken()
+        if self._known:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget what the instance told; what is expected of it stays."""
+        self._slot = self._index.replace(self._slot)
+        for slot in self._lower.values():
+            self._index.drop(slot)
+        self._lower.clear()
+        self._known = self._incomplete = self._partial = False
+
+    def expect(self, hashes: Sequence[BlockHash]) -> Expectation | None:
+        """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.expect`."""
+        index = self._index
+        if not self._known:
+            self._decisions.remember(self._slot, hashes)
+        expectation = index.expect(self._slot, hashes)
+        if index.news is not None and expectation is not None:
+            index.news.append((expectation, hashes))
+        return expectation
+
+    def close(self) -> None:
+        """Take this instance out of the index."""
+        self._decisions.clear()
+        for slot in (self._slot, *self._lower.values()):
+            self._index.drop(slot)
+
+
+def _hashes(raw: Sequence[bytes]) -> HashChain:
+    """Hashes of the right length; anything else could not have come from the hash chain."""
+    data = b"".join(raw)
+    return HashChain(data if len(data) == HASH_BYTES * len(raw) else b"".join(_right(raw)))
+
+
+def _right(raw: Iterable[bytes]) -> Iterable[bytes]:
+    return (item for item in raw if len(item) == HASH_BYTES)

@@ -1,0 +1,85 @@
+"""One event stream, of an instance or of a KV store, from its beginning to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterable
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from baton.api.v1 import events_pb2
+from baton_router.indexer.event_applier import EventFeed, EventGapError
+from baton_router.metrics.router_metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+_SILENT_BEATS = 3.5
+"""Heartbeats that may be missing before an event stream counts as cut."""
+_LOST_BEATS = 20
+"""Heartbeats that may be missing before another stream is opened in its place."""
+
+
+class _Answer(Protocol):
+    @property
+    def batch(self) -> events_pb2.KvEventBatch: ...
+
+
+class EventStream(AsyncIterable[_Answer], Protocol):
+    """A call that streams events."""
+
+    def cancel(self) -> object:
+        """End it."""
+
+
+class EventFollower:
+    """Puts streams of events into a feed.
+
+    Args:
+        feed: Where they go.
+        metrics: Where events and gaps are counted.
+        beat_s: Seconds between the heartbeats that are asked for; 0: none are.
+    """
+
+    def __init__(self, feed: EventFeed, metrics: RouterMetrics, beat_s: float) -> None:
+        self._feed, self._metrics, self._beat_s = feed, metrics, beat_s
+        self.heard = False
+        """Whether the latest stream brought anything."""
+
+    async def follow(self, name: str, call: EventStream) -> bool:
+        """Follow one stream until it ends; ``False``: there is none to be had.
+
+        Args:
+            name: Whose, for log and metrics.
+            call: The stream, from :meth:`EventFeed.resume_from` on.
+        """
+        self.heard = False
+        try:
+            async with asyncio.timeout(None) as silence:
+                async for answer in call:
+                    self._take(name, answer.batch, silence)
+                    self.heard = True
+        except TimeoutError:
+            log.warning("KV events of %s fell silent", name)
+        except EventGapError as error:
+            log.warning("KV events of %s have a gap: %s", name, error)
+            self._metrics.sequence_gaps.labels(instance=name).inc()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return False
+            log.warning("KV events of %s broke: %s: %s", name, error.code().name, error.details())
+        finally:
+            call.cancel()
+            self._feed.broken()
+        return True
+
+    def _take(self, name: str, batch: events_pb2.KvEventBatch, silence: asyncio.Timeout) -> None:
+        """Put a batch into the index. Once heartbeats come, ``silence`` ends a stream that nothing comes from."""
+        if batch.heartbeat:
+            self._feed.heartbeat(batch, _SILENT_BEATS * self._beat_s)
+        elif self._feed.apply(batch):
+            self._metrics.index_events.labels(instance=name).inc(len(batch.events))
+        if batch.heartbeat or silence.when() is not None:
+            silence.reschedule(asyncio.get_running_loop().time() + _LOST_BEATS * self._beat_s)

@@ -1,0 +1,223 @@
+"""The KV stores whose contents the router knows, from their own events: whoever uses one can load what lies there.
+
+A store's blocks are in the same index as the instances', in slots of its own, one per tier. For an instance that was
+started with that store they count as one more lower tier, beyond its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import grpc
+import grpc.aio
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.config.stores import DISCOVER
+from baton.errors import UnavailableError
+from baton.kv_transfer.connector.store.discovery import RedisMembership
+from baton.types import Epoch
+from baton_router.config import RouterConfig
+from baton_router.dispatch.backoff import Backoff
+from baton_router.indexer.event_applier import STORE_TIERS, EventFeed
+from baton_router.indexer.event_subscriber import EventFollower
+from baton_router.indexer.prefix_index import PrefixIndex
+from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.registry.instance import Instance
+
+log = logging.getLogger(__name__)
+
+_NO_EVENTS_S = 60.0
+
+OpenChannel = Callable[[str], grpc.aio.Channel]
+
+
+class Store:
+    """One store process: its address, its name once it answered, and its part of the index."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel, feed: EventFeed) -> None:
+        self.address, self.channel, self.feed = address, channel, feed
+        self.name = address
+        self.stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Blocks that the index holds of each tier that the store has told of."""
+        return {STORE_TIERS[tier]: blocks for tier, blocks in self.feed.num_lower_blocks.items()}
+
+
+class Stores(Collector):
+    """All stores that the configuration names, or that register in Redis.
+
+    Args:
+        config: Addresses and intervals.
+        index: Where their blocks go.
+        metrics: Where events are counted.
+        open_channel: Opens a channel to an address.
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        index: PrefixIndex,
+        metrics: RouterMetrics,
+        open_channel: OpenChannel,
+        now: Callable[[], float],
+    ) -> None:
+        self._config, self._index, self._metrics, self._open, self._now = config, index, metrics, open_channel, now
+        self._links: dict[str, tuple[Store, asyncio.Task[None]]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._membership: RedisMembership | None = None
+        if config.kv_events and DISCOVER in config.kvstore:
+            self._membership = RedisMembership(config.redis, config.redis_prefix)
+        self._starting: asyncio.Task[None] | None = None
+        self._rng = random.Random()
+        metrics.registry.register(self)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __iter__(self) -> Iterator[Store]:
+        return (store for store, _ in self._links.values())
+
+    def start(self) -> None:
+        """Begin to follow the stores; needs a running loop."""
+        if self._membership is not None:
+            self._starting = asyncio.create_task(self._discover(self._membership), name="discovery of stores")
+        elif self._config.kv_events:
+            self.set(self._config.kvstore)
+
+    async def _discover(self, membership: RedisMembership) -> None:
+        with contextlib.suppress(UnavailableError):  # nobody waits for Redis; it is looked for until the end
+            await membership.start(self, deadline=time.monotonic())
+
+    def set(self, names: Iterable[str]) -> None:
+        """Take note of which stores there are."""
+        wanted = set(names)
+        for address in self._links.keys() - wanted:
+            store, task = self._links.pop(address)
+            log.info("the KV store %s left", store.name)
+            leave = asyncio.create_task(self._leave(store, task), name=f"close store {address}")
+            self._leaving.add(leave)
+            leave.add_done_callback(self._leaving.discard)
+        for address in sorted(wanted - self._links.keys()):
+            store = Store(address, self._open(address), self.make_feed())
+            self._links[address] = store, asyncio.create_task(self._run(store), name=f"store {address}")
+
+    async def _leave(self, store: Store, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        store.feed.close()
+        await store.channel.close(None)
+
+    def make_feed(self) -> EventFeed:
+        """Return an empty part of the index for one store."""
+        return EventFeed(self._index, now=self._now, stale_limit_s=self._config.index_stale_limit_s, decision_ttl_s=0.0)
+
+    async def close(self) -> None:
+        """End every link and channel."""
+        if self._starting is not None:
+            await self._starting
+        if self._membership is not None:
+            await self._membership.close()
+        self.set(())
+        await asyncio.gather(*self._leaving)
+
+    def tick(self) -> None:
+        """Let go of what is too old to be used."""
+        for store in self:
+            store.feed.tick()
+
+    def stood_still(self, seconds: float) -> None:
+        """Tell that the router itself could hear nothing for a while."""
+        for store in self:
+            store.feed.stood_still(seconds)
+
+    def tiers(self, instance: Instance) -> tuple[tuple[str, int], ...]:
+        """Return the tiers that an instance can load from, nearest first, each with the slots of it and nearer ones."""
+        if not self._links or instance.info is None or not instance.info.kvstore:
+            return ()
+        return _tiers(store.feed for store in self if _uses(instance.info.kvstore, store.address))
+
+    async def _run(self, store: Store) -> None:
+        """Connect, and connect again, until cancelled."""
+        backoff = Backoff(self._config.reconnect_max_s, self._rng)
+        follower = EventFollower(store.feed, self._metrics, self._config.index_heartbeat_ms / 1000)
+        while True:
+            epoch = await self._ask(store)
+            if epoch is None:
+                # Gone: what lay in its memory is lost, and what is on its disk nobody can load now.
+                store.feed.lost()
+            elif not await self._follow(store, epoch, follower):
+                log.warning("the KV store %s tells no events: its blocks count nowhere", store.name)
+                await asyncio.sleep(_NO_EVENTS_S)
+            elif follower.heard:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _ask(self, store: Store) -> Epoch | None:
+        """Return which process is there; ``None``: none."""
+        try:
+            info = await store.stub.GetStoreInfo(
+                kvstore_pb2.GetStoreInfoRequest(), timeout=self._config.probe_timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            if store.feed.usable and store.feed.num_lower_blocks:
+                log.warning("the KV store at %s does not answer: %s", store.address, error.code().name)
+            return None
+        store.name = info.instance_id or store.address
+        if store.feed.restarted(Epoch(info.epoch)):
+            log.info("the KV store %s restarted", store.name)
+        return Epoch(info.epoch)
+
+    async def _follow(self, store: Store, epoch: Epoch, follower: EventFollower) -> bool:
+        request = kvstore_pb2.StreamStoreEventsRequest(
+            from_sequence=store.feed.resume_from(epoch), epoch=epoch, heartbeat_ms=self._config.index_heartbeat_ms
+        )
+        return await follower.follow(store.name, store.stub.StreamStoreEvents(request))
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing in advance: the values are gathered when they are asked for."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is known of every store."""
+        blocks = GaugeMetricFamily(
+            "baton_router_store_blocks", "Blocks in the index of a KV store's tier", labels=["store", "tier"]
+        )
+        state = GaugeMetricFamily(
+            "baton_router_store_index_state",
+            "1 for the state that holds of a KV store's part of the index: exact, stale or off",
+            labels=["store", "state"],
+        )
+        for store in self:
+            state.add_metric([store.name, store.feed.state.value], 1.0)
+            for tier, count in store.tiers.items():
+                blocks.add_metric([store.name, tier], count)
+        yield blocks
+        yield state
+
+
+def _uses(configured: str, address: str) -> bool:
+    """Whether an instance with this ``--kvstore`` loads from the store at an address."""
+    return configured == DISCOVER or address in configured.split(",")
+
+
+def _tiers(feeds: Iterable[EventFeed]) -> tuple[tuple[str, int], ...]:
+    """Join the tiers of several stores: a block may come from any of them."""
+    usable: Sequence[dict[str, int]] = [dict(feed.lower_slots) for feed in feeds if feed.usable]
+    found, slots = [], 0
+    for tier, name in STORE_TIERS.items():
+        of_tier = [own[tier] for own in usable if tier in own]
+        if of_tier:
+            for slot in of_tier:
+                slots |= 1 << slot
+            found.append((name, slots))
+    return tuple(found)

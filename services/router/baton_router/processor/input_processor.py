@@ -1,0 +1,365 @@
+"""Text in, text out: everything between an interface of the router (HTTP, gRPC) and the placement of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from baton.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    shown,
+)
+from baton.token_ids import TokenIds, max_id, token_ids
+from baton.tokenizer import StopStrings, TextModel
+from baton.types import RequestId, SamplingParams
+from baton_router.accounts.accounts import MAX_SALT_CHARS
+from baton_router.admission.tenant import Tenants
+from baton_router.dispatch.direct_run import DirectRun
+from baton_router.metrics.generation_metrics import GenerationClock, GenerationMetrics
+from baton_router.processor.chunk_queue import ChunkQueue
+from baton_router.processor.output_processor import TextRun, TextSink
+from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
+from baton_router.scheduler.decision import Decision
+from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.types import Dispatcher, ModelInfo, RoutedRequest, Running
+
+_ids = random.Random()
+"""Of ids and seeds, which are to differ and are no secrets."""
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 4096
+MAX_REQUEST_ID_CHARS = 256
+_INLINE_CHARS = 4096
+"""Texts up to this length (about a millisecond of work) are tokenized on the event loop, longer ones in a thread."""
+_LARGE_CHARS = 256 * 1024
+"""Texts longer than this are tokenized one at a time: a tenth of a second and some ten MiB at least, for each."""
+_LARGE_WAIT_S = 30.0
+_ID_LISTS = (list, array)
+
+
+class TokenizerProvider(Protocol):
+    """Where tokenizers come from; ``baton.tokenizer.TextModelCache`` is one."""
+
+    async def get(self, path: str) -> TextModel:
+        """Return the tokenizer and chat template of the model at a path.
+
+        Raises:
+            ConfigError: They cannot be loaded.
+        """
+
+    def loaded(self, path: str) -> TextModel | None:
+        """Return what :meth:`get` returns if it need not wait for that."""
+
+
+class TextPipeline:
+    """Tokenizes a request once, has it placed, and turns the tokens that come back into text."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizers: TokenizerProvider,
+        metrics: GenerationMetrics | None = None,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizers = tokenizers
+        self._metrics = metrics
+        self._decisions = decisions or DecisionLog()
+        self._large = asyncio.Semaphore(1)
+        self._tenants = Tenants()
+
+    def model_info(self, model: str = "") -> ModelInfo:
+        """Return the model that is served.
+
+        Args:
+            model: The name a request gave; empty: whichever.
+
+        Raises:
+            NotFoundError: The model is not served; names the field ``model``.
+            UnavailableError: No instance is ready.
+        """
+        info = self._dispatcher.model_info()
+        if model and model != info.name:
+            raise NotFoundError(f"the model {shown(model)} is not served here; {info.name!r} is", field="model")
+        return info
+
+    async def text_model(self, info: ModelInfo) -> TextModel:
+        """Return the tokenizer and chat template of a model.
+
+        Raises:
+            ConfigError: They cannot be loaded.
+        """
+        return await self._tokenizers.get(info.path)
+
+    async def tokenize(self, request: TextRequest, info: ModelInfo, *, limit: int | None = None) -> TokenIds:
+        """Return the token ids of a request's prompt.
+
+        Args:
+            request: The request.
+            info: The model.
+            limit: A text that cannot have fewer tokens than this is not worth tokenizing.
+
+        Raises:
+            InvalidRequestError: The prompt is wrong; names its field.
+            ContextLengthError: It is known to have ``limit`` tokens or more; one that is not known may pass.
+            UnavailableError: Others have long texts tokenized.
+        """
+        num_chars = count_chars(request.prompt)
+        model = await self.text_model(info)
+        if num_chars <= _INLINE_CHARS:
+            return _tokenize(model, request, info, limit)
+        if num_chars <= _LARGE_CHARS:
+            return await asyncio.to_thread(_tokenize, model, request, info, limit)
+        async with self._turn():
+            return await asyncio.to_thread(_tokenize, model, request, info, limit)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_LARGE_WAIT_S):
+                await self._large.acquire()
+        except TimeoutError as error:
+            raise UnavailableError("others have long texts tokenized", retry_after_s=5.0) from error
+        try:
+            yield
+        finally:
+            self._large.release()
+
+    async def prepare(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest:
+        """Check and tokenize a request.
+
+        Args:
+            request: The request.
+            fallback_id: What its id begins with if the caller gave it none.
+
+        Raises:
+            InvalidRequestError: A field is wrong; names it.
+            ContextLengthError: Prompt and output don't fit into the model's context.
+            NotFoundError: The model is not served.
+            UnavailableError: No instance is ready.
+        """
+        now = self.prepare_now(request, fallback_id=fallback_id)
+        if now is not None:
+            return now
+        arrived = time.perf_counter()
+        info = self.model_info(request.model)
+        stops = _stops(request)
+        text_model = await self.text_model(info)
+        ids = await self.tokenize(request, info, limit=info.max_model_len)
+        return self._prepared((request, info, text_model, stops), ids, fallback_id, arrived)
+
+    def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
+        """Do what :meth:`prepare` does without waiting; ``None``: the tokenizer is not loaded, or the text is long.
+
+        Raises:
+            BatonError: See :meth:`prepare`.
+        """
+        arrived = time.perf_counter()
+        info = self.model_info(request.model)
+        stops = _stops(request)
+        _check_bounds(request)
+        text_model = self._tokenizers.loaded(info.path)
+        if text_model is None or count_chars(request.prompt) > _INLINE_CHARS:
+            return None
+        ids = _tokenize(text_model, request, info, info.max_model_len)
+        return self._prepared((request, info, text_model, stops), ids, fallback_id, arrived)
+
+    def _prepared(
+        self,
+        known: tuple[TextRequest, ModelInfo, TextModel, StopStrings | None],
+        ids: TokenIds,
+        fallback_id: str,
+        arrived: float,
+    ) -> PreparedRequest:
+        request, info, text_model, stops = known
+        sampling = _complete(request, info, len(ids))
+        routed = RoutedRequest(
+            # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
+            request_id=RequestId(f"{request.request_id or fallback_id}-{_ids.getrandbits(128).to_bytes(16).hex()}"),
+            prompt_token_ids=ids,
+            sampling=sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            session=_session(request),
+            output_token_ids=request.output_token_ids,
+            ttft_ms=request.ttft_ms,
+            itl_ms=request.itl_ms,
+            tenant=self._tenants.name(request.account, request.cache_salt, request.user),
+            arrived=arrived,
+            account=request.account,
+        )
+        return PreparedRequest(request, routed, info, text_model, stops, arrived)
+
+    def start(self, prepared: PreparedRequest, sink: TextSink) -> Running:
+        """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.
+
+        Errors are:
+            QueueFullError: Everybody is full.
+            OverloadedError: It would wait too long, or longer than it allows.
+            UnavailableError: No instance is left to do it.
+            InvalidRequestError: An instance refused the request.
+        """
+        run = TextRun(prepared, sink, GenerationClock(self._metrics, prepared.arrived), self._decisions)
+        run.start(self._dispatcher)
+        return run
+
+    def follow(self, prepared: PreparedRequest) -> DirectRun:
+        """Begin to keep the books of a request that somebody else runs; :meth:`DirectRun.end` it."""
+        return DirectRun(prepared, GenerationClock(self._metrics, prepared.arrived), self._decisions)
+
+    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[TextChunk, None]:
+        """Run a request. Closing the generator cancels it everywhere at once.
+
+        Raises:
+            BatonError: See :meth:`start`.
+        """
+        chunks: ChunkQueue[TextChunk] = ChunkQueue()
+        async with chunks.of(self.start(prepared, chunks)) as items:
+            async for chunk in items:
+                yield chunk
+
+    async def route(self, prepared: PreparedRequest) -> Decision:
+        """Say where a request would go, and reserve nothing."""
+        return await self._dispatcher.route(prepared.routed)
+
+
+def count_chars(prompt: Prompt) -> int:
+    """Return the length of a prompt's text, roughly; 0 for token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, _ID_LISTS):
+        return 0
+    # All of it, also what stands beside the content: templates write that out too.
+    return sum(_chars(value) for part in (*prompt.messages, prompt.variables) for value in part.values())
+
+
+def _chars(value: Any) -> int:
+    try:
+        return len(str(value))
+    except RecursionError:  # nested as deep as JSON may be: long enough
+        return _LARGE_CHARS
+
+
+def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
+    prompt = request.prompt
+    if isinstance(prompt, _ID_LISTS):
+        if limit is not None and len(prompt) >= limit:
+            raise _no_room(request, limit, len(prompt))
+        most = max_id(prompt) if isinstance(prompt, array) else max(prompt, default=0)
+        if most >= info.vocab_size or (isinstance(prompt, list) and min(prompt, default=0) < 0):
+            raise InvalidRequestError(
+                f"token ids must be between 0 and {info.vocab_size - 1}", field=request.prompt_field
+            )
+        return token_ids(prompt)
+    text = prompt if isinstance(prompt, str) else _render(model, prompt, request.prompt_field)
+    fewest = model.tokenizer.fewest_tokens(text)
+    if limit is not None and fewest >= limit:
+        raise ContextLengthError(
+            f"this model's context is {limit} tokens and {request.prompt_field} has {fewest} or more",
+            field=request.prompt_field,
+        )
+    return model.tokenizer.encode_array(text, request.add_special_tokens, salt=request.cache_salt)
+
+
+def _render(model: TextModel, prompt: ChatPrompt, field: str) -> str:
+    if model.chat_template is None:
+        raise InvalidRequestError("the model has no chat template: send a prompt instead", field=field)
+    return model.chat_template.render(
+        prompt.messages,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        variables=prompt.variables,
+    )
+
+
+def _stops(request: TextRequest) -> StopStrings | None:
+    stops = request.sampling.stop
+    if not stops:
+        return None
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
+    if not all(stops):
+        raise InvalidRequestError("stop must not contain an empty string", field="stop")
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise InvalidRequestError(f"stop must have at most {MAX_STOP_CHARS} characters in all", field="stop")
+    return StopStrings(stops)
+
+
+def _session(request: TextRequest) -> str:
+    """Return the name of a request's conversation: nobody's leads to where another tenant's of the same name goes."""
+    if not request.session or request.account is None:
+        return request.session
+    return f"{request.account.name}/{request.session}"
+
+
+def _check_bounds(request: TextRequest) -> None:
+    if not -(2**31) <= request.priority < 2**31:
+        raise InvalidRequestError(f"priority must fit into 32 bits, got {request.priority}", field="priority")
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
+    if len(request.session) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"session_id must have at most {MAX_SALT_CHARS} characters", field="session_id")
+    if len(request.user) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"user must have at most {MAX_SALT_CHARS} characters", field="user")
+    if request.ttft_ms is not None:
+        _check_milliseconds("ttft_ms", request.ttft_ms)
+    if request.itl_ms is not None:
+        _check_milliseconds("itl_ms", request.itl_ms)
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
+
+
+def _check_milliseconds(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InvalidRequestError(f"{name} must be a number above 0, got {value}", field=name)
+
+
+def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"this model's context is {limit} tokens and {request.prompt_field} has {prompt_tokens}: "
+        "there is no room for an answer",
+        field=request.prompt_field,
+    )
+
+
+def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> SamplingParams:
+    """Return the sampling parameters with everything filled in, and checked against the model."""
+    sampling, limit = request.sampling, info.max_model_len
+    if prompt_tokens == 0:
+        raise InvalidRequestError(f"{request.prompt_field} must not be empty", field=request.prompt_field)
+    if prompt_tokens >= limit:
+        raise _no_room(request, limit, prompt_tokens)
+    room = limit - prompt_tokens
+    max_tokens = sampling.max_tokens
+    if max_tokens is not None and max_tokens > room:
+        raise ContextLengthError(
+            f"this model's context is {limit} tokens; {prompt_tokens} in {request.prompt_field} and {max_tokens} in "
+            f"{request.max_tokens_field} are more",
+            field=f"{request.field_prefix}{request.max_tokens_field}",
+        )
+    if max_tokens is None:
+        max_tokens = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+    complete = sampling.copy()
+    complete.max_tokens = max_tokens
+    if sampling.seed is None:
+        complete.seed = _ids.getrandbits(63)
+    if sampling.top_k > info.vocab_size:
+        complete.top_k = info.vocab_size  # as good as off, and it fits the wire
+    try:
+        complete.validate(vocab_size=info.vocab_size, prefix=request.field_prefix)
+    except InvalidRequestError as error:
+        if error.field != f"{request.field_prefix}max_tokens":
+            raise
+        name = request.max_tokens_field
+        raise InvalidRequestError(
+            error.message.replace("max_tokens", name), field=f"{request.field_prefix}{name}"
+        ) from error
+    return complete

@@ -1,0 +1,136 @@
+"""Requests and answers above the router's seam: with text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from baton.api.v1 import common_pb2
+from baton.token_ids import TokenIds
+from baton.tokenizer import StopStrings, TextModel
+from baton.tokenizer.sequence import SequenceText, TextDelta
+from baton.types import SamplingParams, TokenLogprob
+from baton_router.accounts.accounts import Account
+from baton_router.scheduler.decision import Decision
+from baton_router.types import ModelInfo, RoutedRequest
+
+__all__ = ["ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest"]
+
+
+class ChatPrompt(msgspec.Struct, frozen=True):
+    """A conversation, to be rendered by the model's chat template.
+
+    Attributes:
+        messages: Plain JSON objects with ``role`` and ``content``.
+        add_generation_prompt: End with what begins the assistant's answer.
+        continue_final_message: Leave the last message open instead.
+        variables: More names for the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+
+Prompt: TypeAlias = str | list[int] | TokenIds | ChatPrompt
+
+
+class TextRequest(msgspec.Struct):
+    """A request as an interface of the router takes it; nothing in it is checked yet.
+
+    Attributes:
+        prompt: Text, token ids or a conversation.
+        sampling: ``max_tokens`` and ``seed`` may be missing.
+        request_id: What the caller calls it; the id that instances see begins with it and is unique.
+        model: Empty: the one that is served.
+        default_max_tokens: Where ``sampling`` has none; ``None``: what is left of the context.
+        add_special_tokens: Let the tokenizer add what it adds to a text (the begin token); a rendered conversation
+            has its special tokens already.
+        include_stop: Whether the stop string or token that ended a sequence belongs to its text.
+        cache_salt: Separates the prefix caches of tenants.
+        session: Whose conversation it belongs to; empty: nobody's.
+        priority: Lower runs first.
+        ttft_ms: The first token is wanted within so many milliseconds; ``None``: whenever.
+        itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
+        user: Whose request it is, as the caller says.
+        account: Whose API key it showed; ``None``: there are no keys, or it came from a service. ``cache_salt`` is then
+            the one that the account gave it.
+        output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
+        prompt_field: What errors call the prompt.
+        max_tokens_field: What errors call ``max_tokens``.
+        field_prefix: Put before the names of sampling fields in errors, e.g. ``"sampling."``.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    request_id: str = ""
+    model: str = ""
+    default_max_tokens: int | None = None
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    session: str = ""
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    user: str = ""
+    account: Account | None = None
+    output_token_ids: Sequence[int] = ()
+    prompt_field: str = "prompt"
+    max_tokens_field: str = "max_tokens"
+    field_prefix: str = ""
+
+
+class PreparedRequest(msgspec.Struct):
+    """A request that is checked, tokenized and ready to be placed.
+
+    Attributes:
+        arrived: When it came, by ``time.perf_counter()``.
+    """
+
+    request: TextRequest
+    routed: RoutedRequest
+    info: ModelInfo
+    text_model: TextModel
+    stops: StopStrings | None
+    arrived: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.routed.prompt_token_ids)
+
+    def sequence(self) -> SequenceText:
+        """Return what makes the text of one of its sequences."""
+        request, prompt = self.request, self.request.prompt
+        # A completion's text continues its prompt; an answer begins anew, unless it goes on with a given message.
+        continues = prompt.continue_final_message if isinstance(prompt, ChatPrompt) else True
+        return SequenceText(
+            self.text_model.tokenizer,
+            self.routed.prompt_token_ids if continues else (),
+            self.routed.sampling,
+            self.stops,
+            request.skip_special_tokens,
+            request.include_stop,
+        )
+
+
+class TextChunk(msgspec.Struct):
+    """What one message brought to a request.
+
+    Attributes:
+        trace: With the first chunk and with the last one.
+        decision: With the first chunk.
+        prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
+        cached_tokens: With the trace: how many prompt tokens nobody had to compute.
+    """
+
+    deltas: list[TextDelta]
+    trace: common_pb2.RequestTrace | None = None
+    decision: Decision | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0

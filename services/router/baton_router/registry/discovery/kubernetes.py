@@ -1,0 +1,161 @@
+"""Instances behind a Kubernetes Service: its EndpointSlices, listed once and then watched.
+
+A watch begins where the list or the last event was (``resourceVersion``; bookmarks move it on while nothing happens). A
+stream that breaks is opened again from there; 410 Gone means that the server remembers no more, so everything is
+listed anew. While the API server is away, what is known stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from baton.errors import ConfigError
+from baton.rpc.tls import Tls
+from baton_router.config import RouterConfig, in_cluster_api
+from baton_router.dispatch.backoff import Backoff
+from baton_router.registry.discovery.roles import RoleFinder
+from baton_router.registry.discovery.slices import Slices
+from baton_router.registry.registry import Registry
+
+log = logging.getLogger(__name__)
+
+SOURCE = "kubernetes"
+_PAGE = 500
+_WATCH_S = 290
+_SILENCE_S = 310.0
+_LONGEST_PAUSE_S = 5.0
+_GONE = 410
+
+
+class _GoneError(Exception):
+    """The server remembers no more what came after a resource version."""
+
+
+class KubernetesDiscovery:
+    """Watches EndpointSlices.
+
+    Args:
+        config: Selector, port, namespace and where the API server is.
+        registry: Is told.
+        token: Shared token to show to instances.
+        tls: Certificates, if the services use some.
+
+    Raises:
+        ConfigError: The service account's files are not there, or this is no pod and no API server was named.
+    """
+
+    def __init__(self, config: RouterConfig, registry: Registry, token: str | None, tls: Tls | None = None) -> None:
+        account = Path(config.kubernetes_account)
+        self._token_file, ca = account / "token", account / "ca.crt"
+        api = config.kubernetes_api or in_cluster_api()
+        if not api:
+            raise ConfigError("this is no pod: name the API server", field="kubernetes_api")
+        namespace = config.kubernetes_namespace or _read(account / "namespace")
+        verify = ssl.create_default_context(cafile=str(ca)) if api.startswith("https:") else False
+        self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._selector = config.kubernetes_selector
+        self._http = httpx.AsyncClient(base_url=api, verify=verify, timeout=httpx.Timeout(10.0), trust_env=False)
+        self._slices = Slices(config.kubernetes_port)
+        self._roles = RoleFinder(SOURCE, registry, token, config.probe_timeout_s, tls)
+        self._version = ""
+        self._task: asyncio.Task[None] | None = None
+        _read(self._token_file)
+
+    def start(self) -> None:
+        """Begin to watch; needs a running loop."""
+        self._task = asyncio.create_task(self._run(), name="discovery kubernetes")
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._roles.close()
+        await self._http.aclose()
+
+    async def _run(self) -> None:
+        backoff = Backoff(_LONGEST_PAUSE_S, random.Random())
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                await self._watch(backoff)
+            except _GoneError:
+                log.info("Kubernetes: too old a resource version, listing anew")
+                self._version = ""
+            except (httpx.HTTPError, ValueError, KeyError, ConfigError) as error:
+                log.warning("Kubernetes: %s: %s", type(error).__name__, error)
+            await asyncio.sleep(backoff.next_s())
+
+    async def _list(self) -> None:
+        items: list[Any] = []
+        parameters: dict[str, str] = {"labelSelector": self._selector, "limit": str(_PAGE)}
+        while True:
+            answer = await self._http.get(self._path, params=parameters, headers=self._headers())
+            if answer.status_code == _GONE:  # the list took too long to page through
+                raise _GoneError
+            answer.raise_for_status()
+            page = orjson.loads(answer.content)
+            items += page.get("items") or ()
+            more = page["metadata"].get("continue")
+            if not more:
+                break
+            parameters["continue"] = more
+        self._slices.replace(items)
+        self._version = page["metadata"]["resourceVersion"]
+        self._roles.found(self._slices.addresses())
+
+    async def _watch(self, backoff: Backoff) -> None:
+        """Follow changes until the stream ends.
+
+        Raises:
+            _GoneError: Everything has to be listed anew.
+        """
+        parameters = {
+            "labelSelector": self._selector,
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(_WATCH_S),
+        }
+        timeout = httpx.Timeout(10.0, read=_SILENCE_S)
+        async with self._http.stream(
+            "GET", self._path, params=parameters, headers=self._headers(), timeout=timeout
+        ) as answer:
+            if answer.status_code == _GONE:
+                raise _GoneError
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line:
+                    self._take(orjson.loads(line))
+                    backoff.reset()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind, item = event["type"], event["object"]
+        if kind == "ERROR":
+            if item.get("code") == _GONE:
+                raise _GoneError
+            raise ValueError(f"the watch ended: {item.get('message')}")
+        self._version = item["metadata"]["resourceVersion"]
+        if kind != "BOOKMARK":
+            self._slices.apply(kind, item)
+            self._roles.found(self._slices.addresses())
+
+    def _headers(self) -> dict[str, str]:
+        # Read every time: the kubelet replaces the token before it ends.
+        return {"authorization": f"Bearer {_read(self._token_file)}", "accept": "application/json"}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="kubernetes_account") from error

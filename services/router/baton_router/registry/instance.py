@@ -1,0 +1,184 @@
+"""What the router knows of one prefill or decode instance."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc.aio
+
+from baton.api.v1 import router_pb2, worker_pb2, worker_pb2_grpc
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
+from baton.types import Epoch, InstanceId, Role
+from baton_router.indexer.event_applier import EventFeed
+from baton_router.registry.load import LoadBook
+from baton_router.scheduler.decision import Decision
+
+
+class Status(enum.StrEnum):
+    """Whether an instance can be used."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    REFUSED = "refused"
+    """It answers, but it is not what it should be: another role, other KV, another model."""
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """What an instance says of itself; see ``GetInfoResponse``.
+
+    Attributes:
+        content_key: Root of its block hash chains, from its fingerprint. Instances whose blocks have the same number
+            of tokens share it, however many ranks they have.
+        kind: What of its KV's dtype decides whose it takes, see ``Fingerprint.kind``.
+        kvstore: The nodes of the KV store that it loads from, as it was told of them; empty: none.
+    """
+
+    instance_id: InstanceId
+    role: Role
+    epoch: Epoch
+    fingerprint: Fingerprint
+    num_blocks: int
+    max_model_len: int
+    model_name: str
+    model_path: str
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    tokenizer_digest: str = ""
+    max_num_seqs: int = 0
+    kvstore: str = ""
+    calls_port: int = 0
+    content_key: bytes = field(init=False)
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content_key", self.fingerprint.content_key())
+        object.__setattr__(self, "kind", self.fingerprint.kind)
+
+    @classmethod
+    def from_pb(cls, message: worker_pb2.GetInfoResponse) -> InstanceInfo:
+        """Read an instance's answer.
+
+        Raises:
+            InvalidRequestError: Role or fingerprint cannot be read.
+        """
+        return cls(
+            instance_id=InstanceId(message.instance_id),
+            role=role_from_pb(message.role),
+            epoch=Epoch(message.epoch),
+            fingerprint=fingerprint_from_pb(message.fingerprint),
+            num_blocks=message.num_blocks,
+            max_model_len=message.max_model_len,
+            model_name=message.served_model_name,
+            model_path=message.model_path,
+            vocab_size=message.vocab_size,
+            eos_token_ids=frozenset(message.eos_token_ids),
+            tokenizer_digest=message.tokenizer_digest,
+            max_num_seqs=message.max_num_seqs,
+            kvstore=message.kvstore,
+            calls_port=message.calls_port if message.calls_port < 2**16 else 0,
+        )
+
+
+class Lost(Protocol):
+    """A running request, as its instance knows it."""
+
+    def lose(self) -> None:
+        """The instance does not answer any more."""
+
+
+class Instance:
+    """One instance: address, identity, health, load and its part of the index.
+
+    Changed only by its link (health, identity), by placements (load) and by the registry (removal).
+    """
+
+    def __init__(self, address: str, role: Role, channel: grpc.aio.Channel, feed: EventFeed) -> None:
+        self.address = address
+        self.role = role
+        self.channel = channel
+        self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        self.feed = feed
+        self.load = LoadBook(role)
+        self.info: InstanceInfo | None = None
+        self.status = Status.CONNECTING
+        self.reason = ""
+        self.admitted = False
+        """Whether a session is open with an instance that is what it should be."""
+        self.generation = 0
+        self.last_score: tuple[Decision, int] | None = None
+        self._running: set[Lost] = set()
+        self._closing: set[Callable[[], None]] = set()
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def instance_id(self) -> InstanceId:
+        """Its name; the address until it was reached for the first time."""
+        return self.info.instance_id if self.info else InstanceId(self.address)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may get new requests."""
+        return self.status is Status.READY and not self.load.draining
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Differs after every reconnection: an instance that failed a request counts as new once it is back."""
+        return self.address, self.generation
+
+    def began(self, call: Lost) -> None:
+        """Tell of a running request; ``lose`` is called if the instance is found dead while its connections stand."""
+        self._running.add(call)
+        self._idle.clear()
+
+    def ended(self, call: Lost) -> None:
+        """Tell that a request does not run any more; may be called any number of times."""
+        self._running.discard(call)
+        if not self._running:
+            self._idle.set()
+
+    def lose(self) -> None:
+        """Break off every running request: the instance does not answer any more."""
+        for call in list(self._running):
+            call.lose()
+
+    def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have something closed together with the channel, at once if that is closed; returns what takes this back."""
+        if self._closed:
+            callback()
+        else:
+            self._closing.add(callback)
+        return lambda: self._closing.discard(callback)
+
+    async def close(self) -> None:
+        """Close every connection to it."""
+        self._closed = True
+        closing, self._closing = self._closing, set()
+        for callback in closing:
+            callback()
+        await self.channel.close(None)
+
+    async def wait_idle(self) -> None:
+        """Wait until none of this router's requests runs there."""
+        await self._idle.wait()
+
+    def describe(self) -> router_pb2.InstanceStatus:
+        """Return its state for ``ListInstances``."""
+        return router_pb2.InstanceStatus(
+            instance_id=self.instance_id,
+            address=self.address,
+            role=role_to_pb(self.role),
+            healthy=self.status is Status.READY,
+            index_state=self.feed.state,
+            load=self.load.report,
+            in_flight=self.load.requests,
+            indexed_blocks=self.feed.num_blocks,
+        )

@@ -1,0 +1,205 @@
+"""The router's connection to one instance: who it is, how busy it is, what its cache holds, whether it lives.
+
+One task per instance. A session begins with ``GetInfo`` (role and fingerprint must fit) and lasts as long as the load
+stream and the probes do; when it ends the instance is down at once and the next attempt follows after a jittered
+pause. The event stream lives inside the session but may break by itself: then only the index is stale.
+
+A process that died breaks its connections and is noticed immediately. One that hangs answers no probe: after a few
+missed ones its running requests are broken off, so that they can go on elsewhere. That is so too for an instance that
+left or whose lease ran out, as long as requests run there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from baton.api.v1 import worker_pb2
+from baton.errors import BatonError
+from baton.types import Epoch
+from baton_router.config import RouterConfig
+from baton_router.dispatch.backoff import Backoff
+from baton_router.indexer.event_subscriber import EventFollower
+from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.registry.instance import Instance, InstanceInfo, Status
+
+log = logging.getLogger(__name__)
+
+Admit = Callable[[Instance, InstanceInfo], None]
+"""Checks an instance's identity; raises a BatonError that names what does not fit."""
+
+
+class LinkLostError(Exception):
+    """A session ended; the message says why."""
+
+
+class Link:
+    """Keeps one :class:`Instance` up to date.
+
+    Args:
+        instance: What to keep.
+        config: Intervals and limits.
+        metrics: Where events and gaps are counted.
+        admit: Checks who answers.
+        changed: Called whenever the instance became more or less usable.
+        entered: Called with the instance when it has been admitted, before it gets requests.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        *,
+        admit: Admit,
+        changed: Callable[[], None],
+        entered: Callable[[Instance], None],
+    ) -> None:
+        self._instance = instance
+        self._config = config
+        self._metrics = metrics
+        self._admit = admit
+        self._changed = changed
+        self._entered = entered
+        self._rng = random.Random()
+
+    async def run(self) -> None:
+        """Connect, and connect again, until cancelled."""
+        backoff = Backoff(self._config.reconnect_max_s, self._rng)
+        try:
+            while True:
+                try:
+                    await self._session(backoff)
+                except Exception:
+                    log.exception("the link to %s failed", self._instance.address)
+                    self._set(Status.DOWN, "internal error")
+                await asyncio.sleep(backoff.next_s())
+        finally:
+            self._instance.feed.broken()
+
+    async def watch_last_requests(self, failures: int) -> None:
+        """Probe an instance that gets no new requests, until cancelled; break off those it has if it hangs.
+
+        Args:
+            failures: Probes that it has to miss.
+        """
+        info = self._instance.info
+        if info is None:
+            return
+        try:
+            await self._probe(info.epoch, failures)
+        except (grpc.RpcError, LinkLostError) as error:
+            log.warning("instance %s, which left, is lost: %s", info.instance_id, _reason(error))
+
+    async def _session(self, backoff: Backoff) -> None:
+        instance = self._instance
+        try:
+            info = await self._get_info(wait_for_ready=True)
+            self._admit(instance, info)
+        except BatonError as error:
+            if instance.status is not Status.REFUSED:
+                self._metrics.refusals.labels(field=error.field or "").inc()
+            self._set(Status.REFUSED, error.message)
+            return
+        except (grpc.RpcError, LinkLostError) as error:
+            self._set(Status.DOWN, _reason(error))
+            return
+        if instance.feed.restarted(info.epoch, info.num_blocks):
+            log.info("instance %s restarted", info.instance_id)
+        instance.info, instance.admitted = info, True
+        instance.generation += 1
+        self._entered(instance)
+        events = asyncio.create_task(self._follow_events(info.epoch), name=f"events {instance.address}")
+        watchers = [
+            asyncio.create_task(self._follow_load(info, backoff), name=f"load {instance.address}"),
+            asyncio.create_task(self._probe(info.epoch, self._config.probe_failures), name=f"probe {instance.address}"),
+        ]
+        try:
+            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            self._set(Status.DOWN, "; ".join(_reason(task.exception()) for task in done))
+        finally:
+            instance.admitted = False
+            for task in (events, *watchers):
+                task.cancel()
+            await asyncio.gather(events, *watchers, return_exceptions=True)
+            instance.load.forget_reports()
+
+    def _set(self, status: Status, reason: str = "") -> None:
+        instance = self._instance
+        if (instance.status, instance.reason) != (status, reason):
+            level = logging.INFO if status is Status.READY else logging.WARNING
+            log.log(
+                level, "%s instance %s is %s%s", instance.role, instance.instance_id, status, reason and f": {reason}"
+            )
+            instance.status, instance.reason = status, reason
+            self._metrics.instance_changes.labels(role=instance.role, status=status).inc()
+            self._changed()
+
+    async def _get_info(self, *, wait_for_ready: bool) -> InstanceInfo:
+        answer = await self._instance.stub.GetInfo(
+            worker_pb2.GetInfoRequest(), timeout=self._config.probe_timeout_s, wait_for_ready=wait_for_ready
+        )
+        return InstanceInfo.from_pb(answer)
+
+    async def _follow_load(self, info: InstanceInfo, backoff: Backoff) -> None:
+        request = worker_pb2.StreamLoadRequest(interval_ms=self._config.load_interval_ms)
+        load = self._instance.load
+        async for answer in self._instance.stub.StreamLoad(request):
+            before = load.draining
+            load.observe(answer.load, info.fingerprint.block_size)
+            if self._instance.status is not Status.READY:
+                backoff.reset()
+                self._set(Status.READY)
+            elif load.draining != before:
+                log.info(
+                    "instance %s is %s", info.instance_id, "draining" if load.draining else "taking requests again"
+                )
+                self._changed()
+        raise LinkLostError("it closed the load stream")
+
+    async def _probe(self, epoch: Epoch, failures: int) -> None:
+        missed = 0
+        while True:
+            await asyncio.sleep(self._config.probe_interval_s)
+            try:
+                info = await self._get_info(wait_for_ready=False)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+                missed += 1
+                if missed >= failures:
+                    self._instance.lose()
+                    raise LinkLostError(f"it missed {missed} probes") from error
+                continue
+            missed = 0
+            if info.epoch != epoch:
+                raise LinkLostError("it restarted")
+
+    async def _follow_events(self, epoch: Epoch) -> None:
+        """Keep the event stream open; returns only if the instance has no such stream."""
+        if not self._config.kv_events:
+            return
+        backoff = Backoff(self._config.reconnect_max_s, self._rng)
+        feed, name, beat_ms = self._instance.feed, self._instance.instance_id, self._config.index_heartbeat_ms
+        follower = EventFollower(feed, self._metrics, beat_ms / 1000)
+        while True:
+            request = worker_pb2.StreamKvEventsRequest(
+                from_sequence=feed.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms
+            )
+            if not await follower.follow(name, self._instance.stub.StreamKvEvents(request)):
+                log.warning("instance %s has no KV events: the router goes by its own decisions there", name)
+                return
+            if follower.heard:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+
+def _reason(error: BaseException | None) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return (str(error) or type(error).__name__) if error is not None else "it ended"

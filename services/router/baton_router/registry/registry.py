@@ -1,0 +1,375 @@
+"""Every instance the router knows: those named on the command line and those that registered themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import grpc.aio
+
+from baton.api.v1 import router_pb2
+from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
+from baton.hashing import native_chain
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import role_from_pb
+from baton.rpc.tls import Tls
+from baton.tokenizer.digest import tokenizer_digest
+from baton.types import Role
+from baton_router.config import RouterConfig, check_address
+from baton_router.dispatch.turn_batching import Steps
+from baton_router.dispatch.worker_stream import Sessions
+from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.prefix_index import PrefixIndex
+from baton_router.indexer.stores import Stores
+from baton_router.metrics.router_metrics import InstanceCollector, RouterMetrics
+from baton_router.registry.identity import IdentityCheck
+from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.registry.instance_monitor import Link
+from baton_router.registry.leases import Leases
+from baton_router.replication.capacity import Units, replica_name
+from baton_router.replication.metrics import UnitsCollector
+from baton_router.replication.waiters import Room
+from baton_router.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_STALL_S = 0.5
+
+
+class Registry:
+    """The instances, their links and their leases.
+
+    The first instance that answers decides what is served; one whose KV is not the same thing is refused until every
+    instance of the other kind has gone: a stream that moved there would go on with another model. How the same KV is
+    cut up (block size, ranks) is an instance's own affair. Instances of equal block size share their block hashes and
+    form a group; its name is the content key, the root of its hash chains.
+
+    Args:
+        config: Addresses, intervals, limits.
+        metrics: Where changes are counted.
+        token: Shared token to show to instances.
+        tls: Certificates, if the services use some.
+        now: Monotonic clock, in seconds; tests bring their own.
+        steps: Of this router's requests.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        now: Callable[[], float] = time.monotonic,
+        steps: Steps | None = None,
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._token, self._tls = token, tls
+        self.sessions = Sessions(token, frames=tls is None, steps=steps)
+        self._now = now
+        self.index = PrefixIndex(config.index_max_blocks)
+        self.stores = Stores(config, self.index, metrics, self._open, now)
+        self.leases = Leases(config.lease_ttl_s, now)
+        self._static = frozenset((*config.prefill, *config.decode))
+        self._instances: dict[str, Instance] = {}
+        self._model: ModelInfo | None = None
+        self._ready: dict[Role, list[Instance]] = {}
+        self._links: dict[str, tuple[Link, asyncio.Task[None]]] = {}
+        self._retired: set[asyncio.Task[None]] = set()
+        self._found: dict[str, frozenset[str]] = {}
+        self.name = replica_name(config)
+        self.room = Room()
+        self.units = Units(
+            self.name,
+            config.max_inflight_per_instance,
+            config.replicas,
+            shared=bool(config.redis),
+            freed=self.room.wake,
+        )
+        tokenizer = tokenizer_digest(config.model) if config.model else ""
+        self._identity = IdentityCheck(tokenizer, config.block_size)
+        self._ticker: asyncio.Task[None] | None = None
+        metrics.registry.register(InstanceCollector(self.instances, self.sessions.over_frames))
+        metrics.registry.register(UnitsCollector(self))
+
+    def start(self) -> None:
+        """Connect to the static instances and begin to watch the leases; needs a running loop."""
+        native = self.index.method == "c" and native_chain() is not None  # compiled now, not by the first prompt
+        self._metrics.index_native.set(native)
+        if not native:
+            log.warning("no C compiler: hashing and look-ups are in Python, and the index takes 170 bytes per block")
+        for role, addresses in ((Role.PREFILL, self._config.prefill), (Role.DECODE, self._config.decode)):
+            for address in addresses:
+                self._add(address, role)
+        self.stores.start()
+        self._ticker = asyncio.create_task(self._tick(), name="registry")
+
+    async def close(self) -> None:
+        """End every link and channel."""
+        tasks = [*(task for _, task in self._links.values()), *self._retired]
+        if self._ticker is not None:
+            tasks.append(self._ticker)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.stores.close()
+        await self.sessions.close()
+        await asyncio.gather(*(x.close() for x in self._instances.values()))
+        self._instances.clear()
+        self._links.clear()
+        self._changed()
+
+    # --- who is there ---
+
+    def instances(self) -> list[Instance]:
+        """Return all instances, whatever their state."""
+        return list(self._instances.values())
+
+    def ready(self, role: Role) -> list[Instance]:
+        """Return the instances of a role that take new requests; the list is nobody's to change.
+
+        It is the same list until somebody becomes more or less usable: this is asked several times per request.
+        """
+        ready = self._ready.get(role)
+        if ready is None:
+            ready = self._ready[role] = [x for x in self._instances.values() if x.role is role and x.ready]
+        return ready
+
+    def model_info(self) -> ModelInfo:
+        """Return what the instances serve; ``max_model_len`` is the least of the decode instances', who own requests.
+
+        Raises:
+            UnavailableError: None is ready.
+        """
+        if self._model is not None:
+            return self._model
+        ready = self.ready(Role.DECODE) or self.ready(Role.PREFILL)
+        infos = [x.info for x in ready if x.info is not None]
+        if not infos:
+            raise UnavailableError("no instance is ready", retry_after_s=1.0)
+        self._model = ModelInfo(
+            name=infos[0].model_name,
+            path=infos[0].model_path,
+            max_model_len=min(info.max_model_len for info in infos),
+            vocab_size=infos[0].vocab_size,
+            eos_token_ids=infos[0].eos_token_ids,
+        )
+        return self._model
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Wait until some instance became more or less usable or has room, at most ``timeout_s`` seconds."""
+        await self.room.wait(timeout_s)
+
+    def none_free(self) -> BatonError:
+        """Return why no decode instance takes a request."""
+        if self.ready(Role.DECODE):
+            return QueueFullError("every decode instance has all the requests it may have", retry_after_s=1.0)
+        return UnavailableError("no decode instance is ready", retry_after_s=1.0)
+
+    def _changed(self) -> None:
+        self._model = None
+        self._ready.clear()
+        self.room.wake_all()
+
+    # --- discovery ---
+
+    def registered(self) -> list[tuple[str, Role]]:
+        """Return the addresses of the instances that registered themselves here."""
+        known = self._instances
+        return [(x, known[x].role) for x in self.leases.addresses() if x in known]
+
+    def found(self, source: str, instances: Mapping[str, Role]) -> None:
+        """Know the instances that a source of discovery names now; forget what it named before and nobody else names.
+
+        Args:
+            source: Its name.
+            instances: Roles by address.
+        """
+        before = self._found.get(source, frozenset())
+        self._found[source] = frozenset(instances)
+        for address, role in instances.items():
+            if address in self._instances:
+                continue
+            if len(self._instances) >= self._config.max_instances:
+                log.warning("%s, found by %s, is one instance too many", address, source)
+                break
+            log.info("%s instance at %s found by %s", role, address, source)
+            self._add(address, role)
+        for address in before.difference(instances):
+            self._drop_registered(address, f"{source} names it no more")
+
+    def _is_named(self, address: str) -> bool:
+        return address in self._static or any(address in x for x in (*self._found.values(), self.leases.addresses()))
+
+    # --- registration ---
+
+    def register(self, request: router_pb2.RegisterRequest) -> router_pb2.RegisterResponse:
+        """Make an instance known, or known again.
+
+        Raises:
+            InvalidRequestError: Address, name or role is missing or wrong, or another live instance has the name.
+            QueueFullError: Too many instances.
+        """
+        try:
+            check_address(request.address, field="address")
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, field="address") from error
+        if not request.instance_id or len(request.instance_id) > 256:
+            raise InvalidRequestError("instance_id must have 1 to 256 characters", field="instance_id")
+        role = role_from_pb(request.role)
+        address = self._same_static(request) or request.address
+        namesakes = self._namesakes(request, address)
+        known = self._instances.get(address)
+        if known is None and len(self._instances) >= self._config.max_instances:
+            raise QueueFullError(f"{len(self._instances)} instances are known already", retry_after_s=10.0)
+        if known is not None and known.role is not role:
+            if address in self._static:
+                raise InvalidRequestError(f"{address} is known as a {known.role} instance", field="role")
+            self._remove(address)
+        for other in namesakes:
+            # The same instance came back on another port before its old lease ran out.
+            if other.address not in self._static:
+                self.leases.drop_address(other.address)
+                self._remove(other.address)
+        if address not in self._instances:
+            self._add(address, role)
+        lease = self.leases.grant(address)
+        self._metrics.registrations.labels(change="registered").inc()
+        log.info("%s instance %s registered from %s", role, request.instance_id, address)
+        return router_pb2.RegisterResponse(lease_id=lease.lease_id, ttl_ms=int(1000 * self.leases.ttl_s))
+
+    def _namesakes(self, request: router_pb2.RegisterRequest, address: str) -> list[Instance]:
+        """Return the instances of the same name at other addresses, none of which is another live process.
+
+        Raises:
+            InvalidRequestError: One is; both would take the place of the other for ever.
+        """
+        found = [x for x in self.instances() if x.instance_id == request.instance_id and x.address != address]
+        for x in found:
+            if x.admitted and x.info is not None and x.info.epoch != request.epoch:
+                raise InvalidRequestError(
+                    f"instance_id {request.instance_id!r} belongs to the instance at {x.address}, which is alive",
+                    field="instance_id",
+                )
+        return found
+
+    def _same_static(self, request: router_pb2.RegisterRequest) -> str | None:
+        """Return the address of a static instance that is the very process, under another spelling of its address."""
+        for x in self.instances():
+            if x.address not in self._static or x.info is None:
+                continue
+            if (x.info.instance_id, x.info.epoch) == (request.instance_id, request.epoch):
+                return x.address
+        return None
+
+    def heartbeat(self, lease_id: str) -> bool:
+        """Keep a lease; ``False``: register again."""
+        return self.leases.renew(lease_id)
+
+    def deregister(self, lease_id: str) -> None:
+        """Forget an instance that leaves; unknown leases are no error. Its running requests go on."""
+        address = self.leases.end(lease_id)
+        if address is not None:
+            self._metrics.registrations.labels(change="deregistered").inc()
+            self._drop_registered(address, "it deregistered")
+
+    def expire(self) -> None:
+        """Forget the instances whose lease ran out."""
+        for address in self.leases.take_expired():
+            self._metrics.registrations.labels(change="expired").inc()
+            self._drop_registered(address, "its lease ran out", silent=True)
+
+    def _drop_registered(self, address: str, why: str, *, silent: bool = False) -> None:
+        instance = self._instances.get(address)
+        if instance is not None and not self._is_named(address):
+            log.info("%s instance %s is forgotten: %s", instance.role, instance.instance_id, why)
+            self._remove(address, silent=silent)
+
+    # --- inside ---
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, token=self._token, tls=self._tls)
+
+    def _add(self, address: str, role: Role) -> None:
+        feed = EventFeed(
+            self.index,
+            now=self._now,
+            stale_limit_s=self._config.index_stale_limit_s,
+            decision_ttl_s=self._config.index_decision_ttl_s,
+        )
+        instance = Instance(address, role, self._open(address), feed)
+        link = Link(
+            *(instance, self._config, self._metrics),
+            admit=self._admit,
+            changed=self._changed,
+            entered=self.sessions.dial,
+        )
+        self._instances[address] = instance
+        self._links[address] = link, asyncio.create_task(link.run(), name=f"link {address}")
+
+    def _remove(self, address: str, *, silent: bool = False) -> None:
+        """Take an instance out of placement; its channel is closed when its last request has ended.
+
+        Args:
+            address: Whose.
+            silent: It did not say that it leaves, so it may hang: the first missed probe breaks off its requests.
+        """
+        instance, (link, running) = self._instances.pop(address), self._links.pop(address)
+        instance.status, instance.reason = Status.DOWN, "it left"
+        running.cancel()
+        failures = 1 if silent else self._config.probe_failures
+        task = asyncio.create_task(self._retire(instance, link, running, failures), name=f"retire {address}")
+        self._retired.add(task)
+        task.add_done_callback(self._retired.discard)
+        self._changed()
+
+    async def _retire(self, instance: Instance, link: Link, running: asyncio.Task[None], failures: int) -> None:
+        await asyncio.gather(running, return_exceptions=True)
+        instance.status, instance.reason = Status.DOWN, "it left"
+        instance.feed.close()
+        if all(x.instance_id != instance.instance_id for x in self._instances.values()):
+            self._metrics.forget_instance(instance.instance_id)
+        watch = asyncio.create_task(link.watch_last_requests(failures), name=f"watch {instance.address}")
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                await instance.wait_idle()
+        except TimeoutError:
+            log.warning("requests on %s outlived their deadline", instance.instance_id)
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await instance.close()
+
+    def _admit(self, instance: Instance, info: InstanceInfo) -> None:
+        """Check who answers at an address.
+
+        Raises:
+            ConfigError: Another role than expected.
+            FingerprintMismatchError: Its KV, its hashes or its token ids are other than the others'; names the field.
+        """
+        others = any(x.admitted for x in self._instances.values() if x is not instance)
+        self._identity.admit(info, instance.role, first=not others)
+        self.units.admitted(instance, info)
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            late = loop.time() - due
+            if late > _STALL_S:
+                # Heartbeats that came meanwhile are still unread: nobody may lose a lease for our own standstill.
+                log.warning("the router stood still for %.1f s", late)
+                self.leases.extend(late)
+                for x in self.instances():
+                    x.feed.stood_still(late)
+                self.stores.stood_still(late)
+            self.expire()
+            for x in self.instances():
+                x.feed.tick()
+            self.stores.tick()
+            self.index.sweep()

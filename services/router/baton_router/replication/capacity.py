@@ -1,0 +1,171 @@
+"""This replica's part of each decode instance's capacity, and the rule by which it never places more.
+
+The order of steps is what makes the bound hold: a smaller part takes effect here before Redis is told, a larger one
+after Redis has granted it. So what Redis has written down for a replica is never less than what it uses, and the sum of
+that never exceeds the capacity. While Redis is away nobody's part grows. After half of ``LEASE_S`` without Redis a
+replica places no more than an equal part (capacity / replicas that it knew); so the others, who wait the whole of it,
+may take back what a silent replica held beyond that, once the instance itself reports nothing that they cannot account
+for. After ``forget_s`` they take back the rest in the same way.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from baton.types import Role
+from baton_router.config import RouterConfig
+from baton_router.registry.instance import Instance, InstanceInfo
+from baton_router.registry.load import LoadBook
+from baton_router.replication.peers import Peers
+from baton_router.replication.redis_log import Claim
+from baton_router.replication.shares import fair_shares
+
+LEASE_S = 10.0
+_NOBODY = "\x00"
+"""Sorts before every name; stands for replicas that are expected but not there."""
+
+
+def replica_name(config: RouterConfig) -> str:
+    """Return what other routers call this one.
+
+    Without a name and with a port that is chosen at start, every process has a name of its own.
+    """
+    return config.replica_name or f"{socket.gethostname()}:{config.grpc_port or secrets.token_hex(4)}"
+
+
+@dataclass(slots=True)
+class Part:
+    """This replica's part of one instance's capacity.
+
+    Attributes:
+        held: Units that Redis has written down for this replica, or that are its own without Redis.
+    """
+
+    capacity: int
+    book: LoadBook
+    held: int = 0
+    wants: int = 0
+
+
+class Units:
+    """The parts of all limited instances.
+
+    Args:
+        name: This replica's.
+        per_instance: Sequences in flight per decode instance at most; 0: what it can batch; ``None``: any number.
+        expected: Replicas that are counted at least.
+        shared: Whether there is a Redis; without one this router has everything.
+        freed: Called with a number of units that became usable.
+    """
+
+    def __init__(
+        self, name: str, per_instance: int | None, expected: int, *, shared: bool, freed: Callable[[int], None]
+    ) -> None:
+        self._name, self._per_instance, self._expected = name, per_instance, expected
+        self._shared, self._freed = shared, freed
+        self._parts: dict[str, Part] = {}
+
+    def admitted(self, instance: Instance, info: InstanceInfo) -> None:
+        """An instance said who it is: before its first request it gets its limit."""
+        if self._per_instance is None or instance.role is not Role.DECODE:
+            return
+        capacity = self._per_instance or max(1, info.max_num_seqs)
+        part = self._parts.get(info.instance_id)
+        if part is None:
+            part = self._parts[info.instance_id] = Part(capacity, instance.load)
+            if not self._shared:
+                part.held = capacity
+            elif self._expected:
+                part.held = self._shares(info.instance_id, part, {})[self._name]
+        elif not self._shared:
+            part.held = capacity
+        if not self._shared or instance.load.freed is None:  # one that came back keeps the limit that it had
+            instance.load.limit, instance.load.freed = part.held, self._free_one
+        part.capacity, part.book = capacity, instance.load
+
+    def part(self, instance: str) -> Part | None:
+        """Return the part of an instance; ``None``: it is not limited."""
+        return self._parts.get(instance)
+
+    def all(self) -> dict[str, Part]:
+        """Return all parts by instance id."""
+        return self._parts
+
+    def keep_only(self, instances: Iterable[str]) -> list[str]:
+        """Drop the parts of instances that left and hold nothing of ours; returns whose."""
+        known = set(instances)
+        gone = [name for name, part in self._parts.items() if name not in known and not part.book.requests]
+        for name in gone:
+            del self._parts[name]
+        return gone
+
+    def claims(self, peers: Peers, waiting: int) -> list[Claim]:
+        """Lower what must be lowered, and return the wishes that differ from what is held.
+
+        Args:
+            peers: The other replicas.
+            waiting: Requests that wait for room.
+        """
+        claims = []
+        each = -(-waiting // len(self._parts)) if self._parts else 0
+        for name, part in self._parts.items():
+            used = part.book.requests
+            part.wants = used + each + 1 + used // 4
+            others = {x.name: x.totals[name].wants if name in x.totals else 0 for x in peers.live()}
+            target = self._shares(name, part, others)[self._name]
+            self._limit(part, min(target, part.held))
+            units = max(target, used)
+            if units != part.held:
+                claims.append(Claim(name, part.capacity, units, part.held, used))
+                part.held = min(part.held, units)  # even if the answer gets lost, Redis may have noted it
+        return claims
+
+    def holdings(self, *, sure: bool) -> list[Claim]:
+        """Return what is in use or may be as claims: for a Redis that may know nothing of it.
+
+        Args:
+            sure: Whether nobody can have taken it back meanwhile; else what is not in use is not used until granted.
+        """
+        claims = []
+        for name, part in self._parts.items():
+            used = part.book.requests
+            if not sure:
+                part.book.limit = min(part.book.limit, used)
+            may = max(part.book.limit, used)
+            part.held = may
+            claims.append(Claim(name, part.capacity, may, may, may if sure else used))
+        return claims
+
+    def granted(self, claim: Claim, units: int) -> None:
+        """Take Redis' answer to a claim."""
+        part = self._parts.get(claim.instance)
+        if part is not None:
+            part.held = units
+            self._limit(part, units)
+
+    def alone(self, count: int) -> None:
+        """Redis has been away for a while: no more than an equal part.
+
+        Args:
+            count: Replicas that were known last, this one included.
+        """
+        for part in self._parts.values():
+            self._limit(part, min(part.book.limit, part.capacity // max(count, self._expected, 1)))
+
+    def _limit(self, part: Part, limit: int) -> None:
+        more = limit - part.book.limit
+        part.book.limit = limit
+        if more > 0:
+            self._freed(more)
+
+    def _shares(self, name: str, part: Part, others: dict[str, int]) -> dict[str, int]:
+        wants = {self._name: part.wants, **others}
+        for number in range(self._expected - len(wants)):
+            wants[f"{_NOBODY}{number}"] = 0
+        return fair_shares(part.capacity, wants)
+
+    def _free_one(self) -> None:
+        self._freed(1)

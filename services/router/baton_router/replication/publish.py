@@ -1,0 +1,216 @@
+"""What the other routers are told of blocks that this one's requests make instances compute.
+
+A placement only appends to a queue (``PrefixIndex.news``); what is worth telling is decided here, once per entry. Most
+is not: a request that ended meanwhile, or one of whose chain the instance already holds all but a small part, as its
+own events told everybody. Requests of one chain on one instance are told once. A chain is over when all of them are,
+when the instance's events have told of its blocks, or after ``LIFETIME_S``.
+
+All of it is bounded, at a thousand requests a second too: the queue, the chains that count, the bytes of an entry. What
+goes beyond is not told, the oldest first, and costs the other routers a hint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter
+
+from baton.hashing import HASH_BYTES, HashChain
+from baton.types import BlockHash, Epoch
+from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.prefix_index import Expectation
+from baton_router.registry.instance import Instance
+from baton_router.registry.registry import Registry
+from baton_router.replication.wire import MAX_CHAIN_BLOCKS, MAX_CHAINS, Expected, ExpectedNews
+
+LIFETIME_S = 120.0
+"""Longest that a chain counts: as long as a prompt counts as cached where no events tell. Prefills take seconds."""
+MAX_BYTES = 2**20
+"""Of the chains of one replica that count at a time, on either side."""
+MAX_ENTRY_CHAIN_BYTES = 16 * 2**10
+"""Of the chains in one entry: at an entry each 10 ms 50,000 blocks a second, and 90 MB if all of the stream's entries
+are that large."""
+_MIN_NEW_SHARE = 1 / 16
+"""A chain is told if the instance lacks this part of it. Less moves match rates by less than loads differ."""
+_WAITING = 512
+"""Placements that wait to be looked at; far more than come between two entries."""
+_CHECKED = 16
+"""Told chains that are compared with the instance's events per entry: 0.1 ms."""
+
+
+@dataclass(slots=True, eq=False)
+class _Told:
+    """A chain that the others count, as long as one of ``requests`` is not over."""
+
+    told: Expected
+    key: tuple[int, bytes]
+    feed: EventFeed
+    until: float
+    requests: list[Expectation] = field(default_factory=list)
+
+    def is_over(self, now: float) -> bool:
+        while self.requests and self.requests[-1].over:
+            self.requests.pop()
+        return not self.requests or self.until <= now
+
+
+def epochs_by_feed(registry: Registry) -> dict[EventFeed, Epoch]:
+    """Return which process each instance is, by its feed: a chain that another one was to hold is over."""
+    return {x.feed: x.info.epoch for x in registry.instances() if x.info is not None}
+
+
+class Telling:
+    """The chains that were told.
+
+    Args:
+        registry: Has the index and the instances.
+        count: Counts the chains.
+        now: Monotonic clock.
+    """
+
+    def __init__(self, registry: Registry, count: Counter, now: Callable[[], float]) -> None:
+        self._registry, self._index, self._count, self._now = registry, registry.index, count, now
+        self._told: dict[int, _Told] = {}
+        self._by_chain: dict[tuple[int, bytes], _Told] = {}
+        self._bytes = 0
+        self._unchecked: deque[int] = deque()
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    def start(self) -> None:
+        """Hear of placements from now on."""
+        self._index.news = deque(maxlen=_WAITING)
+
+    def stop(self) -> None:
+        """Forget everything: nobody can be told."""
+        self._index.news = None
+        self._told.clear()
+        self._by_chain.clear()
+        self._unchecked.clear()
+        self._bytes = 0
+
+    def news(self, *, full: bool) -> ExpectedNews:
+        """Return what the next entry tells.
+
+        Args:
+            full: Whether it tells everything anew.
+        """
+        over = self._over()
+        new, dropped = self._begun()
+        if full:
+            return ExpectedNews(self._newest(), live=tuple(self._told))
+        return ExpectedNews(tuple(new), tuple(over + dropped))
+
+    # --- what is over ---
+
+    def _over(self) -> list[int]:
+        now = self._now()
+        ended = [number for number, x in self._told.items() if x.is_over(now)]
+        for number in ended:
+            self._drop(number)
+        epochs = epochs_by_feed(self._registry) if self._unchecked else {}
+        for _ in range(min(_CHECKED, len(self._unchecked))):
+            number = self._unchecked.popleft()
+            item = self._told.get(number)
+            if item is None:
+                continue
+            if epochs.get(item.feed) != item.told.epoch or self._is_held(item):
+                self._drop(number)
+                ended.append(number)
+            else:
+                item.requests = [x for x in item.requests if not x.over]
+                self._unchecked.append(number)
+        return ended
+
+    def _is_held(self, item: _Told) -> bool:
+        chain = HashChain(item.told.chain)
+        return self._held(item.feed, chain) == len(chain)
+
+    def _held(self, feed: EventFeed, chain: HashChain) -> int:
+        """Return how many leading blocks an instance holds by its own events."""
+        return self._index.match_any(chain, [1 << feed.slot])[0]
+
+    def _drop(self, number: int) -> None:
+        item = self._told.pop(number)
+        del self._by_chain[item.key]
+        self._bytes -= len(item.told.chain)
+
+    # --- what is new ---
+
+    def _begun(self) -> tuple[list[Expected], list[int]]:
+        """Take from the queue, the latest first, as much as fits into an entry; returns it, and what had to go."""
+        queue = self._index.news
+        if not queue:
+            return [], []
+        owners = {self._index.owner(x.feed.slot): x for x in self._registry.instances()}
+        new: list[Expected] = []
+        dropped: list[int] = []
+        chains: set[bytes] = set()
+        room = MAX_ENTRY_CHAIN_BYTES
+        while queue:
+            expectation, hashes = queue.pop()
+            instance = owners.get(expectation.owner)
+            if expectation.over or instance is None or instance.info is None:
+                continue
+            item = self._begin(expectation, hashes, instance)
+            if item is None:
+                continue
+            size, last = len(item.told.chain), item.key[1]
+            if last not in chains:
+                if size > room:
+                    queue.append((expectation, hashes))
+                    break
+                room -= size
+                chains.add(last)
+            dropped += self._make_room(size)
+            self._keep(item)
+            new.append(item.told)
+        return new, dropped
+
+    def _begin(self, expectation: Expectation, hashes: Sequence[BlockHash], instance: Instance) -> _Told | None:
+        """Return what is to be told of an expectation, numberless; ``None``: nothing."""
+        chain = HashChain.of(hashes)[:MAX_CHAIN_BLOCKS]
+        if not chain or instance.info is None:
+            return None
+        key = expectation.owner, chain.data[-HASH_BYTES:]  # which names all blocks before it, too
+        known = self._by_chain.get(key)
+        if known is not None:
+            known.requests.append(expectation)
+            return None
+        if len(chain) - self._held(instance.feed, chain) < _MIN_NEW_SHARE * len(chain):
+            return None
+        told = Expected(self._last + 1, instance.instance_id, instance.info.epoch, chain.data)
+        return _Told(told, key, instance.feed, self._now() + LIFETIME_S, [expectation])
+
+    def _keep(self, item: _Told) -> None:
+        number = self._last = item.told.number
+        self._told[number] = self._by_chain[item.key] = item
+        self._unchecked.append(number)
+        self._bytes += len(item.told.chain)
+        self._count.inc()
+
+    def _make_room(self, size: int) -> list[int]:
+        dropped = []
+        while self._told and (len(self._told) >= MAX_CHAINS or self._bytes + size > MAX_BYTES):
+            dropped.append(next(iter(self._told)))
+            self._drop(dropped[-1])
+        return dropped
+
+    def _newest(self) -> tuple[Expected, ...]:
+        """Return the newest chains that fit into an entry."""
+        found: list[Expected] = []
+        chains: set[bytes] = set()
+        room = MAX_ENTRY_CHAIN_BYTES
+        for item in reversed(self._told.values()):
+            last = item.key[1]
+            if last not in chains:
+                room -= len(item.told.chain)
+                if room < 0:
+                    break
+                chains.add(last)
+            found.append(item.told)
+        return tuple(found)

@@ -1,0 +1,336 @@
+"""One of several routers: tells the others what it has placed, hears what they have, keeps its part of capacities.
+
+No request ever waits for Redis. Placements read two numbers of the instance's book, which tasks here keep up to date:
+what the other replicas have in flight there, and how much this one may have; and they look up what the others expect
+of instances with their own. When Redis is away the router goes on with its own books and with what the instances
+themselves report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from baton.rpc.redis_client import end_task, redis_errors
+from baton.types import Role
+from baton_router.config import RouterConfig
+from baton_router.dispatch.backoff import Backoff
+from baton_router.registry.registry import Registry
+from baton_router.replication.capacity import LEASE_S, Units
+from baton_router.replication.metrics import ReplicaMetrics
+from baton_router.replication.peers import Peer, Peers
+from baton_router.replication.publish import Telling
+from baton_router.replication.redis_log import Store
+from baton_router.replication.remote_state import TakenOver
+from baton_router.replication.wire import Entry, EntryError, ExpectedNews, Registered, Totals, decode, encode
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 3.0
+_FULL_S = 1.0
+_TICK_S = 0.1
+_IDLE = 3
+"""Times as rarely a router looks for news when there was none at the last look."""
+_LATEST_S = 0.5
+"""Longest pause between two attempts to reach Redis: shorter than the time for which Redis gives out nothing new."""
+
+
+class SharedState(enum.StrEnum):
+    """How this replica stands with the others."""
+
+    JOINING = "joining"
+    SHARED = "shared"
+    ALONE = "alone"
+    """Redis is away."""
+
+
+class Replica:
+    """Ties a registry to the other routers' registries.
+
+    Args:
+        config: Where Redis is, and limits.
+        registry: Whose loads and expectations are shared; its ``units`` are kept here.
+        metrics: Where entries and reconnections are counted.
+        now: Monotonic clock.
+
+    Raises:
+        ConfigError: Redis' URL cannot be read, or its client is not installed.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        metrics: ReplicaMetrics,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._registry, self._metrics, self._now = config, registry, metrics, now
+        self.name = registry.name
+        self._units: Units = registry.units
+        self._store = Store(config.redis, config.redis_prefix, self.name)
+        self.peers = Peers(self.name, SILENT_S, now)
+        self.telling = Telling(registry, metrics.told, now) if config.replica_expectations else None
+        self.taken = TakenOver(registry, now)
+        self._epoch = secrets.token_hex(8)
+        self._sequence = 0
+        self._told: dict[str, Totals] = {}
+        self._told_registered: tuple[Registered, ...] = ()
+        self._full_at = self._reached_at = now()
+        self.state = SharedState.JOINING
+        self._tasks: list[asyncio.Task[None]] = []
+        metrics.watch(self)
+
+    def start(self) -> None:
+        """Begin to join; needs a running loop."""
+        self._tasks = [
+            asyncio.create_task(self._stay_connected(), name="replicas"),
+            asyncio.create_task(self._tick(), name="replicas tick"),
+        ]
+
+    async def close(self) -> None:
+        """Give everything back and say so, if Redis is there."""
+        await asyncio.gather(*(end_task(task) for task in self._tasks))
+        self._forget_expectations()
+        if self.state is SharedState.SHARED:
+            try:
+                await self._store.leave(self._units.all())
+                await self._store.publish(encode(self._entry({}, left=True)))
+            except redis_errors() as error:
+                log.warning("could not tell the other routers that this one ends: %s", error)
+        await self._store.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state for ``/debug/replicas``."""
+        now = self._now()
+        return {
+            "replica": self.name,
+            "state": self.state.value,
+            "redis_reached_s_ago": round(now - self._reached_at, 3),
+            "units": {
+                name: {
+                    "capacity": part.capacity,
+                    "held": part.held,
+                    "limit": part.book.limit,
+                    "in_flight": part.book.requests,
+                }
+                for name, part in self._units.all().items()
+            },
+            "waiting": len(self._registry.room),
+            "expectations_told": 0 if self.telling is None else len(self.telling),
+            "others": [
+                {
+                    "replica": peer.name,
+                    "heard_s_ago": round(now - peer.heard, 3),
+                    "silent": peer.silent,
+                    "in_flight": {name: t.requests for name, t in peer.totals.items() if t.requests},
+                    "held": {name: t.held for name, t in peer.totals.items() if t.held},
+                    "expectations": self.taken.count(peer.name),
+                    "registered": [x.address for x in peer.registered],
+                }
+                for peer in self.peers.all()
+            ],
+        }
+
+    # --- connection ---
+
+    async def _stay_connected(self) -> None:
+        backoff = Backoff(_LATEST_S, random.Random())
+        errors = redis_errors()
+        while True:
+            try:
+                await self._store.connect()
+                await self._join()
+                if self.telling is not None:
+                    self.telling.start()
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._read())
+                    tasks.create_task(self._write(backoff))
+            except* errors as group:
+                if self.state is not SharedState.ALONE:
+                    log.warning(
+                        "Redis is away, this router goes by its own books and the instances' reports: %s",
+                        group.exceptions[0],
+                    )
+                    self._metrics.losses.inc()
+                self.state = SharedState.ALONE
+            self._forget_expectations()
+            await self._store.disconnect()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _join(self) -> None:
+        """Bring a Redis that may have forgotten everything up to date: the others' units first, then ours."""
+        for peer in self.peers.all():
+            await self._store.remember(peer.name, [(name, t.held) for name, t in peer.totals.items() if t.held])
+        self._told.clear()
+        self._full_at = -1.0
+        await self._write_once(rejoin=True)
+
+    def _forget_expectations(self) -> None:
+        """Without Redis only what this router itself expects counts: nobody would say when the rest is over."""
+        self.taken.clear()
+        if self.telling is not None:
+            self.telling.stop()
+
+    async def _read(self) -> None:
+        async for batch in self._store.read():
+            changed = False
+            for data in batch:
+                try:
+                    entry = decode(data)
+                except EntryError as error:
+                    self._metrics.refused.inc()
+                    log.warning("an entry of the stream of replicas cannot be read: %s", error)
+                    continue
+                self._metrics.received.inc()
+                if self.peers.apply(entry):
+                    changed = True
+                    if self.telling is not None:
+                        self.taken.take(entry)
+                    if entry.full or entry.left:
+                        self._take_registrations()
+            if changed:
+                self._spread()
+
+    async def _write(self, backoff: Backoff) -> None:
+        interval_s = self._config.replica_interval_ms / 1000
+        while True:
+            news = await self._write_once()
+            if self.state is not SharedState.SHARED:
+                log.info("this router shares its books with others as %s", self.name)
+                self.state = SharedState.SHARED
+                backoff.reset()
+            await asyncio.sleep(interval_s if news else _IDLE * interval_s)
+
+    async def _write_once(self, *, rejoin: bool = False) -> bool:
+        """Settle units and tell what is new; returns whether anything was."""
+        began = self._now()
+        if rejoin:
+            claims = self._units.holdings(sure=began - self._reached_at < self._config.replica_forget_s)
+        else:
+            claims = self._units.claims(self.peers, len(self._registry.room))
+        full = self._now() >= self._full_at
+        if claims or full:
+            units = await self._store.claim(claims)
+            for claim, granted in zip(claims, units, strict=True):
+                self._units.granted(claim, granted)
+            self._reached_at = began
+        entry = self._news(full=full)
+        if entry is not None:
+            await self._store.publish(encode(entry))
+            self._metrics.published.inc()
+            self._reached_at = began
+        return entry is not None
+
+    # --- what is told ---
+
+    def _news(self, *, full: bool) -> Entry | None:
+        """Return what the others don't know yet, or everything; ``None``: nothing is new."""
+        registered = tuple(Registered(address, role) for address, role in self._registry.registered())
+        full = full or registered != self._told_registered
+        totals = self._totals()
+        news = totals if full else {name: t for name, t in totals.items() if self._told.get(name) != t}
+        expected = ExpectedNews() if self.telling is None else self.telling.news(full=full)
+        if not (full or news or expected.new or expected.over):
+            return None
+        self._told, self._told_registered = totals, registered
+        if full:
+            self._full_at = self._now() + _FULL_S
+        return self._entry(news, full=full, registered=registered if full else (), expected=expected)
+
+    def _totals(self) -> dict[str, Totals]:
+        found: dict[str, Totals] = {}
+        for x in self._registry.instances():
+            part = self._units.part(x.instance_id)
+            held, wants = (part.held, part.wants) if part is not None else (0, 0)
+            found[x.instance_id] = Totals(x.load.requests, max(0, x.load.tokens), held, wants)
+        return found
+
+    def _entry(
+        self,
+        totals: dict[str, Totals],
+        *,
+        full: bool = False,
+        registered: tuple[Registered, ...] = (),
+        left: bool = False,
+        expected: ExpectedNews | None = None,
+    ) -> Entry:
+        self._sequence += 1
+        count = 1 + len(self.peers.live())
+        news = expected or ExpectedNews()
+        return Entry(self.name, self._epoch, self._sequence, totals, full, count, registered, left, news)
+
+    # --- what is heard ---
+
+    def _spread(self) -> None:
+        """Put what the others have in flight into the instances' books."""
+        for x in self._registry.instances():
+            x.load.share(*self.peers.in_flight(x.instance_id))
+
+    def _take_registrations(self) -> None:
+        """Know the instances that registered with the others; of a silent one, those that still answer."""
+        found: dict[str, Role] = {}
+        ready = {x.address for x in self._registry.instances() if x.ready}
+        for peer in self.peers.all():
+            for item in peer.registered:
+                if not peer.silent or item.address in ready:
+                    found[item.address] = item.role
+        self._registry.found("replicas", found)
+
+    async def _tick(self) -> None:
+        """What has to be done whether Redis is there or not."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for peer in self.peers.expire():
+                self.taken.drop(peer.name)
+                if self.state is SharedState.SHARED:
+                    log.warning("router %s fell silent: its share counts no more", peer.name)
+            if self.state is SharedState.SHARED:
+                self._take_registrations()
+                await self._reclaim()
+            elif self._now() - self._reached_at > LEASE_S / 2:
+                self._units.alone(max([1 + len(self.peers.all()), *(x.count for x in self.peers.all())]))
+            self.taken.tick()
+            self._spread()
+            self._units.keep_only(x.instance_id for x in self._registry.instances())
+            free = sum(max(0, part.book.limit - part.book.requests) for part in self._units.all().values())
+            self._registry.room.wake(free)
+
+    async def _reclaim(self) -> None:
+        """Take back what replicas held that are gone."""
+        now = self._now()
+        for peer in self.peers.all():
+            silent_s = now - peer.heard
+            if silent_s < LEASE_S:
+                continue
+            gone = silent_s > self._config.replica_forget_s
+            try:
+                left = [await self._reclaim_units(peer, name, gone) for name in list(peer.totals)]
+            except redis_errors() as error:
+                log.warning("could not take back the units of router %s: %s", peer.name, error)
+                return
+            if gone and not any(left):
+                log.info("router %s is forgotten", peer.name)
+                self.peers.forget(peer.name)
+
+    async def _reclaim_units(self, peer: Peer, instance: str, gone: bool) -> bool:
+        """Take back units at one instance; returns whether some are left to the silent replica."""
+        totals, part = peer.totals[instance], self._units.part(instance)
+        if part is None or not totals.held:
+            return False
+        keep = 0 if gone else part.capacity // max(1, peer.count)
+        if totals.held <= keep:
+            return totals.held > 0
+        running = part.book.report.num_running + part.book.report.num_waiting + part.book.report.num_loading
+        if running > part.book.requests + part.book.shared_requests + keep:
+            return True  # some of its requests may still run there
+        silent_ms = int(1000 * (self._config.replica_forget_s if gone else LEASE_S))
+        await self._store.reclaim(peer.name, instance, silent_ms=silent_ms, keep=keep)
+        peer.totals[instance] = Totals(totals.requests, totals.tokens, keep, totals.wants)
+        return keep > 0

@@ -1,0 +1,1 @@
+"""Placement: which instances serve a request."""

@@ -1,0 +1,126 @@
+"""What is to be placed, and what was: a request's shares of its instances, from placement to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.api.v1 import common_pb2
+from baton.types import PrefillPath
+from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+from baton_router.registry.instance import Instance
+from baton_router.registry.load import Hold
+from baton_router.scheduler.decision import Decision
+from baton_router.scheduler.speeds import Served, Speeds
+
+_NEVER_REMOTE = 2**31 - 1
+"""As threshold: no prompt is so long that decode would ask a prefill instance."""
+
+
+class Ask(msgspec.Struct):
+    """What is to be placed.
+
+    Attributes:
+        token_ids: Prompt, and output generated so far.
+        cache_salt: Separates tenants' caches.
+        num_sequences: Sequences from this prompt.
+        local_only: No prefill instance may be used.
+        exclude: Identities of decode instances that are not to be used.
+        session: Whose conversation it belongs to; empty: nobody said.
+        max_tokens: Tokens that it may generate; ``None``: nobody said.
+    """
+
+    token_ids: Sequence[int] | npt.NDArray[np.uint32]
+    cache_salt: str = ""
+    num_sequences: int = 1
+    local_only: bool = False
+    exclude: Collection[tuple[str, int]] = ()
+    session: str = ""
+    max_tokens: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Placement:
+    """Where a request goes, and what it holds there until :meth:`release`.
+
+    Attributes:
+        threshold: Set by the operator: missing tokens from which decode asks a prefill instance.
+        ahead: Work in flight on the prefill instance before this request, in tokens.
+        running: Sequences in flight on the decode instance, with this request's.
+        speeds: Learns from it when it ends.
+        trace: The latest that the decode instance said of it.
+    """
+
+    decode: Instance
+    prefill: list[Instance]
+    decision: Decision
+    threshold: int | None = None
+    decode_hold: Hold | None = None
+    prefill_hold: Hold | None = None
+    decode_expectation: Expectation | None = None
+    prefill_expectation: Expectation | None = None
+    ahead: float = 0.0
+    running: int = 0
+    speeds: Speeds | None = None
+    trace: common_pb2.RequestTrace | None = None
+    _tokens: int = 0
+    _first: tuple[float, int] | None = None
+    _last: float = 0.0
+
+    @property
+    def remote_threshold(self) -> int | None:
+        """What to tell the decode instance: missing tokens from which it asks a prefill instance; ``None``: its own."""
+        path = self.decision.choice.path
+        if self.threshold is not None or path is None:
+            return self.threshold
+        return 1 if path is PrefillPath.REMOTE else _NEVER_REMOTE
+
+    def prefilled(self) -> None:
+        """The first token is there: the prefill instance is free of this request."""
+        if self.decode_hold is not None:
+            self.decode_hold.prefilled()
+        if self.prefill_hold is not None:
+            self.prefill_hold.release()
+        if self.prefill_expectation is not None:
+            PrefixIndex.forget(self.prefill_expectation)
+            self.prefill_expectation = None
+
+    def grow(self, num_tokens: int) -> None:
+        """Count generated tokens."""
+        if self.decode_hold is not None:
+            self.decode_hold.grow(num_tokens)
+        if self.speeds is not None:
+            self._last = self.speeds.now()
+            self._tokens += num_tokens
+            if self._first is None:
+                self._first = self._last, num_tokens
+
+    def release(self) -> None:
+        """Give everything back; may be called any number of times."""
+        self.prefilled()
+        if self.decode_hold is not None:
+            self.decode_hold.release()
+        if self.decode_expectation is not None:
+            PrefixIndex.forget(self.decode_expectation)
+            self.decode_expectation = None
+        speeds, self.speeds = self.speeds, None
+        if speeds is not None and self.trace is not None and self._first is not None:
+            speeds.observe(self._served(self.trace))
+
+    def _served(self, trace: common_pb2.RequestTrace) -> Served:
+        began, first = self._first or (0.0, 0)
+        sequences = max(1, self.decode_hold.requests if self.decode_hold is not None else 1)
+        held = self.prefill_hold is not None
+        return Served(
+            trace,
+            self.decision.prefill_instance if held else "",
+            self.decode.instance_id,
+            self.ahead,
+            self.running,
+            1 + (self._tokens - first) / sequences,
+            self._last - began,
+        )

@@ -1,0 +1,129 @@
+"""Policies by name: Baton's own, and those that other packages register.
+
+A package registers a factory in the entry point group ``baton.router_policies``::
+
+    [project.entry-points."baton.router_policies"]
+    nearest = "my_package:make_policy"
+
+and a router started with ``--policy nearest`` calls it once with a :class:`PolicyContext`. docs/routing.md writes one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+
+from baton.errors import BatonError, ConfigError
+from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS
+from baton_router.scheduler.policies.base import Policy
+from baton_router.scheduler.policies.cost_ms import CostMs
+from baton_router.scheduler.policies.least_loaded import LeastLoaded
+from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
+from baton_router.scheduler.policies.power_of_two import PowerOfTwo
+from baton_router.scheduler.policies.round_robin import RoundRobin
+from baton_router.scheduler.policies.session import Session
+from baton_router.scheduler.policies.uniform import Uniform
+from baton_router.scheduler.speeds import Speeds
+
+GROUP = "baton.router_policies"
+_TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """What a policy is given.
+
+    Attributes:
+        beta: Weight of load against match.
+        temperature: Of the softmax over scores; 0: the best wins.
+        session_overload: Relative load from which a session leaves its home.
+        rng: For random choices.
+        speeds: What requests have taught; fed by the router.
+        options: ``--policy-options``: ``key=value`` pairs, for policies of other packages.
+    """
+
+    beta: float = 0.5
+    temperature: float = 0.0
+    session_overload: float = 3.0
+    rng: random.Random = field(default_factory=random.Random)
+    speeds: Speeds = field(default_factory=Speeds)
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+PolicyFactory = Callable[[PolicyContext], Policy]
+
+_BUILT_IN: Mapping[str, PolicyFactory] = {
+    MatchMinusLoad.name: lambda context: MatchMinusLoad(context.beta, context.temperature),
+    CostMs.name: lambda context: CostMs(context.speeds),
+    RoundRobin.name: lambda context: RoundRobin(),
+    Uniform.name: lambda context: Uniform(),
+    LeastLoaded.name: lambda context: LeastLoaded(),
+    PowerOfTwo.name: lambda context: PowerOfTwo(context.rng),
+    Session.name: lambda context: Session(MatchMinusLoad(context.beta, context.temperature), context.session_overload),
+}
+POLICIES = tuple(_BUILT_IN)
+"""Names of Baton's own policies."""
+
+
+def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
+    """Build a policy by its name.
+
+    Raises:
+        ConfigError: There is none of that name, it cannot be imported, or an option is out of range.
+    """
+    context = context or PolicyContext()
+    if name in _BUILT_IN:
+        if context.options:
+            raise ConfigError(f"the policy {name} takes no options", field="policy_options")
+        return _BUILT_IN[name](context)
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in known:
+        there = ", ".join([*POLICIES, *sorted(known)])
+        raise ConfigError(f"policy must be one of {there}, got {name!r}", field="policy")
+    try:
+        policy: Policy = known[name].load()(context)
+    except BatonError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"policy {name!r} cannot start: {error}", field="policy") from error
+    if not (callable(getattr(policy, "score", None)) and callable(getattr(policy, "chosen", None))):
+        raise ConfigError(f"policy {name!r} made a {type(policy).__name__}, which scores nothing", field="policy")
+    return policy
+
+
+def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
+    """Read ``tier=weight`` pairs.
+
+    Raises:
+        ConfigError: No such tier, or the weight is not from 0 to 1; names ``tier_weights``.
+    """
+    found = {}
+    for pair in weights:
+        tier, _, text = pair.partition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if tier not in _TIERS or not 0.0 <= weight <= 1.0:
+            message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(_TIERS)}"
+            raise ConfigError(message, field="tier_weights")
+        found[tier] = weight
+    return found
+
+
+def parse_options(options: Sequence[str]) -> dict[str, str]:
+    """Read ``key=value`` pairs.
+
+    Raises:
+        ConfigError: Malformed; names ``policy_options``.
+    """
+    found = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"{option!r} is not key=value", field="policy_options")
+        found[key] = value
+    return found

@@ -1,0 +1,70 @@
+"""``session``: a conversation stays where it is; requests without a session go by match and load."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from baton.errors import ConfigError
+from baton.types import InstanceId
+from baton_router.scheduler.policies.base import Policy, Ratings, Request, Scores, Side
+
+_STICKS = 1000.0
+"""Above anything that another term can say."""
+
+
+class Session:
+    """Send every request of a session to the same pair.
+
+    Algorithm: rendezvous hashing. Each instance gets a pseudo-random rank for the session, and the first in that order
+    is its home, unless more is in flight there than ``overload`` times its role's mean and this request: then the next
+    one is. Where an instance goes, only its sessions move; where one comes, only those that now prefer it. Nothing is
+    remembered, so a restarted router, or another one beside it, sends the session to the same place.
+
+    A session is named by the ``x-baton-session`` header or the ``session_id`` field. Requests without one are scored by
+    the inner policy alone, which also orders the instances that come after the home.
+
+    Risk: knows nothing of prefixes that sessions share; each home computes them once.
+
+    Args:
+        inner: Scores requests without a session.
+        overload: How many times the mean a home may carry, above 1.
+
+    Raises:
+        ConfigError: ``overload`` is not above 1; names ``session_overload``.
+    """
+
+    name = "session"
+
+    def __init__(self, inner: Policy, overload: float = 3.0) -> None:
+        if not (math.isfinite(overload) and overload > 1.0):
+            raise ConfigError(f"session_overload must be above 1, got {overload}", field="session_overload")
+        self._inner = inner
+        self._overload = overload
+
+    def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
+        """Let the home win, if there is one."""
+        ratings = self._inner.score(request, prefill, decode)
+        if request.session:
+            ratings.prefill = self._at_home(request.session, prefill, ratings.prefill)
+            ratings.decode = self._at_home(request.session, decode, ratings.decode)
+            ratings.temperature = 0.0
+        return ratings
+
+    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
+        """The inner policy may want to know; there is nothing to remember here."""
+        self._inner.chosen(request, instances)
+
+    def _at_home(self, session: str, side: Side, scores: Scores) -> Scores:
+        limit = self._overload * (sum(side.work) / max(1, len(side)) + side.cost)
+        free = [at for at, work in enumerate(side.work) if work <= limit] or range(len(side))
+        sticky = [0.0] * len(side)
+        if side.ids:
+            sticky[max(free, key=lambda at: _rank(session, side.ids[at]))] = _STICKS
+        return Scores.of(**scores.terms, session=sticky)
+
+
+def _rank(session: str, name: InstanceId) -> bytes:
+    text = f"{len(session)}:{session}{name}".encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=8).digest()

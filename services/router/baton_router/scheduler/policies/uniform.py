@@ -1,0 +1,21 @@
+"""``random``: any instance, all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.types import InstanceId
+from baton_router.scheduler.policies.base import Ratings, Request, Scores, Side
+
+
+class Uniform:
+    """Choose uniformly at random: the baseline that others must beat. Everybody ties, and ties are random."""
+
+    name = "random"
+
+    def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
+        """Score everybody alike."""
+        return Ratings(Scores.of(none=[0.0] * len(prefill)), Scores.of(none=[0.0] * len(decode)))
+
+    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
+        """Nothing to remember."""

@@ -1,0 +1,331 @@
+"""Runs a benchmark: opens the stages, lets pipes and baselines take turns, and reports records."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from baton.bench.core.stats import Spread
+from baton.bench.kv.agents import Agent, LocalAgent, connect_agent
+from baton.bench.kv.contest import Contestant, FlowContestant, OpenStage, RivalContestant, Standing, one_line
+from baton.bench.kv.plan import (
+    MESSAGE_SIZES,
+    SMALL_BYTES,
+    Options,
+    Stage,
+    baseline_methods,
+    model_stage,
+    pipe_methods,
+    reference_stage,
+    small_stage,
+)
+from baton.bench.kv.ratios import compute_ratios
+from baton.bench.kv.records import SCHEMA_VERSION, MessagesRecord, Record, ResultRecord, RunRecord, UnavailableRecord
+from baton.bench.kv.report import OverlapStudies, sample_seconds, stage_records, verdict_records
+from baton.bench.kv.rivals import RIVALS
+from baton.bench.kv.source import require_memory
+from baton.errors import BatonError, ConfigError
+from baton.rpc.auth import read_token
+from baton.version import __version__
+
+EXIT_OK, EXIT_FAILED, EXIT_UNABLE, EXIT_TOO_SLOW = 0, 1, 2, 3
+RIVAL_MODULE = "baton.bench.kv.rivals"
+OVERLAP_ROUNDS = 5
+SAMPLES = 2000
+SAMPLE_S = 0.4
+"""Longest time (seconds) for the small exchanges of one kind and size."""
+Report = Callable[[Record], None]
+Step = Callable[[str, int], None]
+"""Told what runs now, and how many steps are still to come."""
+
+
+class Driver:
+    """One run.
+
+    Args:
+        options: What to measure.
+        report: Gets each record as soon as it is known.
+        step: Told of progress.
+    """
+
+    def __init__(self, options: Options, report: Report, step: Step) -> None:
+        self._options, self._report, self._step = options, report, step
+        self._token = read_token(options.token_file)
+        # Address of this machine that sources reach it by; another host's are asked over a connection that knows it.
+        self._host = "127.0.0.1"
+        self._unavailable: dict[str, str] = {}
+        self._failures: list[str] = []
+        self._slow: list[str] = []
+        self._left = 0
+        self._standings: list[Standing] = []
+        self._others: list[Record] = []
+
+    def run(self) -> int:
+        """Measure everything; returns the exit status.
+
+        Raises:
+            ConfigError: It cannot be run as asked at all.
+            BatonError: An agent ended, or the other host is out of reach.
+        """
+        started = time.perf_counter()
+        options = self._options
+        stage = model_stage(options)
+        self._require_memory(stage)
+        stages = [stage, *([reference_stage()] if self._with_reference() else [])]
+        rounds = options.warmup + options.repeat
+        methods = {each.name: len(pipe_methods(options)) + len(baseline_methods(options, each.name)) for each in stages}
+        self._left = sum(len(each.cases) * methods[each.name] for each in stages) * rounds + len(options.asked)
+        try:
+            self._measure(stages)
+        except BatonError as error:
+            code = EXIT_UNABLE if isinstance(error, ConfigError) else EXIT_FAILED
+            self._report(ResultRecord(code, (one_line(error),), round(time.perf_counter() - started, 3)))
+            raise
+        for ratio in compute_ratios(self._standings, self._others):
+            self._report(ratio)
+        code = self._exit_code()
+        failures = (*self._failures, *self._slow, *(f"{n}: {w}" for n, w in self._asked_in_vain()))
+        self._report(ResultRecord(code, failures, round(time.perf_counter() - started, 3)))
+        return code
+
+    def _measure(self, stages: list[Stage]) -> None:
+        options = self._options
+        with contextlib.ExitStack() as stack:
+            sources = [stack.enter_context(self._source(i)) for i in range(options.num_sources)]
+            targets = [stack.enter_context(self._target(i)) for i in range(options.num_targets)]
+            self._report(self._run_record(stages[0], sources[0], targets[0]))
+            for stage in stages:
+                self._run_stage(stage, sources, targets)
+            if self._with_reference():
+                self._small(sources, targets)
+
+    def _with_reference(self) -> bool:
+        return self._options.reference and self._options.pattern == "1-1"
+
+    def _require_memory(self, stage: Stage) -> None:
+        sources, targets = self._options.num_sources, self._options.num_targets
+        # Each target holds a copy of every source's blocks, and as much again for memcpy to copy from.
+        there = 0 if self._options.connect else sources * stage.source.memory(stage.source_blocks)
+        require_memory(there + 2 * targets * sources * stage.target.memory(stage.target_blocks))
+
+    @contextlib.contextmanager
+    def _source(self, index: int) -> Iterator[Agent]:
+        options, name = self._options, f"source {index}"
+        if options.connect:
+            agent, self._host = connect_agent(name, options.connect, self._token)
+        else:
+            agent = LocalAgent(name, token_file=options.token_file)
+        with _closing(agent):
+            yield agent
+
+    def _target(self, index: int) -> contextlib.AbstractContextManager[Agent]:
+        return _closing(LocalAgent(f"target {index}", host=self._host, token_file=self._options.token_file))
+
+    def _run_record(self, stage: Stage, source: Agent, target: Agent) -> RunRecord:
+        options = self._options
+        here, there = target.ask("hello"), source.ask("hello")
+        return RunRecord(
+            schema=SCHEMA_VERSION,
+            version=__version__,
+            machine=_facts(here),
+            peer=_facts(there) if options.connect else None,
+            pipes=options.asked,
+            geometry=options.label,
+            kv_bytes_per_token=stage.source.bytes_per_token if stage.name == "kv" else 0,
+            block_size=options.block_size,
+            dst_block_size=options.dst_block_size or options.block_size,
+            kv_dtype=options.kv_dtype,
+            dst_kv_dtype=options.dst_kv_dtype or options.kv_dtype,
+            src_tp=options.src_tp,
+            src_pp=options.src_pp,
+            dst_tp=options.dst_tp,
+            dst_pp=options.dst_pp,
+            pattern=options.pattern,
+            warmup=options.warmup,
+            repeat=options.repeat,
+            seed=options.seed,
+        )
+
+    def _run_stage(self, stage: Stage, sources: list[Agent], targets: list[Agent]) -> None:
+        opened = OpenStage(stage, sources, targets, self._options.asked, self._options.seed)
+        self._note_unavailable(opened.refusals())
+        with contextlib.ExitStack() as stack:
+            rivals = self._rivals(stage, stack) if stage.name == "reference" else []
+            standings = [Standing(contestant) for contestant in [*self._contestants(opened), *rivals]]
+            self._take_turns(stage, standings)
+            if self._options.overlap and stage.name == "kv":
+                self._overlap(stage, standings)
+        opened.close()
+        for standing in standings:
+            key = standing.contestant.key
+            if standing.unavailable:
+                self._note_unavailable({key.name: standing.unavailable})
+            if standing.failure:
+                self._failures.append(f"{key.label}, {stage.name}: {standing.failure}")
+        self._standings += standings
+        records = stage_records(stage, standings, self._options)
+        for record in records:
+            self._report(record)
+        if stage.name != "reference":
+            self._judge(stage, standings)
+            for verdict in verdict_records(stage, standings, self._options):
+                self._report(verdict)
+
+    def _contestants(self, opened: OpenStage) -> list[Contestant]:
+        pipes = [key for key in pipe_methods(self._options) if key.name not in self._unavailable]
+        return [
+            *(FlowContestant(key, opened, is_pipe=False) for key in baseline_methods(self._options, opened.stage.name)),
+            *(FlowContestant(key, opened, is_pipe=True) for key in pipes),
+        ]
+
+    def _rivals(self, stage: Stage, stack: contextlib.ExitStack) -> list[Contestant]:
+        """Start plain NIXL and gloo for the pipes that are built on them, where they are installed."""
+        out: list[Contestant] = []
+        for name, (pipe, env) in RIVALS.items():
+            if pipe not in self._options.asked or self._options.connect:
+                continue
+            ends = (
+                stack.enter_context(_closing(LocalAgent(f"{name} source", env=env, module=RIVAL_MODULE))),
+                stack.enter_context(_closing(LocalAgent(f"{name} target", env=env, module=RIVAL_MODULE))),
+            )
+            try:
+                out.append(RivalContestant(name, ends, stage, self._options.seed))
+            except BatonError as error:
+                self._note_unavailable({name: one_line(error)})
+        return out
+
+    def _take_turns(self, stage: Stage, standings: list[Standing]) -> None:
+        """Run every method on every case once per round, so that the machine's other work hits all alike."""
+        warmup, rounds = self._options.warmup, self._options.warmup + self._options.repeat
+        for turn in range(rounds):
+            check = self._options.verify and turn == rounds - 1
+            for case in stage.cases:
+                for standing in standings:
+                    key, is_pipe = standing.contestant.key, standing.contestant.is_pipe
+                    self._advance(f"{case.name} {case.tokens or ''} {key.label}")
+                    if not standing.out:
+                        standing.run(
+                            case,
+                            count=turn >= warmup,
+                            first=turn == 0,
+                            wipe=check and is_pipe,
+                            verify=check and is_pipe,
+                        )
+
+    def _overlap(self, stage: Stage, standings: list[Standing]) -> None:
+        """Study every pipe at the largest size; the modes take turns too."""
+        case, options = max(stage.cases, key=lambda case: case.flow_bytes), self._options
+        studies = OverlapStudies(stage, case, options)
+        contestants = [
+            (standing.contestant, sample_seconds(standing.samples[case]))
+            for standing in standings
+            if isinstance(standing.contestant, FlowContestant) and standing.contestant.is_pipe and not standing.out
+        ]
+        rounds = min(OVERLAP_ROUNDS, options.repeat)
+        for turn in range(rounds):
+            for contestant, serial_s in list(contestants):
+                self._advance(f"overlap {contestant.key.label}")
+                try:
+                    studies.run(contestant, serial_s, verify=options.verify and turn == rounds - 1)
+                except BatonError as error:
+                    self._failures.append(f"{contestant.key.label}, overlap: {one_line(error)}")
+                    contestants.remove((contestant, serial_s))
+        for record in studies.records():
+            self._others.append(record)
+            self._report(record)
+            if options.verify and not record.verified:
+                self._failures.append(f"{record.pipe}, overlap {record.mode}: wrong blocks")
+
+    def _judge(self, stage: Stage, standings: list[Standing]) -> None:
+        """Hold the pipes against ``--require-gbps``, at the largest size."""
+        wanted, largest = self._options.require_gbps, max(stage.cases, key=lambda case: case.flow_bytes)
+        for standing in standings:
+            samples = standing.samples.get(largest)
+            if wanted is None or not standing.contestant.is_pipe or not samples:
+                continue
+            rate = Spread.of([sample.bytes / sample.seconds / 1e9 for sample in samples]).p50
+            if rate < wanted:
+                self._slow.append(f"{standing.contestant.key.label}: {rate:.3g} GB/s, required {wanted:g}")
+
+    def _small(self, sources: list[Agent], targets: list[Agent]) -> None:
+        """Measure round trips of small messages and reads of single small blocks, first source to first target."""
+        opened = OpenStage(small_stage(), sources[:1], targets[:1], self._options.asked, self._options.seed)
+        carried = dict(opened.facts[0].messages)
+        for kind in self._options.asked:
+            self._advance(f"small {kind}")
+            try:
+                if kind in carried:
+                    self._round_trips(targets[0], kind)
+                if kind not in self._unavailable:
+                    for what, order in (("read", "reads"), ("fetch", "fetches")):
+                        answer = targets[0].ask(order, kind=kind, count=SAMPLES, limit_s=SAMPLE_S)
+                        self._note_small(kind, what, SMALL_BYTES, answer["seconds"])
+            except BatonError as error:
+                self._failures.append(f"{kind}, small: {one_line(error)}")
+        if "tcp" in self._options.asked:
+            answer = targets[0].ask("fetches", kind="socket", count=SAMPLES, limit_s=SAMPLE_S)
+            self._note_small("socket", "round trip", SMALL_BYTES, answer["seconds"])
+        opened.close()
+
+    def _round_trips(self, target: Agent, kind: str) -> None:
+        for size in MESSAGE_SIZES:
+            answer = target.ask("round_trips", kind=kind, size=size, count=SAMPLES, limit_s=SAMPLE_S)
+            self._note_small(kind, "round trip", size, answer["seconds"])
+
+    def _note_small(self, kind: str, what: str, size: int, samples: list[float]) -> None:
+        spread = Spread.of([sample * 1e6 for sample in samples])
+        record = MessagesRecord(
+            pipe=kind,
+            what=what,
+            bytes=size,
+            count=len(samples),
+            p50_us=round(spread.p50, 2),
+            p95_us=round(spread.p95, 2),
+            p99_us=round(spread.p99, 2),
+            per_s=round(len(samples) / sum(samples), 1),
+        )
+        self._others.append(record)
+        self._report(record)
+
+    def _note_unavailable(self, reasons: dict[str, str]) -> None:
+        for name, reason in reasons.items():
+            if name not in self._unavailable:
+                self._unavailable[name] = reason
+                self._report(UnavailableRecord(name, reason, name in (self._options.pipes or ())))
+
+    def _asked_in_vain(self) -> list[tuple[str, str]]:
+        return [(name, why) for name, why in self._unavailable.items() if name in (self._options.pipes or ())]
+
+    def _exit_code(self) -> int:
+        wrong = [
+            f"{standing.contestant.key.label}: {sample.wrong} wrong blocks"
+            for standing in self._standings
+            for samples in standing.samples.values()
+            for sample in samples
+            if sample.wrong
+        ]
+        self._failures += wrong
+        if self._failures:
+            return EXIT_FAILED
+        if self._asked_in_vain() or not any(s.samples for s in self._standings if s.contestant.is_pipe):
+            return EXIT_UNABLE
+        return EXIT_TOO_SLOW if self._slow else EXIT_OK
+
+    def _advance(self, what: str) -> None:
+        self._left = max(0, self._left - 1)
+        self._step(what, self._left)
+
+
+@contextlib.contextmanager
+def _closing(agent: Agent) -> Iterator[Agent]:
+    try:
+        yield agent
+    finally:
+        agent.close()
+
+
+def _facts(hello: dict[str, Any]) -> dict[str, Any]:
+    names = ("host", "cpus", "arch", "kernel", "memory", "load")
+    return {name: hello.get(name) for name in names}

@@ -1,0 +1,267 @@
+"""Ways to get a source's blocks into a target's arena: the pipes, and what the machine can do without them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.bench.kv.bare import BareReader
+from baton.bench.kv.specs import Ids, Shape, SourceFacts, TargetSpec, sequence_numbers
+from baton.errors import PipeClosedError, TransferError
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.shards import KVShards
+from baton.kv_transfer.blocks import (
+    BlockFetcher,
+    BlockReads,
+    BlockSource,
+    Endpoint,
+    LinkOptions,
+    SequenceBlocks,
+    TcpOptions,
+)
+from baton.kv_transfer.blocks.links import Connector
+from baton.kv_transfer.pipes.base import ReadPipe
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.handshake import Facts
+from baton.types import Epoch, InstanceId
+
+RUN_S = 120.0
+"""Longest time (seconds) that one run may take."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """A sequence to move from one source.
+
+    Attributes:
+        source: Its place among the target's sources.
+        remote: The sequence's blocks there, int64 [n].
+        local: And here, int64 [w]; blocks may have another size.
+    """
+
+    source: int
+    remote: Ids
+    local: Ids
+
+
+class Method(ABC):
+    """A way to move blocks."""
+
+    @abstractmethod
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Move all flows at once; returns the bytes moved once the reader knows that they are valid.
+
+        Raises:
+            BatonError: It failed, or a block was not valid.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close connections and free memory."""
+
+
+class PipeMethod(Method):
+    """Baton's block fetcher over one kind of pipe, one thread per flow.
+
+    Args:
+        shards: Where to.
+        spec: Of the target.
+        name: The kind; ``tcp-unchecked``: TCP without checksums.
+        streams: TCP connections per flow.
+        token: Shared token.
+
+    Raises:
+        PipeClosedError: A source does not offer the kind; says why.
+    """
+
+    def __init__(self, shards: KVShards, spec: TargetSpec, name: str, streams: int, token: str | None) -> None:
+        kind, _, variant = name.partition("-")
+        self._sources = [_block_source(source, kind) for source in spec.sources]
+        self._generations = [sequence_numbers(source.num_blocks) for source in spec.sources]
+        links = LinkOptions(token=token, tcp=TcpOptions(streams=streams, checksums=variant != "unchecked"))
+        self._shards, self._spec, self._connector = shards, spec, Connector((kind,), links)
+        self._fetcher = BlockFetcher(shards, spec.shape.fingerprint(), kinds=(kind,), links=links)
+        self._pool = ThreadPoolExecutor(len(self._sources), "bench-flow")
+
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Fetch; see :meth:`Method.run`."""
+        return _all_at_once(self._pool, [lambda flow=flow: self._fetch(flow) for flow in flows])  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Close the fetcher."""
+        self._pool.shutdown()
+        self._fetcher.close()
+        self._connector.close()
+
+    def open_pipe(self, source: int) -> ReadPipe:
+        """Open a pipe of its own to a source; the caller closes it.
+
+        Raises:
+            PipeClosedError: The source is not reached.
+        """
+        there = self._sources[source]
+        facts = Facts(there.epoch, self._spec.shape.fingerprint(), there.num_blocks, there.fingerprint)
+        return self._connector.connect(there, facts, Wait(time.monotonic() + RUN_S))[0]
+
+    def read_one(self, pipe: ReadPipe, block: int) -> Callable[[], None]:
+        """Prepare the read of one block to where it came from; the call does it.
+
+        Raises (the call):
+            TransferError: The block was not valid.
+        """
+        reads = BlockReads.of([block], self._generations[0][[block]], [block])
+        local = self._shards.primary.blocks
+
+        def once() -> None:
+            if np.count_nonzero(pipe.read(reads, local, Wait(time.monotonic() + RUN_S))) != len(reads):
+                raise TransferError(f"block {block} was not valid")
+
+        return once
+
+    def fetch_part(self, flow: Flow, part: range, ready: int | None) -> int:
+        """Fetch some blocks of a flow's sequence.
+
+        Args:
+            flow: The whole sequence.
+            part: Its source blocks to fetch, by their place in the sequence.
+            ready: The source's progress before their first layer, if it is still computing them.
+
+        Returns:
+            Bytes that came.
+
+        Raises:
+            BatonError: It failed, or a block was not valid.
+        """
+        remote = flow.remote[part.start : part.stop]
+        offered = remote, self._generations[flow.source][remote], np.arange(part.start, part.stop)
+        blocks = SequenceBlocks.of(offered, flow.local, np.ones(len(flow.local), dtype=np.bool_), ready)
+        source, deadline = self._sources[flow.source], time.monotonic() + RUN_S
+        result = self._fetcher.fetch_sequence(source, blocks, deadline=deadline)
+        if not result.valid.all():
+            raise TransferError(f"{int((~result.valid).sum())} of {len(result.valid)} blocks were not valid")
+        return result.num_bytes
+
+    def _fetch(self, flow: Flow) -> int:
+        return self.fetch_part(flow, range(len(flow.remote)), None)
+
+
+class MemcpyMethod(Method):
+    """One thread's ``memcpy`` inside the target: all bytes at once, or a call per block, read forwards as pipes do."""
+
+    def __init__(self, shards: KVShards, shape: Shape, *, each_block: bool) -> None:
+        self._target, self._each = shards, each_block
+        self._here = shape.new_shards(shards.primary.num_blocks)
+        self._here.touch()
+
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Copy; see :meth:`Method.run`."""
+        total = 0
+        for arena, here in zip(self._target.arenas, self._here.arenas, strict=True):
+            to, start, size = arena.blocks.ctypes.data, here.blocks.ctypes.data, arena.block_bytes
+            for flow in flows:
+                total += len(flow.local) * size
+                if self._each:
+                    for remote, local in zip(np.sort(flow.local).tolist(), flow.local.tolist(), strict=True):
+                        ctypes.memmove(to + local * size, start + remote * size, size)
+                else:
+                    at = flow.source * (arena.num_blocks // len(flows)) * size
+                    ctypes.memmove(to + at, start + at, len(flow.local) * size)
+        return total
+
+    def close(self) -> None:
+        """Free the copy's source."""
+        self._here.close()
+
+
+class SocketMethod(Method):
+    """Bare sockets, so many per source, each for its share of the bytes, contiguous on both sides.
+
+    They move the first rank's blocks, as often as it takes to move as much as all ranks have.
+    """
+
+    def __init__(self, arena: KVArena, sources: Sequence[SourceFacts], streams: int, token: str | None) -> None:
+        self._arena, self._streams = arena, streams
+        self._block_bytes = [[layout.block_bytes for layout in source.shape.layouts()] for source in sources]
+        self._readers: list[list[BareReader]] = [[] for _ in sources]
+        try:
+            for readers, source in zip(self._readers, sources, strict=True):
+                readers += [BareReader(source.bare, token) for _ in range(streams)]
+        except BaseException:
+            self._close_readers()
+            raise
+        self._pool = ThreadPoolExecutor(len(sources) * streams, "bench-socket")
+
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Read; see :meth:`Method.run`."""
+        flat, jobs = self._arena.blocks.reshape(-1).data, []
+        share = self._arena.num_blocks // len(self._readers) * self._arena.block_bytes
+        for flow in flows:
+            first, total = (len(flow.remote) * x for x in (self._block_bytes[flow.source][0], self._all(flow.source)))
+            size = min(first, share)
+            edges = [size * i // self._streams for i in range(self._streams + 1)]
+            base = flow.source * share
+            for reader, (begin, end) in zip(self._readers[flow.source], itertools.pairwise(edges), strict=True):
+                jobs.append(_reading(reader, begin, flat[base + begin : base + end], max(1, round(total / size))))
+        return _all_at_once(self._pool, jobs)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._close_readers()
+        self._pool.shutdown()
+
+    def _all(self, source: int) -> int:
+        """Bytes of a block of all of a source's ranks."""
+        return sum(self._block_bytes[source])
+
+    def _close_readers(self) -> None:
+        for readers in self._readers:
+            for reader in readers:
+                reader.close()
+
+
+def _reading(reader: BareReader, offset: int, view: memoryview, times: int) -> Callable[[], int]:
+    def read() -> int:
+        for _ in range(times):
+            reader.read(offset, view)
+        return times * len(view)
+
+    return read
+
+
+def _all_at_once(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], int]]) -> int:
+    """Run jobs side by side, the first in this thread; returns the sum once all have ended.
+
+    Raises:
+        BatonError: Of the first job that failed.
+    """
+    others = [pool.submit(job) for job in jobs[1:]]
+    failure: BaseException | None = None
+    total = 0
+    for result in (jobs[0], *(other.result for other in others)):
+        try:
+            total += result()
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return total
+
+
+def _block_source(facts: SourceFacts, kind: str) -> BlockSource:
+    endpoints = tuple(Endpoint(name, address) for name, address in facts.endpoints if name == kind)
+    if not endpoints:
+        raise PipeClosedError(dict(facts.refused).get(kind, f"source {facts.index} does not offer {kind}"))
+    return BlockSource(
+        InstanceId(f"source-{facts.index}-{kind}"),
+        Epoch(bytes.fromhex(facts.epoch)),
+        endpoints,
+        facts.shape.fingerprint(),
+        facts.num_blocks,
+    )

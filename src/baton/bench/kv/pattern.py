@@ -1,0 +1,148 @@
+"""Bytes that both sides can compute: what a source's blocks hold, and whether a target's blocks are those.
+
+A row is one head's K or V of one token in one layer. Its 8-byte words are
+``mix(seed, source, layer, K or V, head) + token * A + word * B`` modulo 2^64, where ``token`` counts the source's
+tokens in the order of its blocks' ids. The map from rows to bytes is each side's own layout, so a wrong block, rank,
+head, layer or offset shows in nearly every word, without using the transfer's own map between two shapes.
+
+Where the target has another dtype, a few bits of every number are fixed, so that it is within every dtype's range, and
+the target expects the numbers as numpy converts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.bench.kv.specs import Ids, Shape
+from baton.kv_cache.layout import KVLayout
+from baton.kv_cache.shards import ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
+from baton.kv_transfer.blocks.types import Bytes
+from baton.kv_transfer.copy.dtype_cast import convert
+
+Words = npt.NDArray[np.uint64]
+WORD_BYTES = 8
+WIPED = 0xA5
+"""What a target's blocks are set to before a run that is verified."""
+_A, _B = 0xD1B54A32D192ED03, 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_KEPT = {"float32": 0x87FFFFFF_87FFFFFF, "bfloat16": 0x87FF87FF_87FF87FF, "float16": 0xBFFFBFFF_BFFFBFFF}
+_SET = {"float32": 0x38000000_38000000, "bfloat16": 0x38003800_38003800, "float16": 0}
+"""Bits of a word's numbers that stay, and that are set, where they must be convertible: magnitudes are below 2 then."""
+
+
+class ShardPattern:
+    """The pattern as one rank holds it.
+
+    Args:
+        seed: Of the whole run.
+        shape: Of the instance's blocks.
+        spec: Which rank.
+        source_dtype: Of the sources; empty: this instance's.
+    """
+
+    def __init__(self, seed: int, shape: Shape, spec: ShardSpec, source_dtype: str = "") -> None:
+        self._seed = seed
+        self._cast, self._origin = shape.cast, self
+        if source_dtype not in ("", shape.dtype):
+            self._origin = ShardPattern(seed, dataclasses.replace(shape, dtype=source_dtype), spec)
+        self._layout: KVLayout = shard_layout(shape.geometry, spec, shape.block_size)
+        layers = layer_range(len(shape.layers), spec.pp_size, spec.pp_rank)
+        self._heads = [np.array(shard_heads(shape.geometry, spec, layer)) for layer in layers]
+        self._first_layer = layers.start
+        most = max(max(layer.k_dim, layer.v_dim) for layer in self._layout.layers)
+        count = most * self._layout.dtype_bytes // WORD_BYTES
+        self._ramp: Words = np.arange(count, dtype=np.uint64) * np.uint64(_B)
+        self._bases: dict[int, list[Words]] = {}
+
+    def fill(self, blocks: Bytes, owner: int) -> None:
+        """Write all blocks of a source's rank, uint8 [blocks, block_bytes]."""
+        size = self._layout.block_size
+        for block, out in enumerate(blocks):
+            self._write(out, owner, np.arange(block * size, (block + 1) * size, dtype=np.uint64))
+
+    def wrong(self, blocks: Bytes, local_ids: Ids, owner: int, tokens: Words) -> list[int]:
+        """Return the blocks that are not what a source gave.
+
+        Args:
+            blocks: uint8 [blocks, block_bytes], this rank's.
+            local_ids: A sequence's blocks, [w].
+            owner: Number of the source.
+            tokens: uint64 [t], the source's token at each place of the sequence; the last block may be filled in part.
+        """
+        size, bad, origin = self._layout.block_size, [], self._origin
+        expected = np.empty(origin._layout.block_bytes, dtype=np.uint8)
+        for place, block in enumerate(local_ids.tolist()):
+            want = tokens[place * size : (place + 1) * size]
+            origin._write(expected, owner, want)
+            if any(
+                not np.array_equal(mine, self._as_here(theirs))
+                for (mine, _), (theirs, _) in zip(
+                    self._rows(blocks[block], len(want)), origin._rows(expected, len(want)), strict=True
+                )
+            ):
+                bad.append(block)
+        return bad
+
+    def _as_here(self, words: Words) -> Words:
+        """Return a source's numbers as this instance has them."""
+        if self._origin is self:
+            return words
+        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, words.shape[2] * WORD_BYTES)
+        made, _ = convert(rows, self._origin._layout.dtype, self._layout.dtype)
+        return made.view(np.uint64).reshape(*words.shape[:2], -1)
+
+    def _write(self, out: Bytes, owner: int, tokens: Words) -> None:
+        bases = self._bases_of(owner)
+        shift = tokens * np.uint64(_A)
+        for index, (rows, words) in enumerate(self._rows(out, len(tokens))):
+            np.add((bases[index][:, None] + shift)[:, :, None], self._ramp[:words], out=rows)
+            if self._cast:
+                rows &= np.uint64(_KEPT[self._layout.dtype])
+                rows |= np.uint64(_SET[self._layout.dtype])
+
+    def _rows(self, block: Bytes, num_tokens: int) -> Iterator[tuple[Words, int]]:
+        """Yield K and V of every layer of a block, uint64 [heads, num_tokens, words], and the words."""
+        layout, unit = self._layout, self._layout.dtype_bytes
+        for layer, shape in enumerate(layout.layers):
+            for at, dim in ((layout.layer_offsets[layer], shape.k_dim), (layout.v_offset(layer), shape.v_dim)):
+                words, count = dim * unit // WORD_BYTES, shape.kv_heads * layout.block_size
+                flat = block[at * unit : at * unit + count * words * WORD_BYTES].view(np.uint64)
+                yield flat.reshape(shape.kv_heads, layout.block_size, words)[:, :num_tokens], words
+
+    def _bases_of(self, owner: int) -> list[Words]:
+        """Return the start values per layer and K or V, uint64 [heads] each."""
+        if owner not in self._bases:
+            self._bases[owner] = [
+                np.array(
+                    [_mix(self._seed, owner, self._first_layer + layer, kind, head) for head in heads.tolist()], "u8"
+                )
+                for layer, heads in enumerate(self._heads)
+                for kind in (0, 1)
+            ]
+        return self._bases[owner]
+
+
+def shard_patterns(seed: int, shape: Shape, source_dtype: str = "") -> list[ShardPattern]:
+    """Return the pattern of every rank of an instance, by rank index; see :class:`ShardPattern`."""
+    return [ShardPattern(seed, shape, spec, source_dtype) for spec in shard_specs(shape.tp, shape.pp)]
+
+
+def source_tokens(shape: Shape, remote_ids: Ids) -> Words:
+    """Return the tokens that a source's blocks hold, in the order of the blocks given, uint64 [blocks * block_size]."""
+    tokens = remote_ids[:, None] * shape.block_size + np.arange(shape.block_size, dtype=np.int64)
+    return tokens.reshape(-1).astype(np.uint64)
+
+
+def _mix(*values: int) -> int:
+    """Spread numbers over 64 bits (splitmix64's finalizer after each)."""
+    state = 0
+    for value in values:
+        state = (state ^ value) + _B & _MASK
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state

@@ -1,0 +1,274 @@
+"""What a run measures: options checked, sizes worked out, and cut into stages whose agents share their arenas."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from baton.bench.kv.geometries import model_geometry, named_geometry
+from baton.bench.kv.specs import MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
+from baton.config.pipes import PIPE_KINDS
+from baton.errors import ConfigError, shown
+from baton.kv_cache.layout import DTYPE_BYTES
+from baton.kv_cache.shards import KVGeometry
+
+PIPES = tuple(kind for kind in PIPE_KINDS if kind not in ("memory", "tls"))  # certificates are not for trying
+PATTERNS = ("1-1", "N-1", "1-N", "NxM")
+MAX_STREAMS = 64
+REFERENCE_BLOCK_BYTES = 32 << 10
+REFERENCE_BLOCKS = 8192
+PAGED_BLOCKS = 4096
+SMALL_BYTES = 4096
+SMALL_BLOCKS = 1024
+MESSAGE_SIZES = (64, 1024, 4096)
+_MAX_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line asks for; see ``baton bench kv --help``.
+
+    Raises:
+        ConfigError: Something that cannot work; names the flag.
+    """
+
+    model: str = ""
+    geometry: str = ""
+    isl: str = "4096"
+    block_size: int = 16
+    dst_block_size: int | None = None
+    kv_dtype: str = "bfloat16"
+    dst_kv_dtype: str | None = None
+    src_tp: int = 1
+    src_pp: int = 1
+    dst_tp: int = 1
+    dst_pp: int = 1
+    bytes: int | None = None
+    descriptors: int = 1
+    pipes: tuple[str, ...] | None = None
+    streams: tuple[int, ...] = (1, 4)
+    pattern: str = "1-1"
+    n: int = 2
+    m: int = 2
+    warmup: int = 1
+    repeat: int = 7
+    verify: bool = True
+    reference: bool = True
+    prefill_tokens_per_s: float | None = None
+    overlap: bool = False
+    chunk: int = 512
+    require_gbps: float | None = None
+    connect: str = ""
+    token_file: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if sum(bool(x) for x in (self.model, self.geometry, self.bytes)) > 1:
+            raise ConfigError("give one of --model, --geometry and --bytes", field="geometry")
+        unknown = sorted(set(self.pipes or ()) - set(PIPES))
+        if unknown or self.pipes == () or len(set(self.pipes or ())) != len(self.pipes or ()):
+            raise ConfigError(f"--pipe takes some of {','.join(PIPES)}, each once", field="pipe")
+        if not self.streams or not all(1 <= count <= MAX_STREAMS for count in self.streams):
+            raise ConfigError(f"--streams takes numbers from 1 to {MAX_STREAMS}", field="streams")
+        if self.pattern not in PATTERNS:
+            raise ConfigError(f"--pattern is one of {', '.join(PATTERNS)}, got {shown(self.pattern)}", field="pattern")
+        for name, dtype in (("kv_dtype", self.kv_dtype), ("dst_kv_dtype", self.dst_kv_dtype)):
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                raise ConfigError(f"--{name.replace('_', '-')} is one of {', '.join(DTYPE_BYTES)}", field=name)
+        if self.dst_kv_dtype and self.bytes:
+            raise ConfigError("--dst-kv-dtype needs a model or a geometry", field="dst_kv_dtype")
+        if self.overlap and (self.bytes or self.pattern != "1-1"):
+            raise ConfigError("--overlap needs a model or a geometry, and pattern 1-1", field="overlap")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for name, least, most in (
+            ("block_size", 1, 4096),
+            ("dst_block_size", 1, 4096),
+            ("src_tp", 1, 64),
+            ("src_pp", 1, 64),
+            ("dst_tp", 1, 64),
+            ("dst_pp", 1, 64),
+            ("bytes", 1, 1 << 40),
+            ("descriptors", 1, MAX_BLOCKS),
+            ("n", 1, MAX_SOURCES),
+            ("m", 1, MAX_SOURCES),
+            ("warmup", 0, 1000),
+            ("repeat", 1, 10_000),
+            ("chunk", 1, _MAX_TOKENS),
+            ("seed", 0, (1 << 63) - 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be between {least} and {most}, got {value}", field=name)
+        for name in ("prefill_tokens_per_s", "require_gbps"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0", field=name)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Kinds of pipe to try."""
+        return PIPES if self.pipes is None else self.pipes
+
+    @property
+    def num_sources(self) -> int:
+        """Sources of the pattern."""
+        return self.n if self.pattern in ("N-1", "NxM") else 1
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of the pattern."""
+        return self.m if self.pattern in ("1-N", "NxM") else 1
+
+    @property
+    def label(self) -> str:
+        """Name of what is moved."""
+        return self.model or self.geometry or (f"{self.bytes} bytes" if self.bytes else "llama-8b")
+
+    def kv(self) -> KVGeometry:
+        """Return the model's KV.
+
+        Raises:
+            ConfigError: Unknown or unreadable.
+        """
+        if self.model:
+            return model_geometry(self.model, self.kv_dtype)
+        return named_geometry(self.geometry or "llama-8b", self.kv_dtype)
+
+
+@dataclass(frozen=True)
+class MethodKey:
+    """A pipe or baseline, and its connections per source."""
+
+    name: str
+    streams: int = 1
+
+    @property
+    def label(self) -> str:
+        """``tcp`` or ``tcp x4``."""
+        return self.name if self.streams == 1 else f"{self.name} x{self.streams}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size: source blocks to move per flow, and their order.
+
+    Attributes:
+        name: ``kv``, ``raw``, ``contiguous`` or ``paged``.
+        tokens: 0 for raw bytes.
+        flow_bytes: That one flow moves.
+    """
+
+    name: str
+    tokens: int
+    blocks: int
+    shuffled: bool
+    flow_bytes: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Cases that share open sources and targets.
+
+    Attributes:
+        name: ``kv``, ``raw`` or ``reference``.
+        source: Shape of the sources' blocks.
+        target: Shape of the targets' blocks.
+        source_blocks: In each source's arena.
+        target_blocks: In each target's arena for each source.
+        cases: To run in turns.
+    """
+
+    name: str
+    source: Shape
+    target: Shape
+    source_blocks: int
+    target_blocks: int
+    cases: tuple[Case, ...]
+
+
+def parse_sweep(text: str) -> tuple[int, ...]:
+    """Read ``4096``, ``128,1024`` or ``128:131072`` (doubling from the first to at most the second).
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    out: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,8})(?::(\d{1,8}))?", part.strip())
+        low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 0 < low <= high <= _MAX_TOKENS:
+            raise ConfigError(f"--isl takes 4096, 128,1024 or 128:131072; got {shown(text)}", field="isl")
+        while low <= high:
+            out.append(low)
+            low *= 2
+    return tuple(dict.fromkeys(out))
+
+
+def model_stage(options: Options) -> Stage:
+    """Return the stage of what was asked for: a model's KV at every prompt length, or raw bytes.
+
+    Raises:
+        ConfigError: It does not fit together; names the flag.
+    """
+    if options.bytes is not None:
+        size = round_up_block(-(-options.bytes // options.descriptors))
+        shape = Shape.raw(size)
+        case = Case("raw", 0, options.descriptors, options.descriptors > 1, size * options.descriptors)
+        return Stage("raw", shape, shape, options.descriptors, options.descriptors, (case,))
+    geometry = options.kv()
+    there = dataclasses.replace(geometry, dtype=options.dst_kv_dtype or options.kv_dtype)
+    cast, size = there.dtype != geometry.dtype, options.dst_block_size or options.block_size
+    source = Shape.of(geometry, options.block_size, options.src_tp, options.src_pp, cast=cast)
+    target = Shape.of(there, size, options.dst_tp, options.dst_pp, cast=cast)
+    for shape in (source, target):
+        shape.layouts()  # refuses what cannot be divided
+    cases = tuple(_kv_case(source, target, tokens) for tokens in parse_sweep(options.isl))
+    largest = max(case.tokens for case in cases)
+    return Stage("kv", source, target, source.num_blocks(largest), target.num_blocks(largest), cases)
+
+
+def reference_stage() -> Stage:
+    """Return the stage of the standing comparison: 256 MiB in one run, and 4096 blocks of 32 KiB in random order."""
+    shape, size = Shape.raw(REFERENCE_BLOCK_BYTES), REFERENCE_BLOCK_BYTES
+    cases = (
+        Case("contiguous", 0, REFERENCE_BLOCKS, False, REFERENCE_BLOCKS * size),
+        Case("paged", 0, PAGED_BLOCKS, True, PAGED_BLOCKS * size),
+    )
+    return Stage("reference", shape, shape, REFERENCE_BLOCKS, REFERENCE_BLOCKS, cases)
+
+
+def small_stage() -> Stage:
+    """Return the stage of single blocks of 4 KiB and of small messages."""
+    shape = Shape.raw(SMALL_BYTES)
+    return Stage("small", shape, shape, SMALL_BLOCKS, SMALL_BLOCKS, ())
+
+
+def pipe_methods(options: Options) -> tuple[MethodKey, ...]:
+    """Return the pipes to measure; TCP with every number of streams."""
+    keys: list[MethodKey] = []
+    for kind in options.asked:
+        keys += [MethodKey(kind, count) for count in options.streams] if kind == "tcp" else [MethodKey(kind)]
+    return tuple(keys)
+
+
+def baseline_methods(options: Options, stage: str) -> tuple[MethodKey, ...]:
+    """Return what the machine can do without Baton: memory copies, and sockets for pipes that use them.
+
+    The reference stage also has TCP without its checksums, so that their cost is seen.
+    """
+    keys = [MethodKey("memcpy"), MethodKey("memcpy-blocks")]
+    if set(options.asked) - {"shm"}:
+        keys += [MethodKey("socket", count) for count in options.streams]
+    if stage == "reference" and "tcp" in options.asked:
+        keys += [MethodKey("tcp-unchecked", count) for count in options.streams]
+    return tuple(keys)
+
+
+def _kv_case(source: Shape, target: Shape, tokens: int) -> Case:
+    # Whole blocks travel: a prompt is rounded up to what both sides hold in whole blocks.
+    blocks = source.num_blocks(tokens)
+    return Case("kv", tokens, blocks, True, blocks * source.block_size * source.bytes_per_token)

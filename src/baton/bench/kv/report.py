@@ -1,0 +1,201 @@
+"""Turns samples into records: rates, shares of the medium's limit, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.bench.core.stats import Spread, paired_ratio
+from baton.bench.kv.contest import FlowContestant, Sample, Standing, Study
+from baton.bench.kv.control import seconds
+from baton.bench.kv.plan import Case, MethodKey, Options, Stage
+from baton.bench.kv.records import BaselineRecord, OverlapRecord, Record, TransferRecord, VerdictRecord
+from baton.bench.kv.specs import MAX_COMPUTE_S, MODES
+from baton.errors import ConfigError
+
+LIMITS = {"shm": "memcpy", "vm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
+"""The baseline that bounds a pipe of a kind on one host; between two, it is the socket for all."""
+
+
+def rates(samples: Sequence[Sample]) -> list[float]:
+    """Return GB/s of each run."""
+    return [sample.bytes / sample.seconds / 1e9 for sample in samples]
+
+
+def stage_records(stage: Stage, standings: Sequence[Standing], options: Options) -> list[Record]:
+    """Return the records of a stage, case by case, baselines first."""
+    out: list[Record] = []
+    for case in stage.cases:
+        done = {s.contestant.key: (s, s.samples[case]) for s in standings if s.samples.get(case)}
+        for standing, samples in done.values():
+            if not standing.contestant.is_pipe:
+                out.append(_baseline(case, standing.contestant.key, samples))
+        for standing, samples in done.values():
+            if standing.contestant.is_pipe:
+                key = standing.contestant.key
+                name = "socket" if options.connect else LIMITS[key.name]
+                limit = limit_of(name, key.streams, {k: s for k, (_, s) in done.items()})
+                out.append(_transfer(case, (key, samples), limit, options.pattern))
+    return out
+
+
+def limit_of(name: str, streams: int, done: Mapping[MethodKey, list[Sample]]) -> tuple[str, float]:
+    """Return the label and the median GB/s of a baseline, with as many streams if it was measured so; else none."""
+    measured = [key for key in done if key.name == name]
+    if not measured:
+        return "", 0.0
+    nearest = min(measured, key=lambda key: abs(key.streams - streams))
+    return nearest.label, Spread.of(rates(done[nearest])).p50
+
+
+def verdict_records(stage: Stage, standings: Sequence[Standing], options: Options) -> list[VerdictRecord]:
+    """Return, per pipe and prompt length, which prefill speed the link carries: kappa * v_p <= B.
+
+    B counts the prompts' own KV: what ranks that hold the same heads get beyond that is the price of their shape.
+    """
+    if stage.name != "kv":
+        return []
+    flows, out = options.num_sources * options.num_targets, []
+    for case in stage.cases:
+        for standing in standings:
+            if standing.contestant.is_pipe and standing.samples.get(case):
+                rate = case.flow_bytes * flows / sample_seconds(standing.samples[case]) / 1e9
+                key, kappa = standing.contestant.key, stage.source.bytes_per_token
+                out.append(verdict(key, case.tokens, kappa, rate, options.prefill_tokens_per_s))
+    return out
+
+
+def verdict(key: MethodKey, tokens: int, kappa: int, gb_per_s: float, wanted: float | None) -> VerdictRecord:
+    """Compare a link's rate (GB/s) with what a prefill speed (tokens/s) makes at ``kappa`` bytes per token."""
+    most = gb_per_s * 1e9 / kappa
+    return VerdictRecord(
+        pipe=key.name,
+        streams=key.streams,
+        tokens=tokens,
+        kv_bytes_per_token=kappa,
+        gb_per_s=round(gb_per_s, 3),
+        max_prefill_tokens_per_s=round(most, 1),
+        prefill_tokens_per_s=wanted,
+        carries=None if wanted is None else wanted <= most,
+    )
+
+
+def sample_seconds(samples: Sequence[Sample]) -> float:
+    """Return the median seconds of a run."""
+    return Spread.of([sample.seconds for sample in samples]).p50
+
+
+class OverlapStudies:
+    """Runs and sums up transfers under simulated compute.
+
+    Args:
+        stage: The open stage.
+        case: Its largest size.
+        options: Chunk and prefill speed; without a speed, the compute takes as long as the transfer alone.
+    """
+
+    def __init__(self, stage: Stage, case: Case, options: Options) -> None:
+        self._case, self._options = case, options
+        self._chunk_blocks = max(1, min(options.chunk // options.block_size, case.blocks))
+        self._tokens = case.blocks * stage.source.block_size
+        self._runs: dict[tuple[MethodKey, str], list[tuple[float, float]]] = {}
+        self._wrong: dict[tuple[MethodKey, str], int] = {}
+        self._steps = 0
+
+    def run(self, contestant: FlowContestant, serial_s: float, *, verify: bool) -> None:
+        """Run every mode once.
+
+        Args:
+            contestant: The pipe.
+            serial_s: Seconds that its transfer alone takes.
+            verify: Compare every byte.
+
+        Raises:
+            BatonError: It failed.
+        """
+        speed = self._options.prefill_tokens_per_s
+        compute_s = serial_s if speed is None else self._tokens / speed
+        for mode in MODES:
+            if not 0 < compute_s < MAX_COMPUTE_S:
+                raise ConfigError(f"computing {self._tokens} tokens would take {compute_s:.3g} s", field="isl")
+            answer = contestant.overlap(self._case, Study(mode, self._chunk_blocks, compute_s), verify=verify)
+            self._steps = int(seconds(answer, "steps"))
+            exposed = seconds(answer, "exposed")
+            self._runs.setdefault((contestant.key, mode), []).append((compute_s, exposed))
+            if verify:
+                self._wrong[contestant.key, mode] = int(seconds(answer, "wrong"))
+            if mode == "serial" and speed is None:
+                compute_s = exposed  # what the transfer takes right now: the other modes are compared with this run
+
+    def records(self) -> list[OverlapRecord]:
+        """Return a record per pipe and mode; shares are medians of quotients within a turn."""
+        out: list[OverlapRecord] = []
+        for (key, mode), runs in self._runs.items():
+            computes, exposed = [compute for compute, _ in runs], [seconds for _, seconds in runs]
+            serial = [seconds for _, seconds in self._runs[key, "serial"]][: len(runs)]
+            compute = Spread.of(computes).p50
+            out.append(
+                OverlapRecord(
+                    pipe=key.name,
+                    streams=key.streams,
+                    mode=mode,
+                    tokens=self._case.tokens,
+                    chunk=self._chunk_blocks * self._options.block_size,
+                    steps=self._steps,
+                    prefill_tokens_per_s=round(self._tokens / compute, 1),
+                    compute_ms=round(compute * 1e3, 3),
+                    exposed_ms=round(Spread.of(exposed).p50 * 1e3, 3),
+                    percent_of_serial=round(100 * paired_ratio(exposed, serial), 1),
+                    verified=self._wrong.get((key, mode)) == 0,
+                )
+            )
+        return out
+
+
+def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> BaselineRecord:
+    spread = Spread.of([sample.seconds * 1e3 for sample in samples])
+    return BaselineRecord(
+        case=case.name,
+        method=key.name,
+        streams=key.streams,
+        tokens=case.tokens,
+        bytes=samples[0].bytes,
+        runs=len(samples),
+        p50_ms=round(spread.p50, 4),
+        p95_ms=round(spread.p95, 4),
+        p99_ms=round(spread.p99, 4),
+        gb_per_s=round(Spread.of(rates(samples)).p50, 3),
+        cpu_s_per_gb=round(_cpu_per_gb(samples), 4),
+    )
+
+
+def _transfer(
+    case: Case, done: tuple[MethodKey, Sequence[Sample]], limit: tuple[str, float], pattern: str
+) -> TransferRecord:
+    key, samples = done
+    spread, rate = Spread.of([sample.seconds * 1e3 for sample in samples]), Spread.of(rates(samples)).p50
+    wrong = [sample.wrong for sample in samples if sample.wrong is not None]
+    return TransferRecord(
+        case=case.name,
+        pipe=key.name,
+        streams=key.streams,
+        pattern=pattern,
+        tokens=case.tokens,
+        blocks=case.blocks,
+        block_bytes=case.flow_bytes // case.blocks,
+        bytes=samples[0].bytes,
+        runs=len(samples),
+        p50_ms=round(spread.p50, 4),
+        p95_ms=round(spread.p95, 4),
+        p99_ms=round(spread.p99, 4),
+        gb_per_s=round(rate, 3),
+        limit=limit[0],
+        limit_gb_per_s=round(limit[1], 3),
+        percent_of_limit=round(100 * rate / limit[1], 1) if limit[1] else 0.0,
+        cpu_s_per_gb=round(_cpu_per_gb(samples), 4),
+        verified=bool(wrong) and not any(wrong),
+        wrong_blocks=sum(wrong),
+    )
+
+
+def _cpu_per_gb(samples: Sequence[Sample]) -> float:
+    return sum(sample.cpu for sample in samples) / (sum(sample.bytes for sample in samples) / 1e9)

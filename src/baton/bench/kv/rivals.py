@@ -1,0 +1,283 @@
+"""Agents that move the same bytes without Baton: plain NIXL, plain gloo. ``python -m baton.bench.kv.rivals``.
+
+They are what their own documentation shows, at its fastest: NIXL without progress thread and with everything that can
+be prepared beforehand prepared, gloo with one message per contiguous run. UCX reads its settings when it starts, so
+the driver starts a pair of agents for each set of settings. They listen on loopback only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from baton.bench.kv.agent import serve_agent
+from baton.bench.kv.control import Fields, Handler, Line, from_fields
+from baton.bench.kv.specs import RunSpec, chosen
+from baton.errors import ConfigError, InvalidRequestError, TransferError
+from baton.kv_cache.arena import KVArena
+
+NATIVE = {"UCX_MODULES": "^ib", "UCX_NET_DEVICES": "lo", "UCX_MM_ERROR_HANDLING": "y"}
+"""UCX as it chooses on one host: shared memory and CMA."""
+OVER_TCP = {**NATIVE, "UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "256K"}
+"""UCX over sockets, with the segments that make it fast."""
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+RIVALS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "nixl-bare": ("nixl", {**NATIVE, **QUIET}),
+    "nixl-tcp-bare": ("nixl", {**OVER_TCP, **QUIET}),
+    "gloo-bare": ("gloo", {}),
+}
+"""Name of each rival, the pipe that it is compared with, and its environment."""
+_PATIENCE_S = 60.0
+_SPINS = 64
+_MAX_BYTES = 1 << 32
+_SOURCE_OWNER, _TARGET_OWNER = 0, 1 << 20
+
+
+class Rival:
+    """One end of a pair; the driver makes one the source and one the target.
+
+    Args:
+        line: The control line, watched while the source attends to its reader.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._arena: KVArena | None = None
+        self._end: NixlEnd | GlooEnd | None = None
+        self._seed = 0
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """Return the orders by name."""
+        return {
+            "open": self._open,
+            "meet": self._meet,
+            "attend": self._attend,
+            "run": self._run,
+            "cpu": lambda _: {"cpu": time.process_time()},
+            "stop": lambda _: {},
+        }
+
+    def close(self) -> None:
+        """End it."""
+        if self._end is not None:
+            self._end.close()
+
+    def _open(self, order: Fields) -> Fields:
+        count, size, self._seed = (_integer(order, name) for name in ("num_blocks", "block_bytes", "seed"))
+        if not 0 < count * size <= _MAX_BYTES:
+            raise InvalidRequestError("a rival's memory is bounded to 4 GiB", field="num_blocks")
+        self._arena = KVArena(count, size)
+        self._arena.touch()
+        self._end = (NixlEnd if order.get("kind") == "nixl" else GlooEnd)(self._arena, str(order.get("role")))
+        return {"card": self._end.card()}
+
+    def _meet(self, order: Fields) -> Fields:
+        card = order.get("card")
+        if not isinstance(card, dict):
+            raise InvalidRequestError("a peer's card is an object", field="card")
+        self._opened().meet(card)
+        return {}
+
+    def _attend(self, order: Fields) -> Fields:
+        """Do what the reader waits for until the driver says something."""
+        poller = select.poll()
+        poller.register(self._line.stream.sock, select.POLLIN)
+        spec = from_fields(RunSpec, order.get("run"))
+        self._opened().attend(spec, chosen(spec, self._blocks(), self._seed, _SOURCE_OWNER))
+        while not poller.poll(0):
+            for _ in range(_SPINS):
+                self._opened().progress()
+        return {}
+
+    def _run(self, order: Fields) -> Fields:
+        spec = from_fields(RunSpec, order.get("run"))
+        count, seed = self._blocks(), self._seed
+        remote, local = chosen(spec, count, seed, _SOURCE_OWNER), chosen(spec, count, seed, _TARGET_OWNER)
+        order_ = np.argsort(remote, kind="stable")
+        go = self._opened().prepare(spec, remote[order_], local[order_])
+        cpu, start = time.process_time(), time.monotonic()
+        go()
+        end, cpu = time.monotonic(), time.process_time() - cpu
+        assert self._arena is not None
+        return {"start": start, "end": end, "bytes": spec.blocks * self._arena.block_bytes, "cpu": cpu}
+
+    def _opened(self) -> NixlEnd | GlooEnd:
+        if self._end is None:
+            raise InvalidRequestError("nothing is open", field="do")
+        return self._end
+
+    def _blocks(self) -> int:
+        if self._arena is None:
+            raise InvalidRequestError("nothing is open", field="do")
+        return self._arena.num_blocks
+
+
+class NixlEnd:
+    """An agent with the UCX backend and its arena registered.
+
+    Raises:
+        ConfigError: NIXL is not installed, or UCX does not start.
+    """
+
+    def __init__(self, arena: KVArena, role: str) -> None:
+        self._arena, self._peer = arena, ""
+        self._prepared: dict[RunSpec, Any] = {}
+        try:
+            api = importlib.import_module("nixl_cu12._api")
+        except ImportError as error:
+            raise ConfigError(f"NIXL is not installed ({error}): pip install nixl-cu12", field="pipe") from error
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        try:
+            self._agent: Any = api.nixl_agent(f"bench-{role}", config)
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+        except RuntimeError as error:
+            raise ConfigError(f"NIXL's UCX does not start: {error}", field="pipe") from error
+        self._base = int(arena.blocks.ctypes.data)
+        self._there = 0
+        self._memory = self._agent.register_memory([(self._base, arena.blocks.nbytes, 0, "")], mem_type="DRAM")
+
+    def card(self) -> Fields:
+        """Return what the peer needs to know."""
+        return {"metadata": self._agent.get_agent_metadata().hex(), "base": self._base}
+
+    def meet(self, card: Fields) -> None:
+        """Get to know the peer."""
+        peer = self._agent.add_remote_agent(bytes.fromhex(str(card.get("metadata"))))
+        self._peer = peer.decode() if isinstance(peer, bytes) else str(peer)
+        self._there = _integer(card, "base")
+
+    def attend(self, spec: RunSpec, remote: Any) -> None:
+        """Nothing has to be sent: reads are one-sided."""
+
+    def progress(self) -> None:
+        """Let UCX answer its reader."""
+        self._agent.get_new_notifs()
+
+    def prepare(self, spec: RunSpec, remote: Any, local: Any) -> Any:
+        """Return a call that reads the blocks."""
+        if spec not in self._prepared:
+            sides = (("NIXL_INIT_AGENT", self._base, local), (self._peer, self._there, remote))
+            lists = [
+                self._agent.prep_xfer_dlist(name, self._rows(base, ids, spec.shuffled), "DRAM")
+                for name, base, ids in sides
+            ]
+            indices = np.arange(spec.blocks if spec.shuffled else 1, dtype=np.int32)
+            self._prepared[spec] = self._agent.make_prepped_xfer("READ", lists[0], indices, lists[1], indices, b"")
+        handle = self._prepared[spec]
+
+        def go() -> None:
+            state, deadline = self._agent.transfer(handle), time.monotonic() + _PATIENCE_S
+            while state == "PROC":
+                state = self._agent.check_xfer_state(handle)
+                if time.monotonic() > deadline:
+                    raise TransferError("a plain NIXL read did not end")
+            if state != "DONE":
+                raise TransferError(f"a plain NIXL read ended as {state}")
+
+        return go
+
+    def close(self) -> None:
+        """Release everything."""
+        for handle in self._prepared.values():
+            self._agent.release_xfer_handle(handle)
+        if self._peer:
+            self._agent.remove_remote_agent(self._peer)
+        self._agent.deregister_memory(self._memory)
+
+    def _rows(self, base: int, ids: Any, shuffled: bool) -> Any:
+        size = self._arena.block_bytes
+        if not shuffled:  # one run of neighbours: one descriptor
+            return np.array([[base + int(ids[0]) * size, len(ids) * size, 0]], dtype=np.uint64)
+        starts = np.uint64(base) + ids.astype(np.uint64) * np.uint64(size)
+        return np.stack([starts, np.full(len(ids), size, np.uint64), np.zeros(len(ids), np.uint64)], axis=1)
+
+
+class GlooEnd:
+    """A process group of two over loopback.
+
+    Raises:
+        ConfigError: torch was built without gloo.
+    """
+
+    def __init__(self, arena: KVArena, role: str) -> None:
+        try:
+            self._torch: Any = importlib.import_module("torch")
+            self._c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+            self._make: Any = self._c10d.ProcessGroupGloo
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"gloo is not there: {error}", field="pipe") from error
+        self._arena, self._rank = arena, 0 if role == "source" else 1
+        self._listener = socket.create_server(("127.0.0.1", 0)) if self._rank == 0 else None
+        self._store: Any = None
+        self._group: Any = None
+        if self._listener is not None:
+            port = self._listener.getsockname()[1]
+            self._store = self._torch.distributed.TCPStore(
+                "127.0.0.1", port, 2, True, wait_for_workers=False, master_listen_fd=self._listener.detach()
+            )
+
+    def card(self) -> Fields:
+        """Return what the peer needs to know."""
+        return {"port": 0 if self._store is None else self._store.port}
+
+    def meet(self, card: Fields) -> None:
+        """Make the group; returns once the peer has too."""
+        if self._store is None:
+            self._store = self._torch.distributed.TCPStore("127.0.0.1", _integer(card, "port"), 2, False)
+        options = self._make._Options()
+        options._devices = [self._make.create_device(hostname="127.0.0.1")]
+        options._timeout, options._threads = datetime.timedelta(seconds=_PATIENCE_S), 1
+        self._group = self._make(self._store, self._rank, 2, options)
+
+    def attend(self, spec: RunSpec, remote: Any) -> None:
+        """Send the blocks, in the order of their ids, a message per run."""
+        remote = np.sort(remote)
+        works = [self._group.send([part], 1, 0) for part in self._parts(remote, spec.shuffled)]
+        for work in works:
+            work.wait()
+
+    def progress(self) -> None:
+        """Nothing waits for it: gloo has its own thread."""
+        time.sleep(0)
+
+    def prepare(self, spec: RunSpec, remote: Any, local: Any) -> Any:
+        """Return a call that receives the blocks."""
+        parts = self._parts(local, spec.shuffled)
+
+        def go() -> None:
+            for work in [self._group.recv([part], 0, 0) for part in parts]:
+                work.wait()
+
+        return go
+
+    def close(self) -> None:
+        """End the group."""
+        self._group = None
+
+    def _parts(self, ids: Any, shuffled: bool) -> list[Any]:
+        blocks = self._torch.from_numpy(self._arena.blocks)
+        return [blocks[i] for i in ids.tolist()] if shuffled else [blocks[int(ids[0]) : int(ids[-1]) + 1].reshape(-1)]
+
+
+def _integer(fields: Fields, name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or value < 0:
+        raise InvalidRequestError(f"{name} must be a number", field=name)
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Be one end of a rival; returns the exit status."""
+    return serve_agent(argv, lambda _host, _token, line: Rival(line))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Puts Baton's attention in place of a transformers model's own, and finds out what each layer's attention is.
+
+transformers asks a registry for the attention function by the name in the model's config. Every runner registers a
+name of its own whose function leads to that runner alone, so that nothing global is needed and models that drop
+unknown keyword arguments work too. Masks are not made at all: sequences and windows are the operator's business.
+
+What a layer needs is learnt by one dense forward of a few tokens (:func:`probe`): shapes, scale, sinks and soft cap
+are what the model passes; the window is read off the mask that transformers itself would have made.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from baton.engine.models.loader import LoadedModel
+from baton.errors import ConfigError
+from baton_kernels.paged_attention import AttentionSpec
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 8
+
+
+class AttentionName:
+    """A name in transformers' registries that leads to one attention function, until closed."""
+
+    def __init__(self, function: Callable[..., Any], mask: Callable[..., Any] | None = None) -> None:
+        self.name = f"baton-{secrets.token_hex(8)}"
+        AttentionInterface.register(self.name, function)
+        if mask is not None:
+            AttentionMaskInterface.register(self.name, mask)
+        self.close = weakref.finalize(self, _unregister, self.name)
+
+
+def _unregister(name: str) -> None:
+    AttentionInterface._global_mapping.pop(name, None)
+    AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a probe found: the attention of each layer by the id of its module, in the order of the forward.
+
+    ``max_len`` bounds the sequences for which ``specs`` are right (a chunked mask is causal up to its chunk).
+    """
+
+    specs: dict[int, AttentionSpec]
+    max_len: int | None
+
+
+class _Recorder:
+    """Stands in for attention and masks during the probe."""
+
+    def __init__(self, architecture: str, max_len: int) -> None:
+        self.architecture = architecture
+        self.max_len = max_len
+        self.causal_until = max_len
+        self.specs: dict[int, AttentionSpec] = {}
+        self.windows: dict[int, int] = {}
+        self._masks: list[torch.Tensor] = []
+
+    def refuse(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.architecture} cannot be served: {why}", field="model")
+
+    def mask(
+        self, *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: Any = None, **_: Any
+    ) -> torch.Tensor:
+        """Stands in for a mask interface: returns a mask whose storage tells which window it means."""
+        window = self._window(mask_function)
+        mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device).tril()
+        self._masks.append(mask)
+        self.windows[mask.untyped_storage().data_ptr()] = window
+        return mask
+
+    def _window(self, mask_function: Callable[..., torch.Tensor]) -> int:
+        """Evaluate a mask function far out and return its window, 0 for plain causal."""
+        keys = torch.arange(self.max_len)
+        zero = torch.zeros((), dtype=torch.long)
+
+        def visible(query: int) -> torch.Tensor:
+            try:
+                return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(self.max_len)
+            except Exception as error:
+                raise self.refuse("it makes an attention mask of its own") from error
+
+        last = self.max_len - 1
+        seen = int(visible(last).sum())
+        window = 0 if seen == self.max_len else seen
+        for query in {0, 1, 2, 7, last // 3, last // 2 + 1, last}:
+            first = max(0, query - window + 1) if window else 0
+            if not torch.equal(visible(query), (keys >= first) & (keys <= query)):
+                return self._chunked(visible)
+        return window
+
+    def _chunked(self, visible: Callable[[int], torch.Tensor]) -> int:
+        """A mask that is causal up to some length only: serve that far."""
+        low, high = 1, self.max_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            rows = visible(middle - 1)
+            if bool(rows[:middle].all()) and not bool(rows[middle:].any()):
+                low = middle
+            else:
+                high = middle - 1
+        if low < 256:
+            raise self.refuse("its attention mask is neither causal nor a sliding window")
+        self.causal_until = min(self.causal_until, low)
+        return 0
+
+    def attention(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Stands in for the attention function: notes the layer and attends densely."""
+        if id(module) in self.specs:
+            raise self.refuse("one attention module serves several layers")
+        if getattr(module, "is_causal", True) is False:
+            raise self.refuse("its attention is not causal")
+        window = kwargs.get("sliding_window") or 0
+        if attention_mask is not None:
+            known = self.windows.get(attention_mask.untyped_storage().data_ptr())
+            if known is None:
+                raise self.refuse("it makes an attention mask of its own")
+            window = known
+        elif window >= self.max_len:
+            window = 0
+        scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+        if sinks is None:
+            sinks = getattr(module, "sinks", None)
+        self.specs[id(module)] = AttentionSpec(
+            num_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            k_dim=key.shape[3],
+            v_dim=value.shape[3],
+            scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
+            window=int(window),
+            softcap=float(kwargs.get("softcap") or 0.0),
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
+        )
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def probe(model: LoadedModel, max_len: int) -> Probe:
+    """Run a few tokens densely and note each layer's attention.
+
+    Raises:
+        ConfigError: The model's attention is more than a causal or sliding mask, or layers have none.
+    """
+    recorder = _Recorder(model.architecture, max_len)
+    name = AttentionName(recorder.attention, recorder.mask)
+    try:
+        model.module.set_attn_implementation(name.name)
+        tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.text_config.vocab_size
+        with torch.inference_mode():
+            model.module(
+                input_ids=tokens, position_ids=torch.arange(PROBE_TOKENS, device=model.device)[None], use_cache=False
+            )
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise recorder.refuse(f"a trial run failed ({reason})") from error
+    finally:
+        model.module.set_attn_implementation("eager")
+        name.close()
+    layers = getattr(model.text_config, "num_hidden_layers", len(recorder.specs))
+    if len(recorder.specs) != layers:
+        raise recorder.refuse(f"{len(recorder.specs)} of its {layers} layers use the replaceable attention function")
+    return Probe(recorder.specs, recorder.causal_until if recorder.causal_until < max_len else None)

@@ -1,0 +1,195 @@
+"""The engine's side of its connector: which sequences load, and whose blocks are held for others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from baton.engine.sequence import Sequence
+from baton.kv_cache.block_pool import BlockPool
+from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
+from baton.kv_cache.fault_isolation import GuardedConnector
+from baton.types import BlockId, FinishReason, RequestId
+
+_log = logging.getLogger(__name__)
+
+
+class KVExchange:
+    """Calls a connector and keeps the books of what it uses; does nothing without one.
+
+    What the connector raises costs a load or a save: no request, and not the engine.
+
+    Attributes:
+        loading: Sequences whose blocks are being written from outside, by request id; also aborted ones, until the
+            connector says that nobody writes any more.
+        held: Blocks of ended requests that the connector still offers to others.
+        saving: Blocks of other ended sequences that the connector has not saved yet, by the name it knows them by.
+    """
+
+    def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
+        self._connector = None if connector is None else GuardedConnector(connector)
+        self._pool = pool
+        self._block_size = block_size
+        self.loading: dict[RequestId, Sequence] = {}
+        self.held: dict[RequestId, list[BlockId]] = {}
+        self.saving: dict[RequestId, list[BlockId]] = {}
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connector."""
+        return self._connector is not None
+
+    @property
+    def on_layer(self) -> Callable[[int], None] | None:
+        """What is to be told of each layer that was computed."""
+        return None if self._connector is None else self._connector.layer_computed
+
+    @property
+    def pending(self) -> bool:
+        """Whether something will come from outside: polling makes sense."""
+        if self.loading or self.held or self.saving:
+            return True
+        return self._connector is not None and self._connector.has_pending()
+
+    def plan(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
+        """Ask how much of a sequence could come from outside.
+
+        Asked once per request, at its first admission: what is preempted later is computed again here. A connector
+        that fails costs a local prefill, and the request's metrics say so.
+        """
+        if self._connector is None or sequence.admitted or sequence.index or sequence.wants_prompt_logprobs:
+            return None
+        try:
+            return self._connector.plan_load(self._load_request(sequence), num_local)
+        except Exception as error:
+            self._note_failure(sequence, error)
+            return None
+
+    def start(self, sequence: Sequence, num_local: int) -> bool:
+        """Begin a load into a sequence's blocks; ``False``: it could not begin."""
+        if self._connector is None:
+            return False
+        try:
+            self._connector.start_load(self._load_request(sequence), num_local, tuple(sequence.block_ids))
+        except Exception as error:
+            self._note_failure(sequence, error)
+            return False
+        self.loading[sequence.group.request.request_id] = sequence
+        return True
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop a load; the sequence stays in :attr:`loading` until its update comes."""
+        if self._connector is not None:
+            self._connector.cancel_load(sequence.group.request.request_id)
+
+    def poll(self) -> list[tuple[Sequence, LoadUpdate]]:
+        """Return the loads that ended, and give back blocks that are held no more."""
+        if self._connector is None:
+            return []
+        ended = []
+        for update in self._connector.poll_loads():
+            sequence = self.loading.pop(update.request_id, None)
+            if sequence is not None:
+                ended.append((sequence, update))
+        for request_id in self._connector.poll_releases():
+            self.release(request_id)
+            self.stop_saving(request_id)
+        return ended
+
+    def begin_step(self, counts: Mapping[Sequence, int]) -> None:
+        """Tell the connector what a step is about to compute of prompts that others may fetch.
+
+        Args:
+            counts: New tokens per sequence.
+        """
+        if self._connector is None:
+            return
+        saves = [self._planned(sequence, count) for sequence, count in counts.items() if sequence.pinned]
+        if saves:
+            self._connector.step_begins(saves)
+
+    def _planned(self, sequence: Sequence, count: int) -> PlannedSave:
+        request, done = sequence.group.request, sequence.num_computed
+        return PlannedSave(
+            request.request_id,
+            tuple(sequence.block_ids),
+            done + count,
+            num_computed=done,
+            hashes=tuple(sequence.hash_blocks(done + count, self._block_size)),
+            tenant=request.tenant,
+        )
+
+    def progress(self, sequence: Sequence) -> None:
+        """Tell the connector how far a sequence's KV is, if it follows this one."""
+        connector = self._follower(sequence)
+        if connector is None:
+            return
+        done = sequence.num_computed
+        hashes = tuple(sequence.hash_blocks(done, self._block_size))
+        tenant = sequence.group.request.tenant
+        if tenant is not None:
+            connector.blocks_belong(_name(sequence), tenant)
+        connector.blocks_computed(_name(sequence), tuple(sequence.block_ids), hashes, done)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take back an ended sequence's blocks, or hold them if the connector wants that."""
+        connector, held = self._follower(sequence), False
+        if connector is not None:
+            if not sequence.pinned and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.progress(sequence)  # with what it generated
+            held = connector.request_finished(_name(sequence))
+        blocks = sequence.take_blocks()
+        if not held:
+            self._pool.release(blocks)
+        elif sequence.pinned:
+            self.held[_name(sequence)] = blocks
+        else:
+            self.stop_saving(_name(sequence))  # of an earlier sequence of that name
+            self.saving[_name(sequence)] = blocks
+
+    def release(self, request_id: RequestId) -> bool:
+        """Give back held blocks; ``False`` if there are none under that id."""
+        return self._give_back(self.held, request_id)
+
+    def stop_saving(self, request_id: RequestId) -> bool:
+        """Give back blocks that were to be saved; whoever copies them notices. ``False``: there are none."""
+        return self._give_back(self.saving, request_id)
+
+    def _give_back(self, blocks_of: dict[RequestId, list[BlockId]], request_id: RequestId) -> bool:
+        blocks = blocks_of.pop(request_id, None)
+        if blocks is None:
+            return False
+        self._pool.release(blocks)
+        return True
+
+    def _follower(self, sequence: Sequence) -> KVConnector | None:
+        connector = self._connector
+        return connector if connector is not None and (sequence.pinned or connector.follows_all) else None
+
+    def _load_request(self, sequence: Sequence) -> LoadRequest:
+        group = sequence.group
+        request = group.request
+        return LoadRequest(
+            request_id=request.request_id,
+            token_ids=sequence.tokens.tolist(),
+            num_output_tokens=sequence.num_output,
+            sampling=group.sampling,
+            hashes=tuple(sequence.hash_blocks(sequence.num_tokens, self._block_size)),
+            candidates=request.candidates,
+            threshold=request.threshold,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            tenant=request.tenant,
+        )
+
+    def _note_failure(self, sequence: Sequence, error: Exception) -> None:
+        group = sequence.group
+        _log.exception("connector failed for request %s: prefilling locally", group.request.request_id)
+        group.transfer = replace(group.transfer, local_reason=f"connector: {error}")
+
+
+def _name(sequence: Sequence) -> RequestId:
+    """What a connector knows a sequence by: its request's id, of which the ``n`` sequences need one each."""
+    request_id = sequence.group.request.request_id
+    return RequestId(f"{request_id}#{sequence.index}") if sequence.index else request_id

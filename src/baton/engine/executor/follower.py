@@ -1,0 +1,137 @@
+"""A follower's process: loads its share of the model and does what the leader says, until the leader is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.executor.messages import (
+    LineClosedError,
+    Message,
+    error_to_message,
+    recv_message,
+    send_message,
+)
+from baton.engine.executor.peers import CONNECT_TIMEOUT_S, Peers, is_echo
+from baton.engine.executor.step_buffer import StepBuffer
+from baton.engine.runner.rank_model import RankModel, load_whole
+from baton.errors import BatonError, ConfigError, InternalError
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.shards import ShardSpec
+
+log = logging.getLogger("baton.engine.executor.follower")  # as a module that is run, it is called something else
+
+
+class Follower:
+    """What a follower does; every method named ``do_...`` answers one request of the leader.
+
+    Raises:
+        ConfigError: The model cannot be loaded or divided.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ShardSpec) -> None:
+        torch.set_num_threads(config.threads)
+        self.peers = Peers(spec)
+        self._rank = RankModel(config, load_whole(config), self.peers)
+        self._steps: StepBuffer | None = None
+        self._requests: dict[str, Callable[[Message, list[int]], Message]] = {
+            "map_steps": self.do_map_steps,
+            "connect": self.do_connect,
+            "use": self.do_use,
+            "bind": self.do_bind,
+            "step": self.do_step,
+        }
+
+    def answer(self, message: Message, descriptors: list[int]) -> Message:
+        """Do what a message asks for; what it cannot do is told in the answer."""
+        try:
+            return self._requests[str(message.get("do"))](message, descriptors)
+        except Exception as error:
+            # Whoever waits for this rank in the middle of a step fails too, up to the leader.
+            self.peers.drop()
+            if not isinstance(error, BatonError) and not is_echo(error):
+                log.exception("rank %d failed", self.peers.spec.index)
+            return error_to_message(error)
+
+    def do_map_steps(self, _: Message, descriptors: list[int]) -> Message:
+        """Take the memory that steps come in."""
+        self._steps = StepBuffer(_only(descriptors))
+        return {}
+
+    def do_connect(self, message: Message, _: list[int]) -> Message:
+        """Meet the other ranks."""
+        self.peers.connect(int(message["port"]), int(message["generation"]))
+        return {}
+
+    def do_use(self, message: Message, _: list[int]) -> Message:
+        """Run the model in another way."""
+        return {"why": self._rank.use(str(message["way"]))}
+
+    def do_bind(self, _: Message, descriptors: list[int]) -> Message:
+        """Take this rank's part of the KV pool."""
+        self._rank.bind(KVArena.attach(_only(descriptors), writable=True))
+        return {}
+
+    def do_step(self, message: Message, _: list[int]) -> Message:
+        """Run this rank's share of a step."""
+        if self._steps is None:
+            raise InternalError("a step before there is memory for it")
+        self._rank.run(self._steps.read(), int(message["scratch_blocks"]))
+        return {}
+
+
+def main(argv: list[str]) -> int:
+    """Serve the leader at the other end of an inherited socket; returns the exit status."""
+    line = socket.socket(fileno=int(argv[1]))
+    # The leader alone decides when its followers end; it may be told to drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_leader, args=(line.fileno(),), name="leader", daemon=True).start()
+    try:
+        first, _ = recv_message(line, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
+        spec = ShardSpec(**first["shard"])
+        logging.basicConfig(level=logging.WARNING, format=f"rank {spec.index} %(levelname)s %(name)s: %(message)s")
+        try:
+            follower = Follower(EngineConfig(**first["config"]), spec)
+        except ConfigError as error:
+            _answer(line, first, error_to_message(error))
+            return 0
+        _answer(line, first, {})
+        while True:
+            message, descriptors = recv_message(line, deadline=None)
+            _answer(line, message, follower.answer(message, descriptors))
+    except LineClosedError:
+        return 0
+
+
+def _answer(line: socket.socket, request: Message, answer: Message) -> None:
+    values = {"request": request.get("request"), **answer}
+    send_message(line, values, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
+
+
+def _only(descriptors: list[int]) -> int:
+    if len(descriptors) != 1:
+        raise InternalError(f"expected one file descriptor, got {len(descriptors)}")
+    return descriptors[0]
+
+
+def _end_with_leader(line: int) -> None:
+    """End this process, whatever it is doing, once the leader is gone: also while it loads or computes."""
+    poll = select.poll()
+    poll.register(line, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

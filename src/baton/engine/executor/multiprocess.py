@@ -1,0 +1,255 @@
+"""The leader's side of an instance with several ranks: starts the followers, leads them, and knows when one is gone.
+
+Every request to the followers has a number, which each of them answers once. A rank that fails in the middle of a step
+has left its peers (:meth:`Peers.drop`); before the next step all of them meet anew. A rank that dies ends the instance:
+its part of the KV is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.executor.messages import (
+    LineClosedError,
+    Message,
+    error_from_message,
+    recv_message,
+)
+from baton.engine.executor.peers import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Peers, Rendezvous, is_echo
+from baton.engine.executor.processes import END_TIMEOUT_S, FollowerProcess, end_followers, watch_followers
+from baton.engine.executor.step_buffer import StepBuffer
+from baton.engine.sched.step_plan import ForwardBatch, RunnerLostError
+from baton.errors import BatonError, InternalError
+from baton.kv_cache.shards import KVShards, ShardSpec
+
+LOAD_TIMEOUT_S = 1800.0
+"""How long a follower may take to load its share, after the leader has loaded its own."""
+
+RunShare = Callable[[ForwardBatch, int], torch.Tensor]
+
+
+class Team:
+    """The followers of one leader, which is rank 0.
+
+    Args:
+        config: Of the engine; every rank gets it.
+        shards: All ranks, the leader first.
+
+    Attributes:
+        peers: The leader's view of the other ranks.
+    """
+
+    def __init__(self, config: EngineConfig, shards: Sequence[ShardSpec]) -> None:
+        self._config = config
+        self.peers = Peers(shards[0])
+        self._generation = 0
+        self._request = 0
+        self._open_requests = True  # to load
+        self._buffer: StepBuffer | None = None
+        self._lost: RunnerLostError | None = None
+        self._on_lost: Callable[[RunnerLostError], None] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._followers: list[FollowerProcess] = []
+        try:
+            for spec in shards[1:]:
+                self._followers.append(FollowerProcess(spec, config))
+        except BaseException:
+            end_followers(self._followers)
+            raise
+        # Also when nobody called close: at the interpreter's end at the latest.
+        stop, stop_watching = os.pipe()
+        self._end = weakref.finalize(self, end_followers, self._followers, stop_watching)
+        this = weakref.ref(self)
+
+        def watch() -> None:
+            watch_followers(followers, stop, lambda dead: _tell_of(this(), dead))
+
+        followers = list(self._followers)
+        self._watcher = threading.Thread(target=watch, name="ranks", daemon=True)
+        self._watcher.start()
+
+    def wait_loaded(self, max_model_len: int) -> None:
+        """Wait until every follower has loaded its share, and bring all ranks together.
+
+        Raises:
+            ConfigError: A follower cannot work like that.
+            RunnerLostError: A follower died.
+        """
+        self._answers(LOAD_TIMEOUT_S)
+        self._buffer = StepBuffer.create(self._config, max_model_len)
+        self.ask({"do": "map_steps"}, descriptors=[(self._buffer.fd,)] * len(self._followers))
+        self._meet()
+
+    def bind(self, shards: KVShards) -> None:
+        """Give every follower its arena."""
+        self.ask({"do": "bind"}, descriptors=[(arena.fd,) for arena in shards.arenas[1:]])
+
+    def ask(self, message: Message, *, descriptors: Sequence[Sequence[int]] = ()) -> list[Message]:
+        """Have all followers do something, and return their answers.
+
+        Args:
+            message: What to do.
+            descriptors: File descriptors for each follower.
+
+        Raises:
+            ConfigError, InternalError: A follower could not.
+            RunnerLostError: A follower died.
+        """
+        self._tell(message, descriptors)
+        try:
+            return self._answers(STEP_TIMEOUT_S)
+        except BaseException:
+            self.peers.drop()  # as the one that failed did
+            raise
+
+    def step(self, batch: ForwardBatch, scratch_blocks: int, run: RunShare) -> torch.Tensor:
+        """Run one step on all ranks.
+
+        Args:
+            batch: The step.
+            scratch_blocks: See :meth:`baton.engine.runner.rank_model.RankModel.run`.
+            run: Runs the leader's share, and gets the logits.
+
+        Returns:
+            The logits.
+
+        Raises:
+            InternalError: A rank failed; the next step may work.
+            RunnerLostError: A rank is gone.
+        """
+        if self._buffer is None:
+            raise InternalError("a step before the ranks have met")
+        if not self.peers.connected:
+            self._meet()
+        self._buffer.write(batch)
+        try:
+            self._tell({"do": "step", "scratch_blocks": scratch_blocks})
+            logits = run(batch, scratch_blocks)
+            self._answers(STEP_TIMEOUT_S)
+        except Exception as error:
+            self.peers.drop()  # whoever waits for this rank fails now, and answers
+            raise self._blame(error) from error
+        except BaseException:
+            # Interrupted: answers that are still to come will be passed over by their number.
+            self.peers.drop()
+            raise
+        return logits
+
+    def _blame(self, error: Exception) -> BatonError:
+        """Return what to tell of a step that failed: a death, else a cause, else what was noticed here."""
+        mine = error if isinstance(error, BatonError) else InternalError(f"rank 0: {type(error).__name__}: {error}")
+        if self._open_requests and not isinstance(error, RunnerLostError):
+            try:
+                self._answers(STEP_TIMEOUT_S)
+            except BatonError as theirs:
+                return min(theirs, mine, key=_weight)
+        return mine
+
+    def watch(self, on_lost: Callable[[RunnerLostError], None]) -> None:
+        """Have a function called when a follower dies, in a thread of its own; at once if one has."""
+        with self._lock:
+            self._on_lost = on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(lost)
+
+    def close(self) -> None:
+        """End the followers and wait for their end; harmless if repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.peers.drop()
+        self._end()
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _meet(self) -> None:
+        """Connect all ranks with each other, anew if they were before."""
+        self._generation += 1
+        rendezvous = Rendezvous()
+        self._tell({"do": "connect", "port": rendezvous.port, "generation": self._generation})
+        try:
+            self.peers.connect(rendezvous, self._generation)
+        except RuntimeError as error:
+            self.peers.drop()
+            self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
+            raise InternalError(f"the ranks did not find each other: {error}") from error
+        self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
+
+    def _tell(self, message: Message, descriptors: Sequence[Sequence[int]] = ()) -> None:
+        if self._lost is not None:
+            raise self._lost
+        if self._closed:
+            raise InternalError("the engine was closed")
+        self._request += 1
+        self._open_requests = True
+        for index, follower in enumerate(self._followers):
+            try:
+                follower.send(
+                    {**message, "request": self._request}, STEP_TIMEOUT_S, descriptors[index] if descriptors else ()
+                )
+            except LineClosedError:
+                raise self._bury(follower.obituary()) from None
+
+    def _answers(self, timeout_s: float) -> list[Message]:
+        """Take one answer of every follower, and raise the first error among them once all are there."""
+        deadline = time.monotonic() + timeout_s
+        answers: list[Message] = []
+        errors: list[BatonError] = []
+        for follower in self._followers:
+            try:
+                answer = self._answer_of(follower, deadline)
+            except LineClosedError:
+                errors.append(self._bury(follower.obituary()))
+            except InternalError as error:
+                errors.append(self._bury(RunnerLostError(f"{follower.name}: {error.message}")))
+            else:
+                if "error" in answer:
+                    errors.append(error_from_message(answer, follower.spec.index))
+                answers.append(answer)
+        self._open_requests = False
+        if errors:
+            raise min(errors, key=_weight)
+        return answers
+
+    def _answer_of(self, follower: FollowerProcess, deadline: float) -> Message:
+        """Take the answer to the last request; those to earlier ones, which were interrupted, are passed over."""
+        while True:
+            answer, _ = recv_message(follower.line, deadline=deadline)
+            if answer.get("request") == self._request:
+                return answer
+
+    def _bury(self, lost: RunnerLostError) -> RunnerLostError:
+        """Note that the team is incomplete; returns the first loss there was."""
+        with self._lock:
+            self._lost = self._lost or lost
+            return self._lost
+
+    def found_dead(self, follower: FollowerProcess) -> None:
+        """Called by the watching thread."""
+        lost = self._bury(follower.obituary())
+        with self._lock:
+            on_lost, closed = self._on_lost, self._closed
+        if not closed and on_lost is not None:
+            on_lost(lost)
+
+
+def _weight(error: BatonError) -> int:
+    """Order of what to tell first: a death, a cause, then those who only noticed."""
+    return 0 if isinstance(error, RunnerLostError) else 2 if is_echo(error) else 1
+
+
+def _tell_of(team: Team | None, dead: FollowerProcess) -> None:
+    if team is not None:
+        team.found_dead(dead)

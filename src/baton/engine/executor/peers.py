@@ -1,0 +1,171 @@
+"""What ranks say to each other during a step, over gloo on loopback: sums within a stage, hidden states between stages.
+
+Process groups are made directly, not through torch's global registry: several engines may live in one process. Gloo
+tells at once when a peer's connection closes; a rank that fails therefore drops its groups, and whoever waits for it
+fails too, and so on, until the leader hears of it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baton.errors import InternalError
+from baton.kv_cache.shards import ShardSpec
+
+LOOPBACK = "127.0.0.1"
+STEP_TIMEOUT_S = 600.0
+"""Longest time (seconds) for which one rank waits for another within a step, or the leader for a step's end."""
+CONNECT_TIMEOUT_S = 60.0
+
+
+class Rendezvous:
+    """Where ranks find each other: a store that listens on loopback, for as long as it takes."""
+
+    def __init__(self) -> None:
+        listener = socket.socket()
+        listener.bind((LOOPBACK, 0))
+        listener.listen(128)
+        self.port: int = listener.getsockname()[1]
+        # The store would listen on every interface; it takes a socket that already listens, and owns it then.
+        self.store = _store(self.port, listener.detach())
+
+
+class Peers:
+    """The other ranks, as one rank sees them.
+
+    Attributes:
+        spec: This rank.
+        connected: Whether groups are there; after :meth:`drop` they are not.
+    """
+
+    def __init__(self, spec: ShardSpec) -> None:
+        self.spec = spec
+        self._stage: Any = None
+        self._all: Any = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank's stage begins the model."""
+        return self.spec.pp_rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank's stage ends the model."""
+        return self.spec.pp_rank == self.spec.pp_size - 1
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether this rank computes the logits: one of the last stage does."""
+        return self.last and self.spec.tp_rank == 0
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether this rank's stage has other ranks."""
+        return self.spec.tp_size > 1
+
+    @property
+    def connected(self) -> bool:
+        """Whether the groups are there."""
+        return self._stage is not None or self._all is not None
+
+    def connect(self, rendezvous: Rendezvous | int, generation: int) -> None:
+        """Join groups with all other ranks, which must do the same; drops those there were.
+
+        Args:
+            rendezvous: Of the leader, or the port of it.
+            generation: Tells these groups from earlier ones.
+
+        Raises:
+            RuntimeError: Not all of them came in time.
+        """
+        self.drop()
+        store = _store(rendezvous) if isinstance(rendezvous, int) else rendezvous.store
+        device = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)
+        spec = self.spec
+        if spec.tp_size > 1:
+            name = f"{generation}/stage-{spec.pp_rank}"
+            self._stage = _group(store, name, device, (spec.tp_rank, spec.tp_size))
+        if spec.pp_size > 1:
+            self._all = _group(store, f"{generation}/all", device, (spec.index, spec.tp_size * spec.pp_size))
+
+    def drop(self) -> None:
+        """Close the connections, which wakes whoever waits for this rank; harmless if repeated."""
+        self._stage = self._all = None
+
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks of this stage, in place where it is contiguous."""
+        total = partial.contiguous()
+        self._need(self._stage).allreduce([total]).wait()
+        return total
+
+    def receive_hidden(self, like: torch.Size | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Receive hidden states from the same place of the stage before."""
+        hidden = torch.empty(tuple(like), dtype=dtype)
+        self._need(self._all).recv([hidden], self.spec.index - self.spec.tp_size, 0).wait()
+        return hidden
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """Send hidden states to the same place of the stage after."""
+        self._need(self._all).send([hidden.contiguous()], self.spec.index + self.spec.tp_size, 0).wait()
+
+    def hand_in(self, logits: torch.Tensor, rows: int, vocab_size: int) -> torch.Tensor:
+        """Bring the logits from the last stage to the leader.
+
+        Args:
+            logits: [rows, vocab_size] on the rank that gives them, anything elsewhere.
+            rows: How many; 0 sends nothing.
+            vocab_size: Columns.
+
+        Returns:
+            On the leader the logits [rows, vocab_size], float32 if they came from another rank; anything elsewhere.
+        """
+        if self.first and self.last:
+            return logits
+        if self.gives_logits and rows:
+            if logits.shape != (rows, vocab_size):
+                raise InternalError(f"logits of shape {tuple(logits.shape)}, expected {(rows, vocab_size)}")
+            self._need(self._all).send([logits.float().contiguous()], 0, 1).wait()
+        if self.spec.index == 0:
+            logits = torch.empty((rows, vocab_size), dtype=torch.float32)
+            if rows:
+                last = (self.spec.pp_size - 1) * self.spec.tp_size
+                self._need(self._all).recv([logits], last, 1).wait()
+        return logits
+
+    def _need(self, group: Any) -> Any:
+        if group is None:
+            raise InternalError("this rank has left its peers")
+        return group
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an error only tells that another rank has left, not why."""
+    text = str(error)
+    return any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe"))
+
+
+def _store(port: int, listener: int | None = None) -> Any:
+    """Open a store on loopback: the server's end, if given a listening socket, else a client's."""
+    stores: Any = dist  # torch exports its stores without saying so
+    return stores.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def _group(store: Any, name: str, device: Any, place: tuple[int, int]) -> Any:
+    """Make a group of ``place = (rank, size)``."""
+    parts: Any = dist
+    options = parts.ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=STEP_TIMEOUT_S)
+    return parts.ProcessGroupGloo(parts.PrefixStore(name, store), *place, options)

@@ -1,0 +1,128 @@
+"""Followers as processes: how they start, how their end is noticed, how they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from baton.config import EngineConfig
+from baton.engine.executor.messages import LineClosedError, Message, open_line, send_message
+from baton.engine.executor.peers import CONNECT_TIMEOUT_S
+from baton.engine.sched.step_plan import RunnerLostError
+from baton.kv_cache.shards import ShardSpec
+
+END_TIMEOUT_S = 10.0
+"""How long (seconds) a process may take to end after its line was closed."""
+
+
+class Process(Protocol):
+    """What is needed of a started process; ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; returns its status, negative for a signal, or raises ``subprocess.TimeoutExpired``."""
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+
+
+def start_follower(line: socket.socket) -> Process:
+    """Start a follower that serves whoever has the other end of a line."""
+    command = [sys.executable, "-m", "baton.engine.executor.follower", str(line.fileno())]
+    # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
+    return subprocess.Popen(command, pass_fds=[line.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+class FollowerProcess:
+    """One follower's process and line; it begins to load at once.
+
+    Attributes:
+        spec: Its rank.
+        line: The leader's end of the line to it.
+    """
+
+    def __init__(self, spec: ShardSpec, config: EngineConfig) -> None:
+        self.spec = spec
+        self.line, theirs = open_line()
+        try:
+            self.process = start_follower(theirs)
+        except BaseException:
+            self.line.close()
+            raise
+        finally:
+            theirs.close()
+        with contextlib.suppress(LineClosedError):  # then it died at once, which its first answer will tell
+            values = {"config": dataclasses.asdict(config), "shard": dataclasses.asdict(spec)}
+            self.send({"request": 0, **values}, CONNECT_TIMEOUT_S)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        spec = self.spec
+        return f"rank {spec.index} (stage {spec.pp_rank}, tensor {spec.tp_rank}, process {self.process.pid})"
+
+    def send(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; see :func:`baton.engine.executor.messages.send_message`."""
+        send_message(self.line, message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
+
+    def obituary(self) -> RunnerLostError:
+        """Say how it ended; waits a moment for its end, which a closed line announces."""
+        try:
+            code = self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return RunnerLostError(f"{self.name} does not answer")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return RunnerLostError(f"{self.name} {how}")
+
+
+def watch_followers(followers: Sequence[FollowerProcess], stop: int, dead: Callable[[FollowerProcess], None]) -> None:
+    """Wait until a follower dies, or the other end of a pipe is closed; without using the processor.
+
+    Args:
+        followers: Whom to watch.
+        stop: The pipe's end to read from, which this function closes.
+        dead: Called with the first one that dies.
+    """
+    waits: dict[int, FollowerProcess] = {}
+    try:
+        poll = select.poll()
+        poll.register(stop, select.POLLIN)
+        for follower in followers:
+            with contextlib.suppress(ProcessLookupError):  # dead already: its line tells
+                descriptor = os.pidfd_open(follower.process.pid)
+                waits[descriptor] = follower
+                poll.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if stop not in ready:
+            dead(waits[ready[0]])
+    finally:
+        for descriptor in (*waits, stop):
+            os.close(descriptor)
+
+
+def end_followers(followers: Sequence[FollowerProcess], stop_watching: int | None = None) -> None:
+    """Kill followers, who have nothing to save and may be in the middle of anything, and wait for their end.
+
+    Args:
+        followers: Whom to end.
+        stop_watching: The pipe's end whose other one :func:`watch_followers` has; closed first.
+    """
+    if stop_watching is not None:
+        os.close(stop_watching)
+    for follower in followers:
+        follower.line.close()
+        follower.process.kill()
+    for follower in followers:
+        follower.process.wait()

@@ -1,0 +1,105 @@
+"""A step's arrays in memory that leader and followers map: written once, read in place by every rank.
+
+One slot is enough: the leader writes the next step only after all followers have answered for the last one. A message
+on the line of each follower says that a step is there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.config import EngineConfig
+from baton.engine.sched.step_plan import ForwardBatch
+from baton.errors import InternalError
+
+_COUNTS = 4
+"""int64 at the beginning: tokens T, sequences S, width W of the block tables, rows R of the logits."""
+_LEAST_TOKENS, _LEAST_SEQUENCES = 64, 4
+"""Room for the steps of the self-check, whatever the configuration."""
+
+
+class StepBuffer:
+    """Memory for one step.
+
+    Args:
+        fd: A memfd of its size, which this object then owns.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=np.uint8)
+
+    @classmethod
+    def create(cls, config: EngineConfig, max_model_len: int) -> StepBuffer:
+        """Make a buffer for the largest step that a configuration allows; pages are taken as they are used."""
+        tokens = max(config.max_num_batched_tokens, _LEAST_TOKENS)
+        sequences = max(config.max_num_seqs, _LEAST_SEQUENCES)
+        width = -(-max(max_model_len, _LEAST_TOKENS) // config.block_size) + 1
+        fd = os.memfd_create("baton-step", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _num_bytes((tokens, sequences, width, tokens)))
+        return cls(fd)
+
+    def write(self, batch: ForwardBatch) -> None:
+        """Put a step in.
+
+        Raises:
+            InternalError: It is larger than the configuration allows.
+        """
+        counts = (len(batch.token_ids), len(batch.context_lens), batch.block_tables.shape[1], len(batch.logit_rows))
+        if _num_bytes(counts) > len(self._memory):
+            raise InternalError(f"a step of {counts[0]} tokens and {counts[1]} sequences is larger than was planned")
+        self._memory[: 8 * _COUNTS].view(np.int64)[:] = counts
+        for mine, theirs in zip(_fields(self._at(counts)), _fields(batch), strict=True):
+            mine[...] = theirs
+
+    def read(self) -> ForwardBatch:
+        """Return the step as views into the memory.
+
+        Raises:
+            InternalError: The counts are none of a step.
+        """
+        tokens, sequences, width, rows = self._memory[: 8 * _COUNTS].view(np.int64).tolist()
+        counts = (tokens, sequences, width, rows)
+        if min(counts) < 0 or _num_bytes(counts) > len(self._memory):
+            raise InternalError("the step buffer does not hold a step")
+        return self._at(counts)
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping goes with the last array that refers to it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _at(self, counts: tuple[int, int, int, int]) -> ForwardBatch:
+        tokens, sequences, width, rows = counts
+        middle = 8 * (_COUNTS + 2 * tokens + rows)
+        long = self._memory[8 * _COUNTS : middle].view(np.int64)
+        short = self._memory[middle : _num_bytes(counts)].view(np.int32)
+        return ForwardBatch(
+            token_ids=long[:tokens],
+            positions=long[tokens : 2 * tokens],
+            logit_rows=long[2 * tokens :],
+            query_starts=short[: sequences + 1],
+            context_lens=short[sequences + 1 : 2 * sequences + 1],
+            block_tables=short[2 * sequences + 1 :].reshape(sequences, width),
+        )
+
+
+def _fields(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
+    return (
+        batch.token_ids,
+        batch.positions,
+        batch.logit_rows,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+    )
+
+
+def _num_bytes(counts: tuple[int, int, int, int]) -> int:
+    tokens, sequences, width, rows = counts
+    return 8 * (_COUNTS + 2 * tokens + rows) + 4 * (2 * sequences + 1 + sequences * width)

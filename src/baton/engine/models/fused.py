@@ -1,0 +1,272 @@
+"""The fast path: decoder stacks of Llama's shape, run by hand over fused and packed operators.
+
+Recognized by their structure (Llama, Mistral, Qwen2, Qwen3, Phi-3 and others): pre-norm layers of attention with rotary
+embedding and a SwiGLU. Per layer eight operators: norm, QKV in one linear, attention (which rotates, writes the KV and
+attends), output with residual, norm, gate and up in one linear, silu * up, down with residual. The runner uses it only
+after it gave the same logits as transformers' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from baton.engine.models.linears import MakeLinear
+from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
+from baton.engine.executor.peers import Peers
+from baton.engine.models.share import Share
+from baton.engine.models.tensor_parallel import unreduced
+from baton_kernels.cpu import CpuLibrary
+from baton_kernels.linear import PackedLinear
+from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool
+from baton_kernels.paged_attention.cpu import CpuPlan, Rotation
+from baton_kernels.rms_norm import CpuRmsNorm
+from baton_kernels.silu_mul import CpuSiluMul
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+
+
+class NotFusableError(Exception):
+    """The model is not of the shape that the fast path knows; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """The operators of one layer."""
+
+    input_norm: CpuRmsNorm
+    qkv: PackedLinear
+    rotation: Rotation
+    output: PackedLinear
+    mlp_norm: CpuRmsNorm
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class FusedDecoder:
+    """A whole decoder, or one rank's share of it; see the module's docstring.
+
+    Attributes:
+        on_layer: Called with a layer's index once its KV is in the pools of all ranks that share it.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        share: Share,
+        max_len: int,
+        library: CpuLibrary,
+        attention: CpuPagedAttention,
+        make: MakeLinear,
+    ) -> None:
+        """Build the operators from a model's modules, whose weights stay as they are.
+
+        Raises:
+            NotFusableError: The model has another shape.
+        """
+        specs = list(share.specs.values())
+        parts = _decoder_parts(model, share)
+        self.on_layer: Callable[[int], None] | None = None
+        self._specs, self._attention, self._peers, self._first_layer = specs, attention, share.peers, share.first_layer
+        self._dtype = TORCH_DTYPES[model.dtype]
+        self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
+        cos, sin = _rotary_table(parts.rotary, model, max_len, specs)
+        norm = _norm_maker(library)
+        self._layers = [
+            FusedLayer(
+                input_norm=norm(layer.input_layernorm),
+                qkv=make(*_joined(layer.self_attn, "qkv_proj", ("q_proj", "k_proj", "v_proj"))),
+                rotation=_rotation(layer.self_attn, spec, cos, sin),
+                output=make(*_weights(layer.self_attn.o_proj)),
+                mlp_norm=norm(layer.post_attention_layernorm),
+                gate_up=make(*_joined(layer.mlp, "gate_up_proj", ("gate_proj", "up_proj"))),
+                down=make(*_weights(layer.mlp.down_proj)),
+            )
+            for layer, spec in zip(parts.layers, specs, strict=True)
+        ]
+        for layer, spec in zip(self._layers, specs, strict=True):
+            _check_sizes(layer, spec)
+        self._norm = None if parts.head is None else norm(parts.norm)
+        self._head = None if parts.head is None else make(*_weights(parts.head))
+        self._silu_mul = CpuSiluMul(library, self._dtype)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
+    ) -> torch.Tensor:
+        """Run tokens int64 [T] through the stack; returns the logits [R, vocab] of ``rows`` int64 [R].
+
+        ``positions`` are those of ``plan``.
+        """
+        if self._peers is not None:
+            return self._forward_share(self._peers, tokens, rows, plan, pools)
+        assert self._embedding is not None
+        hidden = F.embedding(tokens, self._embedding)
+        attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
+        for index, (layer, spec, pool) in enumerate(zip(self._layers, self._specs, pools, strict=True)):
+            qkv = layer.qkv(layer.input_norm(hidden))
+            out = attention.run_rotated(plan, spec, pool, _split(qkv, spec), layer.rotation)
+            if on_layer is not None:
+                on_layer(index)
+            hidden = layer.output(out.view(len(tokens), -1), hidden)
+            hidden = layer.down(silu_mul(layer.gate_up(layer.mlp_norm(hidden))), hidden)
+        return self._logits(hidden, rows)
+
+    def _forward_share(
+        self, peers: Peers, tokens: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
+    ) -> torch.Tensor:
+        """Run this rank's share: its heads and columns, summed over the ranks of its stage, of its stage's layers."""
+        if self._embedding is not None:
+            hidden = F.embedding(tokens, self._embedding)
+        else:
+            hidden = peers.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
+        attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
+        total = peers.reduce if peers.splits_heads else _itself
+        adds_residual = peers.spec.tp_rank == 0
+        for index, (layer, spec, pool) in enumerate(zip(self._layers, self._specs, pools, strict=True)):
+            qkv = layer.qkv(layer.input_norm(hidden))
+            out = attention.run_rotated(plan, spec, pool, _split(qkv, spec), layer.rotation)
+            hidden = total(layer.output(out.view(len(tokens), -1), hidden if adds_residual else None))
+            if on_layer is not None:
+                on_layer(self._first_layer + index)
+            inner = silu_mul(layer.gate_up(layer.mlp_norm(hidden)))
+            hidden = total(layer.down(inner, hidden if adds_residual else None))
+        if not peers.last:
+            peers.send_hidden(hidden)
+        return self._logits(hidden, rows)
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, vocab], or [0, 0] on a rank that has no head."""
+        if self._head is None or self._norm is None:
+            return hidden.new_empty((0, 0))
+        return self._head(self._norm(hidden[rows]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    embedding: nn.Embedding | None
+    layers: list[Any]
+    norm: Any
+    rotary: Any
+    head: nn.Linear | None
+
+
+def _decoder_parts(model: LoadedModel, share: Share) -> _Parts:
+    """Find the modules of a stack of the known shape, as far as this rank has them."""
+    peers = share.peers
+    embeds, gives_logits = peers is None or peers.first, peers is None or peers.gives_logits
+    _need(model.device.type == "cpu", "not on a CPU")
+    stack = getattr(model.module, "model", None)
+    head: Any = getattr(model.module, "lm_head", None)
+    names = {name for name, _ in stack.named_children()} if stack is not None else set()
+    _need(names == {"embed_tokens", "layers", "norm", "rotary_emb"}, "another stack")
+    assert stack is not None
+    _need(not gives_logits or type(head) is nn.Linear, "another head")
+    _need(not embeds or type(stack.embed_tokens) is nn.Embedding, "another embedding")
+    layers = list(stack.layers)[share.first_layer : share.first_layer + len(share.specs)]
+    for layer in layers:
+        _need(_working_parts(layer) == LAYER_PARTS, "other parts in a layer")
+        _need(_working_parts(layer.self_attn) <= ATTENTION_PARTS, "other parts in attention")
+        _need(_working_parts(layer.mlp) - {"act_fn", "activation_fn"} <= MLP_PARTS, "other parts in the MLP")
+        activation = getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)
+        probe = torch.linspace(-4, 4, 9)
+        _need(activation is not None and torch.allclose(activation(probe), F.silu(probe)), "another activation")
+    return _Parts(
+        embedding=stack.embed_tokens if embeds else None,
+        layers=layers,
+        norm=stack.norm,
+        rotary=stack.rotary_emb,
+        head=head if gives_logits else None,
+    )
+
+
+def _working_parts(module: nn.Module) -> set[str]:
+    return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+
+
+def _need(condition: bool, why: str) -> None:
+    if not condition:
+        raise NotFusableError(why)
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    linear: Any = unreduced(module)
+    _need(type(linear) is nn.Linear, "a projection is not a plain linear layer")
+    return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+
+
+def _joined(module: Any, fused: str, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of several projections of one input, one after the other."""
+    if hasattr(module, fused):
+        return _weights(getattr(module, fused))
+    _need(all(hasattr(module, name) for name in names), f"no {names[0]}")
+    weights, biases = zip(*(_weights(getattr(module, name)) for name in names), strict=True)
+    present = [bias for bias in biases if bias is not None]
+    _need(len(present) in {0, len(biases)}, "some projections have a bias and some none")
+    return torch.cat(weights), torch.cat(present) if present else None
+
+
+def _norm_maker(library: CpuLibrary) -> Any:
+    def make(module: Any) -> CpuRmsNorm:
+        eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        _need(eps is not None and hasattr(module, "weight") and getattr(module, "bias", None) is None, "another norm")
+        return CpuRmsNorm(library, module.weight, float(eps))
+
+    return make
+
+
+def _rotary_table(
+    rotary: Any, model: LoadedModel, max_len: int, specs: list[AttentionSpec]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin, float32 [max_len, rotary / 2], from the model's own module."""
+    with torch.inference_mode():
+        try:
+            full = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(max_len)[None])
+        except Exception as error:
+            raise NotFusableError("another rotary embedding") from error
+        _need(isinstance(full, tuple) and len(full) == 2 and full[0].dim() == 3, "another rotary embedding")
+        half = full[0].shape[-1] // 2
+        for table in full:
+            _need(torch.equal(table[0, :, :half], table[0, :, half:]), "another rotary embedding")
+        _need(all(2 * half <= spec.k_dim for spec in specs), "another rotary embedding")
+        cos, sin = (table[0, :, :half].float().contiguous() for table in full)
+    return cos, sin
+
+
+def _rotation(attention: Any, spec: AttentionSpec, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if norms == [None, None]:
+        return Rotation(cos, sin)
+    _need(all(getattr(norm, "weight", torch.empty(0)).shape == (spec.k_dim,) for norm in norms), "another head norm")
+    eps: set[Any] = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
+    _need(len(eps) == 1 and None not in eps, "another head norm")
+    q_norm, k_norm = (norm.weight.detach().contiguous() for norm in norms if norm is not None)
+    return Rotation(cos, sin, q_norm, k_norm, float(eps.pop()))
+
+
+def _check_sizes(layer: FusedLayer, spec: AttentionSpec) -> None:
+    width = spec.num_heads * spec.k_dim + spec.kv_heads * (spec.k_dim + spec.v_dim)
+    _need(layer.qkv.out_features == width, "another split of queries, keys and values")
+    _need(layer.output.in_features == spec.num_heads * spec.v_dim, "another output projection")
+    _need(layer.gate_up.out_features == 2 * layer.down.in_features, "another MLP")
+
+
+def _split(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of [T, width]: queries [T, heads, k_dim], keys and values [T, kv_heads, dim]."""
+    rows, width = qkv.shape
+    queries, keys = spec.num_heads * spec.k_dim, spec.kv_heads * spec.k_dim
+    return (
+        qkv.as_strided((rows, spec.num_heads, spec.k_dim), (width, spec.k_dim, 1)),
+        qkv.as_strided((rows, spec.kv_heads, spec.k_dim), (width, spec.k_dim, 1), queries),
+        qkv.as_strided((rows, spec.kv_heads, spec.v_dim), (width, spec.v_dim, 1), queries + keys),
+    )

@@ -1,0 +1,171 @@
+"""Loads a model for the engine and refuses, with one clear line, what Baton could only run wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from baton.config import EngineConfig
+from baton.engine.models.checkpoint import WeightFile, find_model, read_json, weight_files
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device, and where it came from."""
+
+    module: Any
+    text_config: Any
+    architecture: str
+    folder: Path
+    files: list[WeightFile]
+    dtype: str
+    device: torch.device
+    eos_token_ids: frozenset[int]
+
+
+def configure_threads(config: EngineConfig) -> None:
+    """Set this process's intra-op threads; services call it once, before the model is loaded."""
+    torch.set_num_threads(config.threads)
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load a decoder-only model whose attention can be replaced.
+
+    Raises:
+        ConfigError: No such model, a damaged checkpoint, an architecture that is unknown or cannot be served, or a
+            device that is not there.
+    """
+    device = _device(config.device)
+    folder = find_model(config.model)
+    raw = read_json(folder / "config.json")
+    hf_config = _model_config(folder, raw)
+    model_class = _model_class(hf_config, raw)
+    architecture = model_class.__name__
+    files = weight_files(folder)
+    module = _load_weights(folder, hf_config, config, architecture).to(device).eval()
+    module.requires_grad_(requires_grad=False)
+    dtype = next((name for name, value in TORCH_DTYPES.items() if value == module.dtype), None)
+    if dtype is None:
+        raise ConfigError(f"weights of {architecture} are {module.dtype}; use --dtype", field="dtype")
+    if dtype == "float16" and device.type == "cpu":
+        log.warning("float16 is slow on a CPU: use --dtype bfloat16 or float32")
+    text_config = module.config.get_text_config(decoder=True)
+    return LoadedModel(
+        module, text_config, architecture, folder, files, dtype, device, _eos_token_ids(folder, text_config)
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one that torch knows", field="device") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices", field="device")
+    if device.type not in {"cpu", "cuda"}:
+        raise ConfigError(f"device {name!r}: only cpu and cuda are supported", field="device")
+    return device
+
+
+def _model_config(folder: Path, raw: dict[str, Any]) -> Any:
+    kind = raw.get("model_type")
+    if not kind:
+        raise ConfigError(f"{folder / 'config.json'} has no model_type", field="model")
+    if raw.get("auto_map") and kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"model type {kind!r} needs code from its repository, which Baton does not run", field="model"
+        )
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(f"model type {kind!r} is not known to transformers {transformers.__version__}", field="model")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{folder / 'config.json'} is not a valid {kind} configuration: {reason}", field="model"
+        ) from error
+
+
+def _model_class(hf_config: Any, raw: dict[str, Any]) -> Any:
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    # Asked for this one alone: ``in mapping.keys()`` imports the code of every architecture that transformers knows.
+    model_class = mapping.get(type(hf_config), None)
+    if model_class is None:
+        name = (raw.get("architectures") or [hf_config.model_type])[0]
+        raise ConfigError(f"{name} is not a causal language model that transformers can generate with", field="model")
+    name = model_class.__name__
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder: Baton serves decoders", field="model")
+    if not model_class._supports_attention_backend:
+        raise ConfigError(f"{name} cannot be served: its attention function cannot be replaced", field="model")
+    if model_class._is_stateful:
+        raise ConfigError(f"{name} cannot be served: it keeps recurrent state outside the KV cache", field="model")
+    return model_class
+
+
+def _load_weights(folder: Path, hf_config: Any, config: EngineConfig, architecture: str) -> Any:
+    dtype = "auto" if config.dtype == "auto" else TORCH_DTYPES[config.dtype]
+    try:
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"weights of {architecture} in {str(folder)!r} cannot be loaded: {reason}", field="model"
+        ) from error
+    module, info = loaded
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info.get(kind):
+            names = sorted(str(name) for name in info[kind])
+            raise ConfigError(
+                f"checkpoint {str(folder)!r} does not fit {architecture}: {len(names)} {kind.replace('_', ' ')}, "
+                f"e.g. {names[0]}",
+                field="model",
+            )
+    return module
+
+
+def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
+    value = getattr(text_config, "eos_token_id", None)
+    if (folder / "generation_config.json").exists():
+        generation = GenerationConfig.from_dict(read_json(folder / "generation_config.json"))
+        value = generation.eos_token_id if generation.eos_token_id is not None else value
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and loading reports out of a service's log."""
+    logging_utils: Any = transformers.utils.logging
+    bars, level = logging_utils.is_progress_bar_enabled(), logging_utils.get_verbosity()
+    logging_utils.disable_progress_bar()
+    logging_utils.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging_utils.set_verbosity(level)
+        if bars:
+            logging_utils.enable_progress_bar()

@@ -1,0 +1,215 @@
+"""Cuts the weights of a loaded model down to one rank's share of its heads and of its MLPs' inner columns.
+
+Attention is divided by heads: queries, keys and values by rows (a KV head that several ranks need is on all of them),
+the output by columns, then a sum over the ranks. The MLP is divided as transformers' own plan says
+(``base_model_tp_plan``); what the plan leaves whole, every rank computes by itself. Modules stay transformers' own,
+with smaller weights, so that every path that runs them runs a share of them as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.engine.models.loader import LoadedModel
+from baton.errors import ConfigError, InternalError
+from baton.kv_cache.shards import ShardSpec, head_range
+from baton_kernels.paged_attention import AttentionSpec
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a tensor over the ranks of a stage."""
+
+QUERIES = {"q_proj", "q_b_proj"}
+KEYS_AND_VALUES = {"k_proj", "v_proj", "kv_b_proj"}
+WHOLE = {"q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+WHOLE_STYLES = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}
+"""Styles of transformers' plans whose result is the same if every rank computes all of it."""
+
+
+class Reduced(nn.Module):
+    """A module of which every rank computes a part of the sum."""
+
+    def __init__(self, inner: nn.Module, reduce: Reduce) -> None:
+        super().__init__()
+        self.inner = inner
+        self._reduce = reduce
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the module and sum over the ranks."""
+        return self._reduce(self.inner(*args, **kwargs))
+
+
+def unreduced(module: nn.Module) -> nn.Module:
+    """Return what a :class:`Reduced` holds, and any other module as it is."""
+    return module.inner if isinstance(module, Reduced) else module
+
+
+def rank_attention(spec: AttentionSpec, shard: ShardSpec) -> AttentionSpec:
+    """Return a rank's part of a layer's attention.
+
+    Raises:
+        ConfigError: The heads cannot be divided; names ``tp``.
+    """
+    if shard.tp_size == 1:
+        return spec
+    kv_heads = head_range(spec.kv_heads, shard.tp_size, shard.tp_rank)
+    heads = _share(spec.num_heads, shard, "query heads")
+    return AttentionSpec(
+        num_heads=len(heads),
+        kv_heads=len(kv_heads),
+        k_dim=spec.k_dim,
+        v_dim=spec.v_dim,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks=None if spec.sinks is None else spec.sinks[heads.start : heads.stop].contiguous(),
+    )
+
+
+def split_tensors(model: LoadedModel, attention: dict[int, AttentionSpec], shard: ShardSpec, reduce: Reduce) -> None:
+    """Divide a model's weights in place.
+
+    Args:
+        model: Whole, or whole layers of it.
+        attention: What each attention module computes, by the module's id.
+        shard: The rank.
+        reduce: Sums over the ranks.
+
+    Raises:
+        ConfigError: The architecture or its sizes cannot be divided; names ``tp``.
+    """
+    if shard.tp_size == 1:
+        return
+    splitter = _Splitter(model, shard, reduce)
+    for name, module in list(model.module.named_modules()):
+        if id(module) in attention:
+            splitter.attention(name, module, attention[id(module)])
+    if len(splitter.done) != len(attention):
+        raise InternalError(f"found {len(splitter.done)} of {len(attention)} attention modules")
+    splitter.rest()
+
+
+class _Splitter:
+    def __init__(self, model: LoadedModel, shard: ShardSpec, reduce: Reduce) -> None:
+        self._model, self._shard, self._reduce = model, shard, reduce
+        self.done: list[str] = []
+
+    def attention(self, path: str, module: nn.Module, spec: AttentionSpec) -> None:
+        """Divide one layer's attention by heads."""
+        heads = _share(spec.num_heads, self._shard, "query heads")
+        kv_heads = head_range(spec.kv_heads, self._shard.tp_size, self._shard.tp_rank)
+        self.done.append(path)
+        found = set()
+        for name, child in list(module.named_children()):
+            found.add(name)
+            if name in QUERIES:
+                _keep_rows(self._linear(child, name), heads, spec.num_heads)
+            elif name in KEYS_AND_VALUES:
+                _keep_rows(self._linear(child, name), kv_heads, spec.kv_heads)
+            elif name == "o_proj":
+                _keep_columns(self._linear(child, name), heads, spec.num_heads, first=self._shard.tp_rank == 0)
+                setattr(module, name, Reduced(child, self._reduce))
+            elif name in HEAD_NORMS:
+                if any(weight.shape != (spec.k_dim,) for weight in child.parameters()):
+                    raise self._refuse(f"{name} spans all heads")
+            elif name not in WHOLE and next(child.parameters(), None) is not None:
+                raise self._refuse(f"its attention has a {name}")
+        if "o_proj" not in found or not found & QUERIES or not found & KEYS_AND_VALUES:
+            raise self._refuse(f"its attention has only {', '.join(sorted(found))}")
+
+    def rest(self) -> None:
+        """Divide what the plan divides outside of attention."""
+        plan = dict(getattr(self._model.text_config, "base_model_tp_plan", None) or {})
+        base = self._model.module.base_model
+        prefix = next(f"{name}." for name, module in self._model.module.named_modules() if module is base)
+        attention = tuple(f"{path}." for path in self.done)
+        names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
+        for pattern, style in plan.items():
+            matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+            for name in filter(matches, names):
+                if not f"{prefix}{name}".startswith(attention):
+                    self._apply(base, name, style)
+        for name, module in list(base.named_modules()):
+            if hasattr(module, "gate_up_proj_bias") and hasattr(module, "down_proj_bias"):
+                self._interleaved_experts(base, name, module)
+
+    def _apply(self, base: nn.Module, name: str, style: str) -> None:
+        parent_name, _, leaf = name.rpartition(".")
+        parent = base.get_submodule(parent_name)
+        target: Any = getattr(parent, leaf)
+        shard = self._shard
+        if style == "moe_tp_experts":
+            setattr(parent, leaf, Reduced(target, self._reduce))
+        elif style == "packed_colwise" and isinstance(target, nn.Parameter):
+            half = target.shape[-2] // 2
+            rows = _share(half, shard, f"columns of {name}")
+            picked = [target[..., at + rows.start : at + rows.stop, :] for at in (0, half)]
+            setattr(parent, leaf, _parameter(torch.cat(picked, dim=-2)))
+        elif style == "rowwise" and isinstance(target, nn.Parameter):
+            columns = _share(target.shape[-1], shard, f"columns of {name}")
+            setattr(parent, leaf, _parameter(target[..., columns.start : columns.stop]))
+        elif style == "colwise":
+            linear = self._linear(target, name)
+            _keep_rows(linear, _share(linear.out_features, shard, f"columns of {name}"), linear.out_features)
+        elif style == "rowwise":
+            linear = self._linear(target, name)
+            share = _share(linear.in_features, shard, f"columns of {name}")
+            _keep_columns(linear, share, linear.in_features, first=shard.tp_rank == 0)
+            setattr(parent, leaf, Reduced(linear, self._reduce))
+        elif style not in WHOLE_STYLES:
+            raise self._refuse(f"its plan divides {name} in the way {style!r}")
+
+    def _interleaved_experts(self, base: nn.Module, name: str, experts: Any) -> None:
+        """GPT-OSS has no plan: experts [E, hidden, 2 * inner] with gate and up in turns, and biases."""
+        inner = _share(experts.down_proj.shape[1], self._shard, f"columns of {name}")
+        both = slice(2 * inner.start, 2 * inner.stop)
+        experts.gate_up_proj = _parameter(experts.gate_up_proj[..., both])
+        experts.gate_up_proj_bias = _parameter(experts.gate_up_proj_bias[..., both])
+        experts.down_proj = _parameter(experts.down_proj[:, inner.start : inner.stop])
+        if self._shard.tp_rank:
+            experts.down_proj_bias = _parameter(torch.zeros_like(experts.down_proj_bias))
+        base.set_submodule(name, Reduced(experts, self._reduce))
+
+    def _linear(self, module: Any, name: str) -> nn.Linear:
+        if type(module) is not nn.Linear:
+            raise self._refuse(f"its {name} is no plain linear layer")
+        return module
+
+    def _refuse(self, why: str) -> ConfigError:
+        return ConfigError(f"{self._model.architecture} cannot be divided over tp: {why}", field="tp")
+
+
+def _share(count: int, shard: ShardSpec, what: str) -> range:
+    each, left = divmod(count, shard.tp_size)
+    if left:
+        raise ConfigError(f"{count} {what} cannot be divided over tp={shard.tp_size}", field="tp")
+    return range(shard.tp_rank * each, (shard.tp_rank + 1) * each)
+
+
+def _keep_rows(linear: nn.Linear, units: range, count: int) -> None:
+    """Keep some of ``count`` equal groups of a layer's outputs."""
+    each = linear.out_features // count
+    rows = slice(units.start * each, units.stop * each)
+    linear.weight = _parameter(linear.weight[rows])
+    if linear.bias is not None:
+        linear.bias = _parameter(linear.bias[rows])
+    linear.out_features = len(linear.weight)
+
+
+def _keep_columns(linear: nn.Linear, units: range, count: int, *, first: bool) -> None:
+    """Keep some of ``count`` equal groups of a layer's inputs; only the first rank adds the bias."""
+    each = linear.in_features // count
+    linear.weight = _parameter(linear.weight[:, units.start * each : units.stop * each])
+    linear.in_features = linear.weight.shape[1]
+    if not first:
+        linear.register_parameter("bias", None)
+
+
+def _parameter(part: torch.Tensor) -> nn.Parameter:
+    """Copy a part, so that the whole can go."""
+    return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)

@@ -1,0 +1,142 @@
+"""From logits to tokens, for a whole batch at once, each row with its own parameters.
+
+Order of operations (that of Hugging Face's logits processors): logit bias, banned stop tokens before ``min_tokens``,
+repetition, frequency and presence penalty; here log probabilities are taken; then temperature, top-k, top-p, min-p.
+From what is left a token is drawn by inverse CDF over token ids with the stateless uniform of
+:mod:`baton.engine.sample.rng`: the draw depends on the row alone, not on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.engine.sample.filters import draw, filtered_probs
+from baton.engine.sample.logprobs import token_logprobs
+from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
+from baton.engine.sample.rng import uniforms
+from baton.types import SamplingParams, TokenLogprob
+
+
+class SamplerRow:
+    """What the sampler knows of one sequence.
+
+    Attributes:
+        params: Its parameters.
+        seed: Seed of this sequence.
+        position: Output tokens so far, resumed ones included.
+    """
+
+    __slots__ = ("counts", "edits", "params", "position", "seed", "simple")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        *,
+        stop_ids: Sequence[int],
+        prompt: Sequence[int],
+        output: Sequence[int],
+    ) -> None:
+        """Prepare a row.
+
+        Args:
+            params: Sampling parameters.
+            seed: Seed of this sequence.
+            stop_ids: Tokens that end it: banned before ``min_tokens``.
+            prompt: Prompt tokens.
+            output: Tokens generated before.
+        """
+        self.params = params
+        self.seed = seed
+        self.position = len(output)
+        self.edits = LogitEdits(params, stop_ids) if LogitEdits.needed(params) else None
+        self.counts: TokenCounts | None = None
+        if LogitEdits.counted(params):
+            self.counts = count_tokens(params, prompt, output)
+        self.simple = params.greedy and self.edits is None and params.logprobs is None
+
+    def append(self, token: int) -> None:
+        """Take note of the sequence's next token."""
+        self.position += 1
+        if self.counts is not None:
+            self.counts.add(token)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """One token per row.
+
+    Attributes:
+        token_ids: The tokens; meaningless for bad rows.
+        logprobs: Per row, ``None`` where not asked for; ``None`` if no row asked.
+        bad_rows: Rows whose logits held NaN or infinities.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None] | None = None
+    bad_rows: tuple[int, ...] = ()
+
+
+class Sampler:
+    """Chooses tokens; holds no state."""
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
+        """Choose one token per row.
+
+        Args:
+            logits: [R, vocab] in any float dtype, on any device; may be changed.
+            rows: R rows.
+        """
+        logits = logits.detach().float()
+        if all(row.simple for row in rows):
+            tokens, bad = _argmax(logits)
+            return SamplerOutput(tokens, bad_rows=bad)
+        edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
+        if edited:
+            apply_edits(logits, edited)
+        tokens, bad = _argmax(logits)
+        drawn = [i for i, row in enumerate(rows) if not row.params.greedy and i not in bad]
+        if drawn:
+            subset = logits if len(drawn) == len(rows) else logits[drawn]
+            for i, token in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
+                tokens[i] = token
+        return SamplerOutput(tokens, _logprobs(logits, rows, tokens), bad)
+
+
+def _argmax(logits: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:
+    """Return the first most probable token per row, and the rows whose greatest logit isn't finite."""
+    if logits.device.type == "cpu":
+        # NumPy's float32 argmax is vectorised, PyTorch's is not: 0.2 ms against 1.5 ms for [32, 32000].
+        array = logits.numpy()
+        best = array.argmax(axis=-1)
+        finite = np.isfinite(array[np.arange(len(best)), best])
+        tokens: list[int] = best.tolist()
+    else:
+        top = logits.max(dim=-1)
+        finite = top.values.isfinite().cpu().numpy()
+        tokens = top.indices.tolist()
+    return tokens, () if finite.all() else tuple(np.flatnonzero(~finite).tolist())
+
+
+def _logprobs(logits: torch.Tensor, rows: Sequence[SamplerRow], tokens: list[int]) -> list[TokenLogprob | None] | None:
+    wanted = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not wanted:
+        return None
+    index = [i for i, _ in wanted]
+    subset = logits if len(index) == len(rows) else logits[index]
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    for i, one in zip(index, token_logprobs(subset, [tokens[i] for i in index], [n for _, n in wanted]), strict=True):
+        found[i] = one
+    return found
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+    """Draw one token per row [R, vocab]."""
+    seeds = np.array([row.seed for row in rows], np.uint64)
+    positions = np.array([row.position for row in rows], np.uint64)
+    return draw(filtered_probs(logits, [row.params for row in rows]), uniforms(seeds, positions))

@@ -1,0 +1,1 @@
+"""What is computed next: the waiting queue, the scheduler, and the plan of a step."""

@@ -1,0 +1,181 @@
+"""Which tokens are computed next.
+
+Every step goes through three stages under one budget of tokens: running sequences that decode, running sequences that
+prefill (in chunks), admission from the queue. Why it always makes progress:
+
+* There are never more running sequences than tokens in the budget, so all decodes run in every step and the first
+  prefilling sequence gets at least one token.
+* At admission a sequence gets blocks for all its tokens at once. So a prefill never waits for blocks, two half-done
+  prompts can't block each other, and only decodes grow.
+* A decode that can't grow preempts the last running sequence by sort key (perhaps itself). The first one can
+  only be preempted by itself, when everything else that holds blocks is pinned, loading or held for others, each of
+  which ends by itself; and alone every sequence fits, which is checked before it is queued.
+* The queue is strictly ordered: a big request at its head is not overtaken, so it is not starved.
+* Admission leaves one block for each running sequence that may grow, so that what is admitted is not preempted at once.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from operator import attrgetter
+
+from baton.config import EngineConfig
+from baton.engine.connector_bridge import KVExchange
+from baton.engine.sched.queue import WaitingQueue
+from baton.engine.sequence import Sequence, SequenceState
+from baton.kv_cache.block_pool import BlockPool
+from baton.types import BlockId
+
+StepPlan = dict[Sequence, int]
+"""Sequences of one step and how many tokens of each are computed; decodes first."""
+
+_by_key = attrgetter("key")
+
+
+class Scheduler:
+    """Owns the queue, the running sequences and their blocks.
+
+    Attributes:
+        waiting: Sequences to be admitted.
+        running: Sequences that have blocks and are computed, by sort key.
+        num_preemptions: Since start.
+        prefix_query_tokens: Tokens looked up in the prefix cache at first admissions, since start.
+        prefix_hit_tokens: Tokens of these that were found.
+    """
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, exchange: KVExchange) -> None:
+        self._pool = pool
+        self._exchange = exchange
+        self._block_size = config.block_size
+        self._budget = config.max_num_batched_tokens
+        self._chunk = config.prefill_chunk
+        self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._caching = config.prefix_caching
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+
+    def schedule(self) -> StepPlan:
+        """Choose the tokens of the next step; reserves their blocks, admits and preempts sequences."""
+        plan: StepPlan = {}
+        preemptions = self.num_preemptions
+        budget = self._plan_decodes(plan, self._budget)
+        budget = self._plan_prefills(plan, budget)
+        if self.num_preemptions == preemptions:
+            self._admit_waiting(plan, budget)
+        return plan
+
+    def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
+        for sequence in self.running.copy():
+            if sequence.num_missing == 1 and budget and self._make_room(sequence, sequence.num_tokens, plan):
+                plan[sequence] = 1
+                budget -= 1
+        return budget
+
+    def _plan_prefills(self, plan: StepPlan, budget: int) -> int:
+        for sequence in [other for other in self.running if other not in plan]:
+            count = min(sequence.num_missing, self._chunk, budget)
+            if count and self._make_room(sequence, sequence.num_computed + count, plan):
+                plan[sequence] = count
+                budget -= count
+        return budget
+
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+        while budget and len(self.running) + len(self._exchange.loading) < self._max_seqs:
+            sequence = self.waiting.peek()
+            if sequence is None or not self._admit(sequence):
+                return
+            if sequence.state is SequenceState.RUNNING:
+                plan[sequence] = min(sequence.num_missing, self._chunk, budget)
+                budget -= plan[sequence]
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give the queue's first sequence its blocks and let it run or load; ``False``: there is no room yet."""
+        found = self._find_prefix(sequence)
+        need = -(-sequence.num_tokens // self._block_size) - len(found)
+        growing = sum(1 for other in self.running if not other.pinned) + len(self._exchange.loading)
+        if self._pool.num_free_without(found) < need + growing:
+            return False
+        num_local = len(found) * self._block_size
+        load = self._exchange.plan(sequence, num_local)
+        self.waiting.pop()
+        self._pool.acquire(found)
+        sequence.hold_prefix(found, self._block_size)
+        sequence.append_blocks(self._pool.allocate(need) or ())
+        if not sequence.admitted:
+            sequence.admitted = True
+            sequence.group.admitted_ns = sequence.group.admitted_ns or time.monotonic_ns()
+            sequence.num_cached = num_local
+            self.prefix_hit_tokens += num_local
+            self.prefix_query_tokens += sequence.num_tokens if self._caching else 0
+        if sequence.pinned:
+            self._exchange.progress(sequence)
+        if load is not None and load.num_tokens > num_local and self._exchange.start(sequence, num_local):
+            sequence.state = SequenceState.LOADING
+        else:
+            self.run(sequence)
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[BlockId]:
+        """Return cached blocks of a sequence, at most all but its last token: logits come from computing one."""
+        if not self._caching or sequence.wants_prompt_logprobs:
+            return []
+        return self._pool.match(sequence.hash_blocks(sequence.num_tokens - 1, self._block_size))
+
+    def run(self, sequence: Sequence) -> None:
+        """Let a sequence that has its blocks be computed."""
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=_by_key)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Give a running sequence blocks for ``num_tokens`` tokens, preempting others; ``False``: not in this step."""
+        if sequence.state is not SequenceState.RUNNING:
+            return False
+        need = -(-num_tokens // self._block_size) - len(sequence.block_ids)
+        if need <= 0:
+            return True
+        while (blocks := self._pool.allocate(need)) is None:
+            victim = next((other for other in reversed(self.running) if not other.pinned), None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            plan.pop(victim, None)
+            if victim is sequence:
+                return False
+        sequence.append_blocks(blocks)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._pool.release(sequence.take_blocks())
+        sequence.state = SequenceState.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.push(sequence)
+
+    def commit(self, sequence: Sequence) -> None:
+        """Register the blocks that became full in the prefix cache."""
+        if not self._caching:
+            return
+        full = sequence.num_computed // self._block_size
+        if full <= sequence.num_committed:
+            return
+        hashes = sequence.hash_blocks(sequence.num_computed, self._block_size)
+        for i in range(sequence.num_committed, full):
+            self._pool.commit(sequence.block_ids[i], hashes[i], hashes[i - 1] if i else None)
+        sequence.num_committed = full
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take an ended sequence out, wherever it is; blocks under a load stay until the load has ended."""
+        state, sequence.state = sequence.state, SequenceState.FINISHED
+        if state is SequenceState.LOADING:
+            self._exchange.cancel(sequence)
+            return
+        if state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        elif state is SequenceState.WAITING:
+            self.waiting.discard(sequence)
+        self._exchange.finish(sequence)

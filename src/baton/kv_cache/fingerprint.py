@@ -1,0 +1,197 @@
+"""Everything that decides what is in a KV block, compared before two instances exchange any."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+
+from baton.errors import FingerprintMismatchError
+from baton.hashing import HASH_SCHEME
+from baton.kv_cache.layout import LAYOUT_NAME, KVLayout, LayerShape
+from baton.kv_cache.reshard import ReshardPlan, ShardGrid, reshard
+from baton.kv_cache.shards import KVGeometry
+
+SHAPE_FIELDS = frozenset({"tp_size", "pp_size", "block_size", "block_bytes"})
+"""What may differ between instances that exchange blocks: how the same KV is cut up."""
+DTYPE_FIELDS = frozenset({"kv_dtype", "kv_cast"})
+"""What may differ too where the reader converts."""
+_HOW_TO_CAST = "; an instance with --kv-cast takes KV of another dtype, and converts it"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Identity of an instance's KV, all ranks together. ``model`` is a label.
+
+    Attributes:
+        layer_shapes: Of the whole model, undivided; so are ``block_bytes``.
+        unsplit_layers: Layers whose heads every rank holds, in rising order.
+        kv_cast: Whether the instance takes KV of other dtypes and converts it. What it holds may then have been
+            computed in another dtype, so it is not the KV of instances that hold their own alone.
+    """
+
+    model: str
+    model_digest: str
+    kv_dtype: str
+    block_size: int
+    layer_shapes: tuple[LayerShape, ...]
+    block_bytes: int
+    rope: str = ""
+    adapter: str = ""
+    kv_scales: str = ""
+    layout: str = LAYOUT_NAME
+    tp_size: int = 1
+    pp_size: int = 1
+    hash_scheme: str = HASH_SCHEME
+    unsplit_layers: tuple[int, ...] = ()
+    kv_cast: bool = False
+
+    def __hash__(self) -> int:
+        # Looked up with every call of a store: the layers, which are most of it, are left to the comparison.
+        return hash((self.model_digest, self.kv_dtype, self.block_size, self.block_bytes, self.adapter, self.tp_size))
+
+    @classmethod
+    def of(cls, *, model: str, model_digest: str, rope: str, layout: KVLayout) -> Fingerprint:
+        """Build the fingerprint of an instance with one rank."""
+        return cls(
+            model=model,
+            model_digest=model_digest,
+            rope=rope,
+            kv_dtype=layout.dtype,
+            block_size=layout.block_size,
+            layer_shapes=layout.layers,
+            block_bytes=layout.block_bytes,
+        )
+
+    def content_key(self) -> bytes:
+        """Digest (32 bytes) of what decides the numbers in a block: the root of its hash chain.
+
+        The parallel shape is left out: a block hash names the tokens' KV, however it is divided.
+        """
+        return _content_key(self)
+
+    def digest(self) -> bytes:
+        """Digest (32 bytes) of every field but the label: equal digests mean that blocks are cut up alike."""
+        return _digest(self)
+
+    def undivided(self) -> Fingerprint:
+        """Return the fingerprint of the same KV on a single rank."""
+        return dataclasses.replace(self, tp_size=1, pp_size=1)
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The whole model's KV."""
+        return KVGeometry(self.layer_shapes, self.kv_dtype, frozenset(self.unsplit_layers))
+
+    @property
+    def grid(self) -> ShardGrid:
+        """How it is cut up."""
+        return ShardGrid(self.tp_size, self.pp_size, self.block_size)
+
+    def plan_from(self, source: Fingerprint, *, who: str = "source") -> ReshardPlan:
+        """Map another instance's blocks to this one's; bytes are those of the source's dtype on both sides.
+
+        Raises:
+            FingerprintMismatchError: Its KV is not what this instance takes, or one of the shapes does not fit the
+                model; names the field.
+        """
+        self.require_source(source, who=who)
+        plan = reshard(source.geometry, source.grid, self.grid)
+        return plan if source.kv_dtype == self.kv_dtype else dataclasses.replace(plan, trivial=False)
+
+    @property
+    def kind(self) -> str:
+        """What decides who takes whose KV among instances of one model: dtype, and whether others are taken."""
+        return f"{self.kv_dtype}, cast" if self.kv_cast else self.kv_dtype
+
+    def takes(self, source: Fingerprint) -> bool:
+        """Whether this instance takes KV of a source's dtype, all else being equal."""
+        return self.kv_cast or (self.kv_dtype == source.kv_dtype and not source.kv_cast)
+
+    def require_source(self, source: Fingerprint, *, who: str = "source") -> None:
+        """Refuse to read from a peer whose KV is not the same thing; it may be cut up otherwise.
+
+        With ``kv_cast`` it may be of another dtype, or have been.
+
+        Raises:
+            FingerprintMismatchError: Names the first field that differs.
+        """
+        self._require(source, who, _free_for(self))
+        if source.kv_cast and not self.kv_cast:
+            raise _may_be_cast(f"of the {who}")
+
+    def require_reader(self, reader: Fingerprint, *, who: str = "reader") -> None:
+        """Refuse to be read by a peer that does not take this KV: :meth:`require_source` from the other side.
+
+        Raises:
+            FingerprintMismatchError: Names the first field that differs.
+        """
+        self._require(reader, who, _free_for(reader))
+        if self.kv_cast and not reader.kv_cast:
+            raise _may_be_cast("here")
+
+    def require_akin(self, other: Fingerprint, *, who: str = "peer") -> None:
+        """Refuse a peer whose KV is of another model; it may be cut up otherwise, and of another dtype.
+
+        Raises:
+            FingerprintMismatchError: Names the first field that differs.
+        """
+        self._require(other, who, SHAPE_FIELDS | DTYPE_FIELDS)
+
+    def require_equal(self, other: Fingerprint, *, who: str = "peer") -> None:
+        """Refuse a peer whose blocks are not the same thing.
+
+        Raises:
+            FingerprintMismatchError: Names the first field that differs.
+        """
+        self._require(other, who, frozenset())
+
+    def _require(self, other: Fingerprint, who: str, free: frozenset[str]) -> None:
+        for item in dataclasses.fields(self):
+            if item.name == "model" or item.name in free:
+                continue
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if mine != theirs:
+                hint = _HOW_TO_CAST if free and item.name == "kv_dtype" else ""
+                raise FingerprintMismatchError(
+                    f"KV of the {who} differs in {item.name}: {_short(mine)} here, {_short(theirs)} there{hint}",
+                    field=item.name,
+                )
+
+
+def _free_for(reader: Fingerprint) -> frozenset[str]:
+    """Which fields of a source a reader may differ in and still make its own KV of the source's."""
+    return SHAPE_FIELDS | (DTYPE_FIELDS if reader.kv_cast else {"kv_cast"})
+
+
+def _may_be_cast(whose: str) -> FingerprintMismatchError:
+    return FingerprintMismatchError(
+        f"KV {whose} may have been converted from another dtype (kv_cast): only an instance with --kv-cast takes it",
+        field="kv_cast",
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@functools.lru_cache(maxsize=256)  # asked for with every call of a store, of a few fingerprints over and over
+def _digest(fingerprint: Fingerprint) -> bytes:
+    values = dataclasses.asdict(fingerprint)
+    del values["model"]
+    if not values["kv_cast"]:
+        del values["kv_cast"]  # what was stored before there was such a thing keeps its name
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+
+
+@functools.lru_cache(maxsize=256)
+def _content_key(fingerprint: Fingerprint) -> bytes:
+    names = ("model_digest", "adapter", "kv_dtype", "kv_scales", "rope", "block_size", "hash_scheme")
+    values = {name: getattr(fingerprint, name) for name in names}
+    if fingerprint.kv_cast:
+        values["kv_cast"] = True
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).digest()

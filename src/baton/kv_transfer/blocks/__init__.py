@@ -1,0 +1,23 @@
+"""Block transfer: a server that lets its arena's blocks be read, and a fetcher that copies them into its own."""
+
+from baton.kv_transfer.blocks.fetcher import BlockFetcher
+from baton.kv_transfer.blocks.links import LinkOptions
+from baton.kv_transfer.blocks.plan import SequenceBlocks
+from baton.kv_transfer.blocks.server import BlockServer, ServerOptions
+from baton.kv_transfer.blocks.types import BlockReads, BlockSource, Endpoint, FetchResult
+from baton.kv_transfer.pipes.memory import MemoryNetwork
+from baton.kv_transfer.pipes.tcp_read import TcpOptions
+
+__all__ = [
+    "BlockFetcher",
+    "BlockReads",
+    "BlockServer",
+    "BlockSource",
+    "Endpoint",
+    "FetchResult",
+    "LinkOptions",
+    "MemoryNetwork",
+    "SequenceBlocks",
+    "ServerOptions",
+    "TcpOptions",
+]

@@ -1,0 +1,184 @@
+"""What one fetch is made of: which blocks of a sequence, and which bytes of which rank they are on both sides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import InvalidRequestError
+from baton.kv_cache.reshard import ReshardPlan, Segments, ShardCopy, merge_segments
+from baton.kv_transfer.blocks.types import BlockReads, Generations, Ids, Steps, Valid, integers, require_different
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceBlocks:
+    """Blocks of one sequence at the source, and the sequence's blocks here; the two may have different sizes.
+
+    Attributes:
+        remote_ids: Blocks in the source's arenas, [n].
+        generations: The generation each had when it was offered, [n].
+        positions: Place of each in the sequence, counted in blocks of the source, [n].
+        local_ids: The sequence's blocks here from its first token on, all different, [w].
+        writable: Which of them may be written, bool [w]; others have their KV already.
+        paired: Blocks go one to one, all of them.
+        ready: Progress of the source before its first layer, if it is still computing them: layer i is there at
+            ``ready + i + 1``. ``None``: everything is.
+    """
+
+    remote_ids: Ids
+    generations: Generations
+    positions: Ids
+    local_ids: Ids
+    writable: Valid
+    ready: int | None = None
+    paired: bool = False
+
+    @classmethod
+    def pairs(cls, remote_ids: npt.ArrayLike, generations: npt.ArrayLike, local_ids: npt.ArrayLike) -> SequenceBlocks:
+        """Blocks one to one, in any order.
+
+        Raises:
+            InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
+        """
+        reads = BlockReads.of(remote_ids, generations, local_ids)
+        count = len(reads)
+        every = np.ones(count, dtype=np.bool_)
+        return cls(reads.remote_ids, reads.generations, np.arange(count), reads.local_ids, every, paired=True)
+
+    @classmethod
+    def of(
+        cls,
+        offered: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
+        local_ids: npt.ArrayLike,
+        writable: npt.ArrayLike,
+        ready: int | None = None,
+    ) -> SequenceBlocks:
+        """Build from anything array-like.
+
+        Args:
+            offered: Remote ids, generations and positions.
+            local_ids: See the class.
+            writable: See the class.
+            ready: See the class.
+
+        Raises:
+            InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
+        """
+        ids, gens = integers(offered[0], "remote_ids"), integers(offered[1], "generations")
+        places, local = integers(offered[2], "positions"), integers(local_ids, "local_ids")
+        free = np.asarray(writable, dtype=np.bool_)
+        for name, array, count in (
+            ("generations", gens, len(ids)),
+            ("positions", places, len(ids)),
+            ("writable", free, len(local)),
+        ):
+            if len(array) != count:
+                raise InvalidRequestError(f"{name} has {len(array)} entries for {count} blocks", field=name)
+        local = local.astype(np.int64)
+        require_different(local)
+        return cls(ids.astype(np.int64), gens.astype(np.uint64), places.astype(np.int64), local, free, ready)
+
+    def __len__(self) -> int:
+        return len(self.remote_ids)
+
+
+_FIRST = np.zeros(1, dtype=np.intp)
+_FIRST.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One read of a fetch: from one rank of the source to one rank here.
+
+    Attributes:
+        reads: What to copy.
+        target: Index of the rank here.
+        blocks: Which of the fetch's blocks these are, [len(reads)].
+    """
+
+    reads: BlockReads
+    target: int
+    blocks: npt.NDArray[np.intp]
+
+
+def parts_of(plan: ReshardPlan, wanted: SequenceBlocks, layers: range | None = None) -> Iterator[Part]:
+    """Cut a fetch into reads, in the order of the source's memory.
+
+    Args:
+        plan: From the source's shape to this one's.
+        wanted: The blocks.
+        layers: Only these layers of the whole model; ``None``: all.
+    """
+    if plan.trivial and layers is None:
+        yield from _whole(plan, wanted)
+        return
+    for copy in plan.copies:
+        yield from _part(plan, copy, wanted, _segments(copy, layers), None)
+
+
+def followed_parts(plan: ReshardPlan, wanted: SequenceBlocks, ready: int, ends: Sequence[int]) -> Iterator[Part]:
+    """Cut a fetch of what is still being computed into reads, in the order in which they can be made.
+
+    Args:
+        plan: From the source's shape to this one's.
+        wanted: The blocks.
+        ready: Progress of the source before the first layer.
+        ends: Layers after which something is sent, the last one included.
+    """
+    groups = [range(first, end) for first, end in itertools.pairwise((0, *ends))]
+    if len(plan.copies) == 1:
+        copy = plan.copies[0]
+        segments = [_segments(copy, layers) for layers in groups]
+        steps = [(ready + group.stop, len(some)) for group, some in zip(groups, segments, strict=True) if len(some)]
+        yield from _part(plan, copy, wanted, np.concatenate(segments), np.array(steps, np.int64))
+        return
+    for group in groups:
+        for copy in plan.copies:
+            some = _segments(copy, group)
+            yield from _part(plan, copy, wanted, some, np.array([(ready + group.stop, len(some))], np.int64))
+
+
+def _part(
+    plan: ReshardPlan, copy: ShardCopy, wanted: SequenceBlocks, segments: Segments, steps: Steps | None
+) -> Iterator[Part]:
+    """The read that makes a copy, if there is anything to copy."""
+    turn, place = np.divmod(wanted.positions, plan.source_period)
+    target = turn * plan.target_period + copy.piece.target_block
+    (mine,) = ((place == copy.piece.source_block) & (target < len(wanted.local_ids))).nonzero()
+    mine = mine[wanted.writable[target[mine]]]
+    if len(mine) and len(segments):
+        mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
+        local = wanted.local_ids[target[mine]]
+        reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, segments, copy.source.index, steps)
+        yield Part(reads, copy.target.index, mine)
+
+
+def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
+    """Blocks are the same thing on both sides: they are copied whole, rank by rank."""
+    if len(wanted) == 1:  # choosing and sorting would take longer than the read
+        place = wanted.positions.item()
+        some = place < len(wanted.local_ids) and (wanted.paired or wanted.writable.item(place))
+        mine = _FIRST if some else _FIRST[:0]
+    elif wanted.paired:
+        mine = wanted.remote_ids.argsort(kind="stable")
+    else:
+        (mine,) = (wanted.positions < len(wanted.local_ids)).nonzero()
+        mine = mine[wanted.writable[wanted.positions[mine]]]
+        mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
+    if len(mine):
+        local = wanted.local_ids[wanted.positions[mine]]
+        for copy in plan.copies:
+            reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, source_shard=copy.source.index)
+            yield Part(reads, copy.target.index, mine)
+
+
+def _segments(copy: ShardCopy, layers: range | None) -> Segments:
+    """The bytes of some layers, or of all."""
+    if layers is None:
+        return merge_segments(copy.segments)
+    chosen = (copy.layers >= layers.start) & (copy.layers < layers.stop)
+    return np.ascontiguousarray(merge_segments(copy.segments[chosen]))

@@ -1,0 +1,302 @@
+"""Lets readers copy blocks out of this instance's arenas. Serves reads only: nobody ever writes into them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
+from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
+from baton.kv_transfer.blocks.types import BlockSource, Endpoint
+from baton.kv_transfer.pipes.gloo_read import serve_gloo
+from baton.kv_transfer.pipes.memory import MemoryNetwork
+from baton.kv_transfer.pipes.nixl_read import NixlSource
+from baton.kv_transfer.pipes.read_server import ServeLimits, serve_reads
+from baton.kv_transfer.pipes.shm_read import require_same_user, send_descriptors, shm_address
+from baton.kv_transfer.pipes.vm_read import send_places
+from baton.kv_transfer.protocol.addresses import bind_tcp, join_address
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import send_error
+from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_server
+from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.protocol.tls_stream import tls_from
+from baton.rpc.tls import Tls
+from baton.types import Epoch, InstanceId
+
+log = logging.getLogger(__name__)
+_BACKLOG = 128
+ON_HOST = ("shm", "vm")
+"""Kinds that listen on an abstract Unix socket, for the same user."""
+_ACCEPT_BACKOFF_S = 0.1
+_LAST_STEPS_S = 5.0
+"""Of a thread whose connection has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What rarely differs from its default.
+
+    Attributes:
+        port: Port of the ``tls`` or ``tcp`` kind; 0: any free one. Other kinds always take free ones.
+        advertise_host: Host that readers are told; default: the one bound.
+        max_connections: Connections at once; more are told to come later.
+        handshake_s: Seconds a new connection has for its handshake.
+        limits: Patience with readers.
+        memory: Network of the ``memory`` kind.
+        tls: Certificates, if KV is to be encrypted on its way.
+    """
+
+    port: int = 0
+    advertise_host: str | None = None
+    max_connections: int = 256
+    handshake_s: float = 5.0
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    memory: MemoryNetwork | None = None
+    tls: Tls | None = None
+
+
+class BlockServer:
+    """Serves one-sided reads of an instance's arenas over one or more kinds of pipe.
+
+    Args:
+        pool: What is served: the arenas of all ranks, or the only one.
+        fingerprint: What the blocks are.
+        instance_id: Whose it is.
+        kinds: Kinds of pipe, or ``auto``, as :func:`resolve_kinds` says; readers see the endpoints in this order.
+        host: Address that TCP binds to.
+        token: Shared token; readers must know it.
+        options: The rest.
+
+    Attributes:
+        endpoints: Where readers connect.
+
+    Raises:
+        ConfigError: An unknown kind, no token off loopback, or the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        pool: KVShards | KVArena,
+        fingerprint: Fingerprint,
+        instance_id: InstanceId,
+        *,
+        kinds: Sequence[str] | str = ("shm", "tcp"),
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        options: ServerOptions | None = None,
+    ) -> None:
+        self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
+        self._instance_id, self._token = instance_id, token
+        self._options = options or ServerOptions()
+        self._facts = Facts(self._shards.primary.epoch, fingerprint, self._shards.primary.num_blocks)
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()
+        self._threads: set[threading.Thread] = set()
+        self._listeners: list[socket.socket] = []
+        self._closed = threading.Event()
+        self._fds: list[int] = []
+        self._nixl: NixlSource | None = None
+        self.endpoints: list[Endpoint] = []
+        check_shards(fingerprint, self._shards)
+        try:
+            for kind in resolve_kinds(
+                kinds, memory=self._options.memory is not None, tls=self._options.tls is not None
+            ):
+                self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def source(self) -> BlockSource:
+        """What readers need to know."""
+        facts = self._facts
+        return BlockSource(
+            self._instance_id, Epoch(facts.epoch), tuple(self.endpoints), facts.fingerprint, facts.num_blocks
+        )
+
+    def num_connections(self) -> int:
+        """Connections now open."""
+        with self._lock:
+            return len(self._streams)
+
+    def close(self) -> None:
+        """Stop listening, end every connection and wait for the threads; harmless if repeated.
+
+        Takes as long as a handshake may where one is under way that cannot be interrupted: gloo's.
+
+        Raises:
+            DeadlineError: A thread did not end in time.
+        """
+        with self._lock:
+            self._closed.set()
+            listeners, streams, threads = self._listeners, list(self._streams), list(self._threads)
+            self._listeners = []
+            fds, self._fds = self._fds, []
+        if self._options.memory is not None:
+            self._options.memory.withdraw(self._facts.epoch)
+        for listener in listeners:
+            with contextlib.suppress(OSError):  # Linux wakes accept(), and then says the socket was not connected
+                listener.shutdown(socket.SHUT_RDWR)
+        for stream in streams:
+            stream.close()
+        deadline = time.monotonic() + self._options.handshake_s + _LAST_STEPS_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for listener in listeners:
+            listener.close()
+        for fd in fds:
+            os.close(fd)
+        if self._nixl is not None:
+            self._nixl.close()
+        if any(thread.is_alive() for thread in threads):
+            raise DeadlineError("a thread of the block server did not end in time")
+
+    def _listen(self, kind: str, host: str) -> str:
+        if kind == "memory":
+            if self._options.memory is None:
+                raise ConfigError("the memory pipe needs a network", field="pipes")
+            return self._options.memory.publish(self._facts, self._shards)
+        if kind in ON_HOST:
+            if kind == "shm":
+                self._fds = [arena.open_read_only() for arena in self._shards.arenas]
+            name = f"baton-kv-{secrets.token_hex(12)}"
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listeners.append(listener)
+            listener.bind("\0" + name)
+            address = shm_address(name)
+        else:
+            named = kind == "tls" or (kind == "tcp" and all(each.kind != "tls" for each in self.endpoints))
+            listener = bind_tcp(host, self._options.port if named else 0, self._token, safe=kind == "tls")
+            self._listeners.append(listener)
+            if kind == "nixl":
+                self._nixl = NixlSource(self._shards, host)
+            address = join_address(self._options.advertise_host or host, listener.getsockname()[1])
+        listener.listen(_BACKLOG)
+        self._start(f"baton-kv-{kind}-accept", self._accept, kind, listener)
+        return address
+
+    def _start(self, name: str, target: object, *args: object) -> None:
+        def run() -> None:
+            try:
+                target(*args)  # type: ignore[operator]
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            if self._closed.is_set():
+                raise PipeClosedError("the block server was closed")
+            self._threads.add(thread)
+            thread.start()
+
+    def _accept(self, kind: str, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, peer = listener.accept()
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                # Out of descriptors, or a peer that left before it was greeted: the listener itself is sound.
+                log.warning("accepting a %s reader failed: %s", kind, error)
+                self._closed.wait(_ACCEPT_BACKOFF_S)
+                continue
+            stream = Stream(sock, peer=f"{kind} reader {peer[0] if peer else ''}".strip())
+            with self._lock:
+                room = len(self._streams) < self._options.max_connections and not self._closed.is_set()
+                if room:
+                    self._streams.add(stream)
+            try:
+                if not room:
+                    raise QueueFullError("the instance has all the readers it can take")
+                self._start(f"baton-kv-{kind}", self._serve, kind, stream)
+            except (QueueFullError, PipeClosedError) as error:
+                self._refuse(stream, error)
+
+    def _refuse(self, stream: Stream, error: BatonError) -> None:
+        with contextlib.suppress(BatonError):  # it fits the socket's empty buffer, so this never waits
+            send_error(stream, error, Wait(time.monotonic() + 0.1))
+        stream.close()
+        with self._lock:
+            self._streams.discard(stream)
+
+    def _serve(self, kind: str, stream: Stream) -> None:
+        try:
+            wait = Wait(time.monotonic() + self._options.handshake_s)
+            if kind == "tls" and self._options.tls is not None:
+                stream = self._encrypt(stream, self._options.tls, wait)
+            if kind in ON_HOST:
+                require_same_user(stream, self._token)
+            greet_as_server(stream, self._token, wait, purpose=PURPOSE_READ, facts=self._facts)
+            if kind == "shm":
+                self._pass_arenas(stream)
+                stream.wait_readable(Wait(), "holding a reader's line")  # its end, or a word out of turn: over
+            elif kind == "vm":
+                send_places(stream, self._shards, wait)
+                serve_reads(stream, self._shards, self._options.limits)
+            elif self._nixl is not None and kind == "nixl":
+                self._nixl.serve(stream, self._options.limits, wait)
+            elif kind == "gloo":
+                serve_gloo(stream, self._shards, self._options.limits, wait)
+            else:
+                serve_reads(stream, self._shards, self._options.limits)
+        except PipeClosedError:
+            log.debug("%s left", stream.peer)
+        except BatonError as error:
+            # As text: a handler that keeps the record would keep the exception's frames, and a gloo group in them.
+            log.warning("%s was sent away: %s", stream.peer, str(error))
+            with contextlib.suppress(BatonError):  # it may not even listen
+                send_error(stream, error, Wait(time.monotonic() + 1.0))
+        finally:
+            stream.close()
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _encrypt(self, plain: Stream, tls: Tls, wait: Wait) -> Stream:
+        """Replace a connection by what is encrypted over it."""
+        stream = tls_from(plain, tls, wait)
+        with self._lock:
+            self._streams.discard(plain)
+            self._streams.add(stream)
+            closed = self._closed.is_set()
+        if closed:
+            stream.close()
+        return stream
+
+    def _pass_arenas(self, stream: Stream) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                raise PipeClosedError("the block server was closed")
+            send_descriptors(stream, self._fds)
+
+
+def check_shards(fingerprint: Fingerprint, shards: KVShards) -> None:
+    """Refuse arenas that are not what a fingerprint says.
+
+    Raises:
+        ConfigError: Names ``tp_size`` or ``block_bytes``.
+    """
+    specs = shard_specs(fingerprint.tp_size, fingerprint.pp_size)
+    if len(specs) != len(shards.arenas):
+        raise ConfigError(
+            f"the fingerprint says {len(specs)} ranks, there are arenas of {len(shards.arenas)}", field="tp_size"
+        )
+    for spec, arena in zip(specs, shards.arenas, strict=True):
+        expected = shard_layout(fingerprint.geometry, spec, fingerprint.block_size).block_bytes
+        if arena.block_bytes != expected:
+            raise ConfigError(
+                f"the fingerprint says {expected} bytes per block on rank {spec.index}, its arena has "
+                f"{arena.block_bytes}",
+                field="block_bytes",
+            )

@@ -1,0 +1,216 @@
+"""Loads that run beside the engine: started and polled in its thread, at work in an event loop or in threads.
+
+Whatever ends a load (success, failure, cancel), its update comes exactly once, and only when its work has ended:
+nobody writes into the engine's blocks any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from baton.errors import BatonError
+from baton.kv_cache.connector import LoadUpdate
+from baton.types import RequestId
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What a load's work came to.
+
+    Attributes:
+        value: What it returned; ``None`` if it did not return.
+        failure: What it raised.
+        cancelled: It was ended before it returned.
+        unwanted: Its end was asked for, whether it returned or not.
+    """
+
+    value: T | None = None
+    failure: BaseException | None = None
+    cancelled: bool = False
+    unwanted: bool = False
+
+    @property
+    def error(self) -> str | None:
+        """Why the work did not return, in words; ``None`` if it did."""
+        if isinstance(self.failure, BatonError):
+            return self.failure.message
+        if self.failure is not None:
+            return f"{type(self.failure).__name__}: {self.failure}"
+        return "cancelled" if self.cancelled else None
+
+
+@dataclass(eq=False)
+class _Job:
+    unwanted: threading.Event = field(default_factory=threading.Event)
+    cancel: Callable[[], object] = lambda: None
+
+
+class BackgroundLoads(Generic[T]):
+    """The books of one connector's loads. Used in the engine's thread, but for :meth:`wait_ended`.
+
+    Args:
+        loop: Where coroutines run.
+        wake: Makes the engine poll; any thread may call it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        self._loop, self._wake = loop, wake
+        self._jobs: dict[RequestId, _Job] = {}
+        self._tasks: set[asyncio.Task[T]] = set()
+        self._done: deque[LoadUpdate] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def start(
+        self,
+        request_id: RequestId,
+        work: Callable[[threading.Event], Coroutine[Any, Any, T]],
+        report: Callable[[Outcome[T]], LoadUpdate],
+    ) -> None:
+        """Run a coroutine in the loop.
+
+        Args:
+            request_id: Whose load it is.
+            work: Makes the coroutine. When the load is not wanted any more, the event is set and the task cancelled.
+            report: Called in the loop, when the task has ended.
+
+        Raises:
+            RuntimeError: The loop is closed; there is no load then.
+        """
+        job = _Job()
+
+        def begin() -> None:
+            task = self._loop.create_task(work(job.unwanted), name=f"load {request_id}")
+            job.cancel = task.cancel
+            self._tasks.add(task)
+            # Not at the end of the coroutine: a task that is cancelled before its first step never enters it.
+            task.add_done_callback(ended)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._tasks.discard(task)
+            self._ended(request_id, job, task, report)
+
+        self._jobs[request_id] = job
+        try:
+            self._loop.call_soon_threadsafe(begin)
+        except BaseException:
+            del self._jobs[request_id]
+            raise
+
+    def submit(
+        self,
+        executor: Executor,
+        request_id: RequestId,
+        work: Callable[[threading.Event], T],
+        report: Callable[[Outcome[T]], LoadUpdate],
+    ) -> None:
+        """Run a function in a thread.
+
+        Args:
+            executor: Whose thread.
+            request_id: Whose load it is.
+            work: Looks at the event now and then: set, the load is not wanted any more.
+            report: Called in any thread, when the function has ended.
+
+        Raises:
+            RuntimeError: The executor was shut down; there is no load then.
+        """
+        job = self._jobs[request_id] = _Job()
+        try:
+            future = executor.submit(work, job.unwanted)
+        except BaseException:
+            del self._jobs[request_id]
+            raise
+        job.cancel = future.cancel
+        future.add_done_callback(lambda future: self._ended(request_id, job, future, report))
+
+    def end(self, update: LoadUpdate) -> None:
+        """Report a load that ended before it began."""
+        self._jobs[update.request_id] = _Job()
+        self._done.append(update)
+        self._wake()
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Stop a load; its update still comes."""
+        job = self._jobs.get(request_id)
+        if job is not None:
+            self._stop(job)
+
+    def cancel_all(self) -> None:
+        """Stop all loads; their updates still come."""
+        for job in list(self._jobs.values()):
+            self._stop(job)
+
+    def poll(self) -> list[LoadUpdate]:
+        """Return the loads that ended since the last call."""
+        updates = []
+        while self._done:
+            update = self._done.popleft()
+            self._jobs.pop(update.request_id, None)
+            updates.append(update)
+        return updates
+
+    async def wait_ended(self) -> None:
+        """Wait until no coroutine runs any more; in the loop, after :meth:`cancel_all`."""
+        await asyncio.sleep(0)  # what the loop was asked to do comes first
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _stop(self, job: _Job) -> None:
+        job.unwanted.set()
+        # In the loop: a task that was asked for before exists by then, and only there may tasks be cancelled.
+        self._loop.call_soon_threadsafe(lambda: job.cancel())
+
+    def _ended(
+        self,
+        request_id: RequestId,
+        job: _Job,
+        ended: asyncio.Task[T] | Future[T],
+        report: Callable[[Outcome[T]], LoadUpdate],
+    ) -> None:
+        unwanted = job.unwanted.is_set()
+        if ended.cancelled():
+            outcome: Outcome[T] = Outcome(cancelled=True, unwanted=unwanted)
+        elif (failure := ended.exception()) is not None:
+            if not isinstance(failure, BatonError):
+                log.error("load of %s failed", request_id, exc_info=failure)
+            outcome = Outcome(failure=failure, unwanted=unwanted)
+        else:
+            outcome = Outcome(ended.result(), unwanted=unwanted)
+        self._done.append(report(outcome))
+        self._wake()
+
+
+async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Wait for tasks whatever they end with, also while this task is being cancelled."""
+    for task in tasks:
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue
+        if not task.cancelled():
+            task.exception()  # retrieved: whoever waited tells the story
+
+
+async def run_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BatonError]:
+    """Run calls at the same time. When this returns or raises, all have ended; other errors than Baton's are raised."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[T | BatonError] = []
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, BatonError):
+            raise answer
+        found.append(answer)
+    return found

@@ -1,0 +1,1 @@
+"""Point-to-point hand-over from a prefill to a decode instance."""

@@ -1,0 +1,334 @@
+"""The decode side of point-to-point hand-over: ask a prefill instance, fetch what it offers while it computes.
+
+One coroutine per load, one state: it tries the candidates in order, fetches each offer as it comes (block by block,
+only what is missing), and reports how many leading tokens are valid. Whatever ends it (success, failure, cancel), the
+report comes only after the last copy into our blocks has ended, so the engine may reuse them at once.
+
+Fencing: a block counts only if its generation was unchanged after the copy *and* the Prefill stream, which is the
+lease, was still open then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from baton.errors import BatonError, DeadlineError, StaleBlockError
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
+from baton.kv_transfer.blocks.types import Valid
+from baton.kv_transfer.connector.background import BackgroundLoads, Outcome, settle
+from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent
+from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
+from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Load:
+    """What one load knows."""
+
+    request: LoadRequest
+    num_local_tokens: int
+    block_ids: tuple[BlockId, ...]
+    valid: np.ndarray
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    failures: list[str] = field(default_factory=list)
+    kv_bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    pipe: str = ""
+    pipe_fallback: str = ""
+    source: str = ""
+    source_cached_tokens: int = 0
+    first_token: TokenLogprob | None = None
+
+
+class _Attempt:
+    """One candidate's part of a load: which tokens have come, counted in what both block sizes have in common."""
+
+    def __init__(self, load: _Load, source: BlockSource, block_size: int) -> None:
+        self.source, self._load = source, load
+        self._unit = math.gcd(block_size, source.fingerprint.block_size)
+        self._per_local, self._per_remote = block_size // self._unit, source.fingerprint.block_size // self._unit
+        self._units = np.repeat(load.valid, self._per_local)
+        num_units = -(-len(load.request.token_ids) // self._unit)
+        self._units[num_units:] = True  # of the last block, what no token lies in
+        self.num_blocks = -(-num_units // self._per_remote)
+        """Blocks of the source that the request has."""
+
+    def wanted(self, offer: Offer) -> list[int]:
+        """Which of an offer's blocks bring something new."""
+        first, size = offer.first_block, self._per_remote
+        starts = [(first + i) * size for i in range(len(offer.block_ids))]
+        return [i for i, start in enumerate(starts) if not self._units[start : start + size].all()]
+
+    def blocks(self, offer: Offer, wanted: list[int]) -> SequenceBlocks:
+        """What to fetch of an offer."""
+        offered = (
+            [offer.block_ids[i] for i in wanted],
+            [offer.generations[i] for i in wanted],
+            [offer.first_block + i for i in wanted],
+        )
+        load = self._load
+        return SequenceBlocks.of(offered, load.block_ids[: len(load.valid)], ~load.valid, offer.ready)
+
+    def came(self, offer: Offer, wanted: list[int], valid: Valid) -> None:
+        """Note what a fetch brought."""
+        for i in np.asarray(wanted)[valid]:
+            start = (offer.first_block + int(i)) * self._per_remote
+            self._units[start : start + self._per_remote] = True
+        self._load.valid[:] = self._units.reshape(-1, self._per_local).all(axis=1)
+
+
+@dataclass
+class _Events:
+    """The fetches that one candidate's stream led to."""
+
+    fetches: list[asyncio.Task[None]] = field(default_factory=list)
+    early: dict[object, asyncio.Task[FetchResult]] = field(default_factory=dict)
+    """Fetches of blocks that are being computed, by their offer's key, until it is repeated."""
+    num_ready_tokens: int = 0
+    ready_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPool:
+    """An instance's pool, as its loader uses it.
+
+    Attributes:
+        fetcher: Copies blocks into it.
+        arena: For the generations of the blocks that are there.
+        block_size: Tokens per block.
+        source: Returns where its blocks can be read.
+    """
+
+    fetcher: BlockFetcher
+    arena: KVArena
+    block_size: int
+    source: Callable[[], BlockSource]
+
+
+class P2PLoader(KVConnector):
+    """Connector of a decode instance.
+
+    Args:
+        pool: This instance's own.
+        dialer: Opens Prefill streams.
+        loop: Where loads run.
+        wake: Makes the engine poll.
+        threshold: Missing prompt tokens from which a remote prefill is used.
+        stall_s: Seconds without progress after which a candidate is given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: OwnPool,
+        dialer: PrefillDialer,
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], None],
+        threshold: int,
+        stall_s: float,
+    ) -> None:
+        self._pool, self._dialer, self._loop = pool, dialer, loop
+        self._fetcher, self._block_size = pool.fetcher, pool.block_size
+        self._threshold, self._stall_s = threshold, stall_s
+        self._loads: BackgroundLoads[str | None] = BackgroundLoads(loop, wake)
+        self._local_reasons: dict[RequestId, str] = {}
+
+    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
+        """Plan a remote prefill of everything that is missing, if that is enough to pay."""
+        missing = len(request.token_ids) - num_local_tokens
+        threshold = self._threshold if request.threshold is None else request.threshold
+        if not request.candidates:
+            self._local_reasons[request.request_id] = "no_candidates"
+            return None
+        if missing < threshold:
+            self._local_reasons[request.request_id] = "short" if num_local_tokens == 0 else "cached"
+            return None
+        return LoadPlan(num_tokens=len(request.token_ids), with_first_token=True)
+
+    def local_reason(self, request_id: RequestId) -> str:
+        """Return why a request was not loaded from outside; empty: it was, or nobody asked."""
+        return self._local_reasons.get(request_id, "")
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop what is kept for a request that ended."""
+        self._local_reasons.pop(request_id, None)
+
+    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """Start the load's coroutine."""
+        num_held = num_local_tokens // self._block_size
+        valid = np.zeros(-(-len(request.token_ids) // self._block_size), dtype=bool)
+        valid[:num_held] = True
+        load = _Load(request, num_held * self._block_size, tuple(block_ids), valid)
+        self._loads.start(
+            request.request_id, lambda cancelled: self._run(load, cancelled), lambda ended: self._report(load, ended)
+        )
+
+    def cancel_load(self, request_id: RequestId) -> None:
+        """Stop a load; its update still comes."""
+        self._loads.cancel(request_id)
+
+    def poll_loads(self) -> list[LoadUpdate]:
+        """Return the loads that ended."""
+        return self._loads.poll()
+
+    def has_pending(self) -> bool:
+        """Whether loads run."""
+        return len(self._loads) > 0
+
+    def close(self) -> None:
+        """Cancel all loads."""
+        self._loads.cancel_all()
+
+    async def _run(self, load: _Load, cancelled: threading.Event) -> str | None:
+        """Try the candidates; returns why none of them did it."""
+        load.cancelled = cancelled
+        for address in load.request.candidates:
+            try:
+                await self._try(load, address)
+                return None
+            except BatonError as failure:
+                load.failures.append(f"{address}: {failure.message}")
+                log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
+        return "; ".join(load.failures)
+
+    def _report(self, load: _Load, ended: Outcome[str | None]) -> LoadUpdate:
+        return self._update(load, ended.value if ended.error is None else ended.error)
+
+    async def _try(self, load: _Load, address: str) -> None:
+        """Run one candidate to its end; on return everything is valid."""
+        held = self._leading_tokens(load)
+        state = _Events(num_ready_tokens=held)
+        try:
+            async with self._dialer.open(address, load.request, self._held(load, held)) as events:
+                attempt: _Attempt | None = None
+                while True:
+                    event = await self._next(events, state.fetches)
+                    if isinstance(event, Accepted):
+                        attempt = _Attempt(load, event.source, self._block_size)
+                    elif isinstance(event, Offer):
+                        if attempt is None:
+                            raise StaleBlockError("an offer came before its source")
+                        _check(attempt, event)
+                        self._take(load, attempt, event, state)
+                    else:
+                        # Every fetch has to end while the stream, the lease, is open.
+                        await asyncio.gather(*state.fetches)
+                        break
+            if not load.valid.all() or state.num_ready_tokens != len(load.request.token_ids):
+                raise StaleBlockError("the prefill instance did not offer every block")
+            load.exposed_s += time.perf_counter() - state.ready_at
+            load.first_token = event.first_token
+            load.source_cached_tokens = event.prefix_hit_tokens
+        finally:
+            # Nobody may write into our blocks after the report: stop the copies, then wait for them.
+            tasks: list[asyncio.Task[Any]] = [*state.fetches, *state.early.values()]
+            if any(not task.done() for task in tasks):
+                load.cancelled.set()
+                await settle(tasks)
+                if not _being_cancelled():
+                    load.cancelled.clear()
+
+    def _take(self, load: _Load, attempt: _Attempt, offer: Offer, state: _Events) -> None:
+        """Begin to fetch what an offer names; one that only confirms an earlier one waits for that one's fetch."""
+        wanted = attempt.wanted(offer)
+        if offer.ready is not None:
+            if offer.key in state.early:
+                raise StaleBlockError("blocks were offered early twice")
+            if wanted:
+                blocks = attempt.blocks(offer, wanted)
+                state.early[offer.key] = self._loop.create_task(self._fetch(load, attempt.source, blocks))
+            return
+        if offer.num_tokens > state.num_ready_tokens:
+            state.num_ready_tokens, state.ready_at = offer.num_tokens, time.perf_counter()
+        if wanted:
+            early = state.early.pop(offer.key, None)
+            state.fetches.append(self._loop.create_task(self._complete(load, attempt, offer, wanted, early)))
+
+    async def _next(self, events: AsyncIterator[PrefillEvent], fetches: list[asyncio.Task[None]]) -> PrefillEvent:
+        for task in fetches:
+            if task.done():
+                task.result()
+        try:
+            async with asyncio.timeout(self._stall_s):
+                return await anext(events)
+        except TimeoutError:
+            raise DeadlineError(f"no progress for {self._stall_s:g} s") from None
+        except StopAsyncIteration:
+            raise StaleBlockError("the stream ended before the prompt was computed") from None
+
+    async def _complete(
+        self,
+        load: _Load,
+        attempt: _Attempt,
+        offer: Offer,
+        wanted: list[int],
+        early: asyncio.Task[FetchResult] | None,
+    ) -> None:
+        """Fetch complete blocks, or wait for the fetch that began while they were computed, and note what came."""
+        result = await (early or self._fetch(load, attempt.source, attempt.blocks(offer, wanted)))
+        load.kv_bytes += result.num_bytes
+        load.transfer_s += result.seconds - result.waited_s
+        load.pipe, load.pipe_fallback = result.pipe_kind, result.fallback_reason
+        load.source = attempt.source.instance_id
+        attempt.came(offer, wanted, result.valid)
+        if not result.valid.all():
+            raise StaleBlockError(result.failure)
+
+    async def _fetch(self, load: _Load, source: BlockSource, blocks: SequenceBlocks) -> FetchResult:
+        return await self._fetcher.fetch_async(
+            source, blocks, deadline=time.monotonic() + self._stall_s, cancelled=load.cancelled
+        )
+
+    def _held(self, load: _Load, num_tokens: int) -> HeldBlocks:
+        ids = load.block_ids[: num_tokens // self._block_size]
+        return HeldBlocks(self._pool.source(), ids, tuple(int(g) for g in self._pool.arena.generations[list(ids)]))
+
+    def _leading_tokens(self, load: _Load) -> int:
+        """Leading tokens in full valid blocks."""
+        blocks = len(load.valid) if load.valid.all() else int(load.valid.argmin())
+        return min(blocks * self._block_size, len(load.request.token_ids) // self._block_size * self._block_size)
+
+    def _update(self, load: _Load, error: str | None) -> LoadUpdate:
+        complete = error is None
+        num_valid = len(load.request.token_ids) if complete else max(load.num_local_tokens, self._leading_tokens(load))
+        moved = num_valid - load.num_local_tokens
+        stats = TransferStats(
+            path=PrefillPath.REMOTE if complete else PrefillPath.LOCAL,
+            source=load.source,
+            pipe=load.pipe,
+            pipe_fallback=load.pipe_fallback,
+            kv_bytes=load.kv_bytes,
+            transfer_us=round(1e6 * load.transfer_s),
+            exposed_us=round(1e6 * load.exposed_s),
+            transferred_tokens=moved,
+            source_cached_tokens=load.source_cached_tokens,
+            failures=tuple(load.failures),
+            local_reason="" if complete else "prefill_failed",
+        )
+        first = load.first_token if complete else None
+        return LoadUpdate(load.request.request_id, num_valid, first_token=first, stats=stats, error=error)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _check(attempt: _Attempt, offer: Offer) -> None:
+    end = offer.first_block + len(offer.block_ids)
+    if len(offer.generations) != len(offer.block_ids) or end > attempt.num_blocks:
+        raise StaleBlockError(f"an offer of blocks {offer.first_block} to {end} does not fit the request")

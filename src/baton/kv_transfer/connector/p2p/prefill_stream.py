@@ -1,0 +1,72 @@
+"""What a Prefill stream says, and how one is opened: the words between the two sides of point-to-point hand-over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.kv_cache.connector import LoadRequest
+from baton.kv_transfer.blocks import BlockSource
+from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
+from baton.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The prefill instance took the request; its blocks lie in ``source``."""
+
+    source: BlockSource
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks that may be fetched now.
+
+    Attributes:
+        first_block: Index of the first of them in the prompt.
+        block_ids: Where they lie in the source's pool.
+        generations: Parallel to ``block_ids``.
+        num_tokens: Leading tokens whose KV is complete.
+        ready: The blocks are being computed: a layer i is there when the source's progress has come to
+            ``ready + i + 1``. The offer must be repeated without this when they are complete, else they don't count.
+            ``None``: they are complete.
+    """
+
+    first_block: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    num_tokens: int
+    ready: int | None = None
+
+    @property
+    def key(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """What an offer and its repetition have in common."""
+        return self.first_block, self.block_ids, self.generations
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The prompt is computed."""
+
+    first_token: TokenLogprob
+    prefix_hit_tokens: int
+
+
+PrefillEvent = Accepted | Offer | Finished
+
+
+class PrefillDialer(Protocol):
+    """Opens Prefill streams; the transport does not know the wire."""
+
+    def open(
+        self, address: str, request: LoadRequest, held: HeldBlocks
+    ) -> AbstractAsyncContextManager[AsyncIterator[PrefillEvent]]:
+        """Ask the instance at ``address``; leaving the context closes the stream and with it the lease.
+
+        Args:
+            address: host:port.
+            request: What is wanted.
+            held: The leading blocks that are here, and are kept until then.
+        """

@@ -1,0 +1,103 @@
+"""KV connectors from other packages: found by entry point, put before the built-in ones.
+
+A package registers a factory in the entry point group ``baton.kv_connectors``::
+
+    [project.entry-points."baton.kv_connectors"]
+    files = "baton_file_connector:make_connector"
+
+and a service started with ``--kv-connectors files`` calls it once. ``examples/baton-file-connector`` is a whole one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+
+from baton.errors import BatonError, ConfigError
+from baton.kv_cache.connector import KVConnector
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.shards import KVShards
+from baton.types import InstanceId, Role
+
+GROUP = "baton.kv_connectors"
+
+
+@dataclass(frozen=True)
+class ConnectorContext:
+    """What a connector is given.
+
+    Attributes:
+        shards: The instance's pool: one arena per rank. Blocks that a load was started for may be written, others
+            only read.
+        fingerprint: What the blocks are; its ``digest`` tells KV apart that must not be mixed.
+        loop: The service's event loop, in another thread than the engine's.
+        wake: Makes the engine poll; any thread may call it.
+        options: ``--kv-connector-options``, as far as they are this connector's: ``files.path=/kv`` is ``path``.
+    """
+
+    instance_id: InstanceId
+    role: Role
+    shards: KVShards
+    fingerprint: Fingerprint
+    loop: asyncio.AbstractEventLoop
+    wake: Callable[[], None]
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+ConnectorFactory = Callable[[ConnectorContext], KVConnector]
+
+
+def find_factory(name: str) -> ConnectorFactory:
+    """Return the factory registered under a name.
+
+    Raises:
+        ConfigError: There is none, or its package cannot be imported; names ``kv_connectors``.
+    """
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in known:
+        there = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"no KV connector {name!r} is installed (there are: {there})", field="kv_connectors")
+    try:
+        factory: ConnectorFactory = known[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"KV connector {name!r} cannot be imported: {error}", field="kv_connectors") from error
+    return factory
+
+
+def parse_options(names: Sequence[str], options: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Sort ``name.key=value`` by connector.
+
+    Raises:
+        ConfigError: Malformed, or of a connector that is not asked for; names ``kv_connector_options``.
+    """
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for option in options:
+        left, equals, value = option.partition("=")
+        name, dot, key = left.partition(".")
+        if not (equals and dot and key) or name not in found:
+            raise ConfigError(
+                f"{option!r} is not connector.key=value for one of {', '.join(names) or 'no connectors'}",
+                field="kv_connector_options",
+            )
+        found[name][key] = value
+    return found
+
+
+def make_connector(name: str, context: ConnectorContext) -> KVConnector:
+    """Build a registered connector.
+
+    Raises:
+        ConfigError: It is not there, or does not want these options.
+    """
+    factory = find_factory(name)
+    try:
+        connector = factory(context)
+    except BatonError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"KV connector {name!r} cannot start: {error}", field="kv_connectors") from error
+    if not isinstance(connector, KVConnector):
+        raise ConfigError(f"KV connector {name!r} made a {type(connector).__name__}", field="kv_connectors")
+    return connector

@@ -1,0 +1,1 @@
+"""The connector to KV stores, and their clients."""

@@ -1,0 +1,196 @@
+"""Stores that keep bytes under keys, and know nothing of KV: each block is a value, under its fingerprint and hash.
+
+A value begins with a header: magic, block hash, XXH3-128 of what follows. So a value that was cut off, damaged, or
+written by somebody else under that key counts as missing.
+
+Bytes go through a side arena in lanes of a few MiB, and from there into the pool with the same code, and the same
+fences, that copy from any other source: so it makes no difference how the pool is cut up over ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from baton.errors import ConfigError, DeadlineError, QueueFullError
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.shards import KVShards
+from baton.kv_transfer.blocks import BlockSource
+from baton.kv_transfer.connector.offload.staging import Lanes
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.client import leading
+from baton.types import BlockHash, BlockId
+
+T = TypeVar("T")
+_MAGIC = b"BATONRV1"
+_HEADER = struct.Struct("<8s32s16s")
+_PREFIX = b"baton:kv:"
+
+
+def pack_value(block_hash: BlockHash, payload: npt.NDArray[np.uint8]) -> bytes:
+    """Return a block as it is kept."""
+    data = payload.data
+    return b"".join((_HEADER.pack(_MAGIC, block_hash, xxhash.xxh3_128_digest(data)), data))
+
+
+def unpack_value(value: bytes | None, block_hash: BlockHash, into: npt.NDArray[np.uint8]) -> bool:
+    """Copy a block out of a value; ``False``: it is none of this name and size, or damaged, and nothing was copied."""
+    if value is None or len(value) != _HEADER.size + len(into):
+        return False
+    magic, name, checksum = _HEADER.unpack_from(value)
+    payload = memoryview(value)[_HEADER.size :]
+    if magic != _MAGIC or name != block_hash or checksum != xxhash.xxh3_128_digest(payload):
+        return False
+    into[:] = np.frombuffer(payload, np.uint8)
+    return True
+
+
+class Values(Protocol):
+    """Bytes under keys. Calls take a few MiB at a time; all fail with a ``BatonError`` when the store is away.
+
+    Attributes:
+        kind: What traces call the way there.
+        name: What traces call the store.
+        max_bytes: Largest value.
+    """
+
+    kind: str
+    name: str
+    max_bytes: int
+
+    async def renew(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which keys are there; those have been used."""
+
+    async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return values; ``None`` where there is none."""
+
+    async def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        """Keep values; ``False`` where there is no room."""
+
+    async def close(self) -> None:
+        """Close every connection."""
+
+
+class ValueStore:
+    """A store whose blocks are values; see :class:`StoreBackend`. Memory is taken with the first call.
+
+    Args:
+        values: Keeps them; belongs to this object from now on.
+        pool: This instance's.
+        fingerprint: What its blocks are.
+        blocks_per_call: Blocks that are read or written at once, at most.
+
+    Raises:
+        ConfigError: A block is too large for a value.
+    """
+
+    def __init__(self, values: Values, *, pool: KVShards, fingerprint: Fingerprint, blocks_per_call: int) -> None:
+        whole = fingerprint.undivided()
+        if whole.block_bytes + _HEADER.size > values.max_bytes:
+            message = f"a block of {whole.block_bytes} bytes is too large for a value of {values.kind}"
+            raise ConfigError(message, field="kvstore")
+        self._values, self._pool, self._fingerprint = values, pool, fingerprint
+        self._blocks_per_call = blocks_per_call
+        self._prefix = _PREFIX + whole.digest()[:16] + b":"
+        self._staging: Lanes | None = None
+
+    async def save(
+        self,
+        source: BlockSource,
+        part: ChainPart,
+        block_ids: Sequence[BlockId],
+        generations: Sequence[int],
+        *,
+        deadline: float,
+    ) -> tuple[int, int]:
+        """Write the blocks that are missing; see :meth:`StoreBackend.save`. ``source`` is this pool and not needed."""
+        names = list(part.wanted)
+        held = await self._within(deadline, self._values.renew([self._prefix + name for name in names]))
+        missing = [i for i, there in enumerate(held) if not there]
+        moved, refused = 0, False
+        size = self._lanes().lane_blocks
+        for at in range(0, len(missing), size):
+            piece = missing[at : at + size]
+            async with self._lanes().lane(deadline) as slots:
+                valid = await self._lanes().collect(
+                    [block_ids[i] for i in piece], [generations[i] for i in piece], slots, deadline
+                )
+                values = {
+                    i: pack_value(names[i], self._lanes().arena.blocks[slot])
+                    for i, slot, ok in zip(piece, slots, valid, strict=False)
+                    if ok
+                }
+            items = [(self._prefix + names[i], value) for i, value in values.items()]
+            kept = await self._within(deadline, self._values.put(items)) if items else []
+            for i, there in zip(values, kept, strict=True):
+                held[i], refused = there, refused or not there
+                moved += there * self._lanes().arena.block_bytes
+        if refused and not any(held):
+            raise QueueFullError(f"{self._values.kind} has no room", retry_after_s=1.0)
+        return sum(held), moved
+
+    async def load(
+        self,
+        part: ChainPart,
+        block_ids: Sequence[BlockId],
+        progress: LoadProgress,
+        *,
+        deadline: float,
+        cancelled: threading.Event,
+    ) -> None:
+        """Copy the longest prefix that is there; see :meth:`StoreBackend.load`."""
+        names, at, staging = list(part.wanted), 0, self._lanes()
+        progress.pipe, progress.source = self._values.kind, self._values.name
+        while at < len(names):
+            piece = names[at : at + staging.lane_blocks]
+            started = time.perf_counter()
+            async with staging.lane(deadline) as slots:
+                count = await self._fill(piece, slots, deadline)
+                if count:
+                    target = block_ids[at : at + count]
+                    result = await staging.deliver(slots[:count], target, deadline=deadline, cancelled=cancelled)
+                    progress.num_blocks += leading(result.valid)
+                    progress.num_bytes += result.num_bytes
+            progress.seconds += time.perf_counter() - started
+            at += len(piece)
+            if progress.num_blocks < at:
+                return
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._values.close()
+        if self._staging is not None:
+            await asyncio.to_thread(self._staging.close)
+            self._staging = None
+
+    async def _fill(self, names: Sequence[BlockHash], slots: Sequence[int], deadline: float) -> int:
+        """Read blocks into a lane; returns how many leading ones are there and whole."""
+        values = await self._within(deadline, self._values.get([self._prefix + name for name in names]))
+        for i, (name, value) in enumerate(zip(names, values, strict=True)):
+            if not unpack_value(value, name, self._lanes().arena.blocks[slots[i]]):
+                return i
+        return len(names)
+
+    async def _within(self, deadline: float, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                found = await call
+        except TimeoutError:
+            raise DeadlineError(f"{self._values.kind} did not answer in time") from None
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # asyncio.wait_for, within a client, may swallow it (Python 3.11)
+            raise asyncio.CancelledError
+        return found
+
+    def _lanes(self) -> Lanes:
+        if self._staging is None:
+            self._staging = Lanes(self._pool, self._fingerprint, max_blocks=self._blocks_per_call)
+        return self._staging

@@ -1,0 +1,1 @@
+"""Moving and converting bytes: copies between mappings, over sockets, between dtypes."""

@@ -1,0 +1,1 @@
+"""Holds offers until the right consumer asks for them."""

@@ -1,0 +1,377 @@
+"""One NIXL agent: registered memory, peers, and one-sided reads that end before their caller goes on.
+
+NIXL moves the bytes with UCX: InfiniBand, NVLink, shared memory, process to process (CMA), sockets. It runs no thread
+of its own here, because its progress thread burns a core while nothing happens: who reads polls until its read is done,
+and who is being read from must call :meth:`NixlAgent.progress` meanwhile, which the peers tell each other over a
+connection of theirs. Calls are taken one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import mmap
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.config.ucx import set_nixl_log_level, set_ucx_environment
+from baton.errors import ConfigError, DeadlineError, PipeClosedError
+from baton.kv_transfer.blocks.types import Bytes
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.protocol.sockets import Stream
+
+log = logging.getLogger(__name__)
+Rows = npt.NDArray[np.uint64]
+"""uint64 [n, 3]: address, bytes, device (0)."""
+
+MAX_PEERS = 256
+"""Peers known at once, as far as they are not in use."""
+DRAIN_S = 2.0
+"""How long a read that nobody waits for any more may take to end before it counts as stuck."""
+_MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
+_BACKEND = "UCX"
+_SPINS = 200
+_PAUSE_S = (20e-6, 500e-6)
+"""Shortest and longest pause between two looks at a read under way, after the first ``_SPINS`` looks without any."""
+
+_ATTEND_S = 1e-3
+"""Pause between two looks at what a peer's read needs, where it needs anything. Looking oftener was measured to slow
+reads down between processes (they need nothing but the processor), and not to speed them up over sockets."""
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """Memory that an agent has registered.
+
+    Attributes:
+        memories: uint8 [bytes] each.
+        metadata: What a peer's agent needs to read it, and nothing about other regions.
+        stuck: Reads into it that could not be brought to an end; it must not be used again.
+    """
+
+    memories: tuple[Bytes, ...]
+    metadata: bytes
+    descriptors: Any
+    stuck: list[Any] = field(default_factory=list)
+
+    @property
+    def memory(self) -> Bytes:
+        """The only memory, or the first."""
+        return self.memories[0]
+
+    @property
+    def address(self) -> int:
+        """Address of its first byte in this process."""
+        return int(self.memory.ctypes.data)
+
+
+class NixlAgent:
+    """An agent with the UCX backend; thread safe. One per service is enough, and costs about half a second to make.
+
+    Args:
+        host: Address of this machine that peers reach it by; UCX listens on its interface alone.
+
+    Attributes:
+        name: Unique in the world.
+        refused: Whether NIXL has refused a peer's metadata. It keeps half of them, for as long as the agent lives: that
+            peer can only be met by another agent.
+
+    Raises:
+        ConfigError: NIXL is not installed or UCX does not come up; says which, and what to do.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        set_ucx_environment(host)
+        api = _import_nixl()
+        self.name = f"baton-{secrets.token_hex(8)}"
+        self.refused = False
+        self._errors = _error_types(api)
+        self._lock = threading.Lock()
+        self._peers: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._spare: dict[int, list[Region]] = {}
+        self._kept: list[Region] = []
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent: Any = api.nixl_agent(self.name, config)
+            # Peers may die: their end must be an error, not a read that never ends.
+            self._agent.create_backend(_BACKEND, {"ucx_error_handling_mode": "peer"})
+        except self._errors as error:
+            raise ConfigError(
+                f"the nixl pipe cannot work here: NIXL's UCX does not start ({error})", field="pipes"
+            ) from error
+
+    @property
+    def closed(self) -> bool:
+        """Whether the agent was closed, or given up because a read into somebody's blocks was stuck."""
+        return self._agent is None
+
+    def register(self, *memories: Bytes) -> Region:
+        """Register memory, to be read from or into.
+
+        Args:
+            memories: uint8 [bytes], C-contiguous; kept alive by the region.
+
+        Raises:
+            PipeClosedError: The agent was closed.
+            ConfigError: The memory cannot be registered (a limit on locked memory, say).
+        """
+        with self._lock:
+            agent = self._get()
+            try:
+                rows = [(memory.ctypes.data, memory.nbytes, 0, "") for memory in memories]
+                descriptors = agent.register_memory(rows, "DRAM", backends=[_BACKEND])
+                metadata = bytes(agent.get_partial_agent_metadata(descriptors, True, [_BACKEND]))
+            except self._errors as error:
+                size = sum(memory.nbytes for memory in memories)
+                raise ConfigError(f"NIXL cannot register {size} bytes: {error}", field="pipes") from error
+        return Region(memories, metadata, descriptors)
+
+    def lend(self, size: int) -> Region:
+        """Return registered scratch memory of ``size`` bytes; :meth:`give_back` it."""
+        with self._lock:
+            spare = self._spare.get(size)
+            if spare:
+                return spare.pop()
+        return self.register(np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8))
+
+    def give_back(self, region: Region) -> None:
+        """End the use of scratch memory.
+
+        It stays registered for the next one who needs as much: so an address stands for one registration for good,
+        and what peers know of it never gets old.
+        """
+        with self._lock:
+            kept = self._kept if region.stuck else self._spare.setdefault(len(region.memory), [])
+            kept.append(region)
+
+    def connect(self, name: str, metadata: bytes) -> None:
+        """Get to know a peer's agent and a region of it; :meth:`disconnect` once per call.
+
+        Args:
+            name: Of the peer's agent.
+            metadata: Whole and undamaged (:func:`baton.kv_transfer.pipes.nixl_about.parse_agent`): NIXL does not check.
+
+        Raises:
+            BadFrameError: The metadata is not that of this agent, or NIXL has :attr:`refused` it.
+            PipeClosedError: This agent was closed.
+        """
+        if name == self.name:
+            raise BadFrameError("both ends of the pipe use the same NIXL agent", field="agent")
+        with self._lock:
+            agent = self._get()
+            try:
+                found = agent.add_remote_agent(metadata)
+            except self._errors as error:
+                self.refused = True
+                raise BadFrameError(f"NIXL refuses the peer's metadata: {error}", field="metadata") from error
+            found = found.decode(errors="replace") if isinstance(found, bytes) else found
+            if found != name:
+                if found not in self._peers:
+                    agent.remove_remote_agent(found)
+                else:  # what is known of that one may be wrong now
+                    self._failed.add(found)
+                raise BadFrameError("the peer's NIXL metadata is another agent's", field="agent")
+            self._peers[name] = self._peers.pop(name, 0) + 1  # the latest comes last
+            idle = [peer for peer, uses in self._peers.items() if uses == 0]
+            for peer in idle[: max(0, len(self._peers) - MAX_PEERS)]:
+                self._forget(peer)
+
+    def disconnect(self, name: str) -> None:
+        """End one use of a peer.
+
+        It stays known, as UCX's sockets lose a file descriptor for good with every peer that is forgotten and met
+        again; unless a read from it failed.
+        """
+        with self._lock:
+            if name not in self._peers:
+                return
+            self._peers[name] -= 1
+            if self._peers[name] == 0 and name in self._failed:
+                self._forget(name)
+
+    def progress(self) -> None:
+        """Let UCX do what peers wait for; never blocks.
+
+        Raises:
+            PipeClosedError: The agent was closed.
+        """
+        with self._lock:
+            self._get().get_new_notifs([_BACKEND])  # notifications: Baton's pipes say everything over their lines
+
+    def read(self, peer: str, rows: tuple[Rows, Rows], target: Region, line: Stream, wait: Wait) -> None:
+        """Copy a peer's memory; on return or error nothing writes into the target any more, unless it says ``stuck``.
+
+        Args:
+            peer: Name of its agent.
+            rows: Where to, and where from; as many of each, of equal lengths.
+            target: The region that the first rows are in.
+            line: A connection to the peer; its end ends the read.
+            wait: Deadline and cancel flag.
+
+        Raises:
+            PipeClosedError: The peer or this agent is gone, or the peer does not own that memory.
+            DeadlineError, CancelledError: As their names say.
+        """
+        wait.check("reading a peer's memory")
+        handle, state = self._start(peer, rows)
+        try:
+            self._await(handle, state, line, wait)
+        except BaseException as error:
+            if isinstance(error, PipeClosedError):
+                self._failed.add(peer)
+            # UCX cannot call a read off: it is over when it is over, or when the whole agent is.
+            if not self._drained(handle):
+                target.stuck.append(handle)
+                raise
+            self._release(handle)
+            raise
+        self._release(handle)
+
+    def close(self) -> None:
+        """End the agent with all it has under way; harmless if repeated."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            for region in self._kept:
+                for handle in region.stuck:
+                    self._try(handle.release)
+            for name in list(self._peers):
+                self._try(lambda name=name: agent.remove_remote_agent(name))
+            self._peers.clear()
+            self._spare.clear()
+            self._kept.clear()
+
+    def _start(self, peer: str, rows: tuple[Rows, Rows]) -> tuple[Any, str]:
+        with self._lock:
+            agent = self._get()
+            try:
+                local, remote = (agent.get_xfer_descs(part, "DRAM") for part in rows)
+                handle = agent.initialize_xfer("READ", local, remote, peer, b"", [_BACKEND])
+                return handle, agent.transfer(handle)
+            except self._errors as error:
+                self._failed.add(peer)
+                raise PipeClosedError(f"{peer} cannot be read from: {error}") from error
+
+    def _await(self, handle: Any, state: str, line: Stream, wait: Wait) -> None:
+        looks = 0
+        while state == "PROC":
+            looks += 1
+            if looks > _SPINS:
+                time.sleep(min(_PAUSE_S[1], _PAUSE_S[0] * (looks / _SPINS)))
+                wait.check("reading a peer's memory")
+                if line.peer_gone():
+                    raise PipeClosedError(f"{line.peer} went away during a read")
+            state = self._state(handle)
+        if state != "DONE":
+            raise PipeClosedError(f"a read from {line.peer} failed: the peer is gone, or not its owner any more")
+
+    def _state(self, handle: Any) -> str:
+        with self._lock:
+            try:
+                return str(self._get().check_xfer_state(handle))
+            except self._errors as error:
+                log.debug("a NIXL read failed: %s", error)
+                return "ERR"
+
+    def _drained(self, handle: Any) -> bool:
+        wait = Wait(time.monotonic() + DRAIN_S)
+        try:
+            while self._state(handle) == "PROC":
+                time.sleep(_PAUSE_S[1])
+                wait.check("ending a read")
+        except DeadlineError:
+            return False
+        except PipeClosedError:  # the agent is gone, and the read with it
+            return True
+        return True
+
+    def _release(self, handle: Any) -> None:
+        with self._lock:
+            self._try(handle.release)
+
+    def _forget(self, name: str) -> None:
+        del self._peers[name]
+        self._failed.discard(name)
+        if self._agent is not None:
+            self._try(lambda: self._agent.remove_remote_agent(name))
+            self._try(lambda: self._agent.get_new_notifs([_BACKEND]))  # lets UCX close its connections
+
+    def _try(self, call: Any) -> None:
+        """Give something back; what a dead peer keeps NIXL from taking, it takes when the agent ends."""
+        try:
+            call()
+        except self._errors as error:
+            log.debug("NIXL gave something back late: %s", error)
+
+    def _get(self) -> Any:
+        if self._agent is None:
+            raise PipeClosedError("the NIXL agent was closed")
+        return self._agent
+
+
+def nixl_obstacle() -> str:
+    """Say why NIXL cannot be used in this process; empty: it is installed."""
+    try:
+        _import_nixl()
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def attend(agent: NixlAgent, line: Stream, wait: Wait, what: str) -> None:
+    """Serve a peer's reads until the line has something to say (or ends).
+
+    Raises:
+        DeadlineError, CancelledError, PipeClosedError: As their names say.
+    """
+    agent.progress()
+    while not line.readable_within(_ATTEND_S):
+        agent.progress()
+        wait.check(what)
+
+
+def _import_nixl() -> ModuleType:
+    set_nixl_log_level()
+    reasons = []
+    for name in _MODULES:
+        try:
+            with _own_logging():
+                return importlib.import_module(f"{name}._api")
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            reasons.append(f"{name}: {error}")
+    why = "; ".join(reasons) or "it is not installed"
+    raise ConfigError(
+        f"the nixl pipe needs NIXL ({why}): pip install nixl-cu12, which works without CUDA too", field="pipes"
+    )
+
+
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """Keep NIXL from changing the process's logging, and from writing to standard output."""
+    raising = logging.raiseExceptions
+    try:
+        yield
+    finally:
+        logging.raiseExceptions = raising
+        theirs = logging.getLogger("nixl")
+        theirs.handlers.clear()
+        theirs.propagate = True
+        theirs.setLevel(logging.WARNING)
+
+
+def _error_types(api: ModuleType) -> tuple[type[Exception], ...]:
+    bindings = api.nixlBind
+    found = [getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+    return (RuntimeError, *(item for item in found if isinstance(item, type) and issubclass(item, Exception)))

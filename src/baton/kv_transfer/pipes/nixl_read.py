@@ -1,0 +1,412 @@
+"""One-sided reads through NIXL: the reader takes the blocks out of the owner's registered arenas by itself.
+
+A connection beside it carries the handshake, what NIXL must know of the arenas, and per read::
+
+    READ       as over TCP, without steps and checksums
+    BLOCKS     sent: bitmap (which blocks had the generation asked for; these may be read now)
+    WAIT, PROGRESS  as over TCP, any number of times: a reader of what is being computed asks for its next layers
+    READ_DONE  (empty) the reader has them
+    BLOCKS     unchanged: bitmap
+
+Between the first answer and READ_DONE the owner's serving thread drives its agent, which UCX needs where the medium has
+no one-sided reads of its own (sockets), and to get two agents acquainted. Otherwise nobody polls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from baton.errors import ConfigError, InvalidRequestError
+from baton.kv_cache.reshard import merge_segments
+from baton.kv_cache.shards import KVShards
+from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
+from baton.kv_transfer.copy.block_copy import BATCH_BYTES, fence, merge_runs
+from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
+from baton.kv_transfer.pipes.nixl_about import describe_agent, parse_agent
+from baton.kv_transfer.pipes.nixl_agent import NixlAgent, Region, Rows, attend
+from baton.kv_transfer.pipes.pool import WORD, PooledReadPipe, ask_progress, hear_progress
+from baton.kv_transfer.pipes.read_server import ServeLimits, send_progress, serve_reads
+from baton.kv_transfer.pipes.tcp_read import dial_reader
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import (
+    BadFrameError,
+    FrameKind,
+    pack_header,
+    recv_control,
+    recv_header,
+    send_control,
+)
+from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.protocol.read_wire import pack_bits, pack_request, unpack_bits
+from baton.kv_transfer.protocol.sockets import Stream
+
+BATCH_ROWS = 16_384
+"""Rows of one NIXL request at most."""
+AGENTS = 4
+"""Agents of a process that reads: as many reads move bytes at once, as many as an instance makes. After the first each
+costs 30 ms to make, 5 MB and a registration of the arenas, once that many reads go on at once."""
+MAX_RETIRED = 16
+"""Agents at most that NIXL's refusals have spoilt. They end with the process: ended before that, with half of a peer in
+them, they were seen to take the process down with them. Beyond that the next kind of pipe is taken."""
+_MAX_RANKS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NixlConnection:
+    """A connection to a block server.
+
+    Attributes:
+        peer: Name of the server's agent.
+        bases: Address of the first block and bytes per block, per rank of the source.
+    """
+
+    stream: Stream
+    agent: NixlAgent
+    peer: str
+    bases: tuple[tuple[int, int], ...]
+
+    def close(self) -> None:
+        """Hang up; the pipe lets go of the peer's agent."""
+        self.stream.close()
+
+
+class NixlTargets:
+    """The registered arenas that a process reads into, and its agents; made for the first connections, thread safe.
+
+    An agent moves one reader's bytes at a time: between processes UCX copies in the thread that asks. So there are
+    several, and connections take them in turn. One that can no longer meet some peer serves the connections that it
+    has, and gets no others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._agents: list[NixlAgent] = []
+        self._retired: list[NixlAgent] = []
+        self._regions: dict[tuple[NixlAgent, int, int], Region] = {}
+
+    def agent(self, host: str) -> NixlAgent:
+        """Return the agent for a new connection; a new one, for this address of this machine, if there are few.
+
+        Raises:
+            ConfigError: NIXL cannot work here, or has refused too many peers; says why.
+        """
+        with self._lock:
+            self._retire()
+            self._regions = {key: region for key, region in self._regions.items() if not key[0].closed}
+            full = len(self._agents) + len(self._retired) >= AGENTS + MAX_RETIRED
+            if full and not self._agents:
+                raise ConfigError(f"NIXL has refused what {MAX_RETIRED} peers said of themselves", field="pipes")
+            agent = self._agents.pop(0) if full or len(self._agents) >= AGENTS else NixlAgent(host)
+            self._agents.append(agent)
+            return agent
+
+    def region(self, agent: NixlAgent, blocks: Bytes) -> Region:
+        """Return an agent's registration of an arena's blocks."""
+        key = (agent, int(blocks.ctypes.data), blocks.nbytes)
+        with self._lock:
+            region = self._regions.get(key)
+            if region is None:
+                region = agent.register(blocks.reshape(-1))
+                if agent in self._agents or agent in self._retired:
+                    self._regions[key] = region
+            return region
+
+    def _retire(self) -> None:
+        """Sort out agents that were given up, or can no longer meet some peer."""
+        self._retired += [agent for agent in self._agents if agent.refused]
+        self._agents = [agent for agent in self._agents if not (agent.closed or agent.refused)]
+        self._retired = [agent for agent in self._retired if not agent.closed]
+
+    def close(self) -> None:
+        """End the agents."""
+        with self._lock:
+            agents = [*self._agents, *self._retired]
+            self._agents, self._retired, self._regions = [], [], {}
+        for agent in agents:
+            agent.close()
+
+
+class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
+    """Reads a peer's blocks one-sided.
+
+    Args:
+        address: Where the block server listens.
+        facts: What this side expects of the server.
+        token: Shared token.
+        targets: This process's agents and arenas; outlive the pipe.
+        max_connections: Connections at once; further reads wait for one.
+    """
+
+    kind: ClassVar[str] = "nixl"
+
+    def __init__(
+        self, address: str, facts: Facts, token: str | None, targets: NixlTargets, *, max_connections: int = 16
+    ) -> None:
+        self._targets = targets
+        self._met: dict[tuple[NixlAgent, str], None] = {}
+
+        def dial(wait: Wait) -> NixlConnection:
+            stream = dial_reader(address, facts, token, wait)
+            try:
+                agent = targets.agent(str(stream.sock.getsockname()[0]))
+                return self._meet(agent, stream, recv_control(stream, FrameKind.WELCOME, wait))
+            except BaseException:
+                stream.close()
+                raise
+
+        super().__init__(dial, max_connections=max_connections)
+
+    @classmethod
+    def connect(cls, address: str, facts: Facts, token: str | None, targets: NixlTargets, wait: Wait) -> NixlReadPipe:
+        """Connect to a block server's NIXL endpoint; the first connection is made at once.
+
+        Raises:
+            ConfigError: NIXL cannot work here; says why.
+            PipeClosedError: Nobody there.
+            UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
+        """
+        pipe = cls(address, facts, token, targets)
+        pipe.open_first(wait)
+        return pipe
+
+    def request(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Read over one connection; see :meth:`PooledReadPipe.request`."""
+        sent = _ask(connection, reads, wait)
+        self._fetch(connection, reads if sent.all() else reads.take(sent), local, wait)
+        return sent & _finish(connection, len(reads), wait)
+
+    def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Read layers as they are computed, those that are there by now at once; see the class above."""
+        most = max((len(each.reads) for each in reads), default=0)
+        if most > MAX_BLOCKS_PER_READ:
+            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
+        connection = self._take(wait)
+        source = _Computation(connection.stream, wait)
+        try:
+            valid = [self._follow(connection, each.reads, each.local, source, wait) for each in reads]
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._give(connection)
+        return valid, source.waited_s
+
+    def _follow(
+        self, connection: NixlConnection, reads: BlockReads, local: Bytes, source: _Computation, wait: Wait
+    ) -> Valid:
+        sent = _ask(connection, dataclasses.replace(reads, steps=None), wait)
+        good = reads if sent.all() else reads.take(sent)
+        steps = good.segments_by_step(local.shape[1]) if len(good) else []
+        if steps:
+            source.ask(steps[0][0])
+        while steps:
+            now = source.hear()
+            there = sum(ready <= now for ready, _ in steps)
+            some, steps = steps[:there], steps[there:]
+            if steps:
+                source.ask(steps[0][0])  # its answer comes meanwhile
+            segments = merge_segments(np.concatenate([each for _, each in some]))
+            self._fetch(connection, dataclasses.replace(good, segments=segments, steps=None), local, wait)
+        return sent & _finish(connection, len(reads), wait)
+
+    def _fetch(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> None:
+        """Copy blocks that the peer lets be read."""
+        agent, region = connection.agent, self._targets.region(connection.agent, local)
+        try:
+            for rows in _batches(reads, local, connection.bases[reads.source_shard]):
+                agent.read(connection.peer, rows, region, connection.stream, wait)
+        finally:
+            if region.stuck:  # only the agent's end keeps it from writing into the blocks one day
+                agent.close()
+
+    def close(self) -> None:
+        """Close every connection and let go of the peer's agent."""
+        super().close()
+        while self._met:
+            (agent, peer), _ = self._met.popitem()
+            agent.disconnect(peer)
+
+    def _meet(self, agent: NixlAgent, stream: Stream, fields: Mapping[str, Any]) -> NixlConnection:
+        name, metadata = parse_agent(fields)
+        bases = _parse_arenas(fields.get("arenas"))
+        if (agent, name) not in self._met:
+            agent.connect(name, metadata)
+            self._met[agent, name] = None
+        return NixlConnection(stream, agent, name, bases)
+
+
+class NixlSource:
+    """An instance's registered arenas, to be read from; registered at the first reader, thread safe.
+
+    Args:
+        shards: The arenas.
+        host: Address that UCX listens on.
+
+    Raises:
+        ConfigError: NIXL cannot work here; says why.
+    """
+
+    def __init__(self, shards: KVShards, host: str) -> None:
+        self._shards = shards
+        self._agent = NixlAgent(host)
+        self._lock = threading.Lock()
+        self._region: Region | None = None
+
+    def serve(self, stream: Stream, limits: ServeLimits, wait: Wait) -> None:
+        """Serve one reader after its handshake; errors are those of :func:`serve_reads`.
+
+        Args:
+            stream: After the handshake.
+            limits: Patience.
+            wait: For the reader to be told about the arenas.
+        """
+        send_control(stream, FrameKind.WELCOME, self._describe(), wait)
+
+        def answer(reads: BlockReads, checksums: bool) -> None:
+            self._let_read(stream, reads, limits)
+
+        serve_reads(stream, self._shards, limits, answer)
+
+    def close(self) -> None:
+        """End the agent."""
+        self._agent.close()
+
+    def _describe(self) -> dict[str, Any]:
+        arenas = self._shards.arenas
+        with self._lock:
+            if self._region is None:
+                self._region = self._agent.register(*(arena.blocks.reshape(-1) for arena in arenas))
+            region = self._region
+        bases = [[int(arena.blocks.ctypes.data), arena.block_bytes] for arena in arenas]
+        return describe_agent(self._agent.name, region.metadata) | {"arenas": bases}
+
+    def _let_read(self, stream: Stream, reads: BlockReads, limits: ServeLimits) -> None:
+        before = current(self._shards.primary, reads)
+        _send_bits(stream, before, limits)
+        while True:
+            # The reader has a deadline of its own, and its connection ends with it.
+            attend(self._agent, stream, Wait(time.monotonic() + limits.idle_s), "letting blocks be read")
+            wait = Wait(time.monotonic() + limits.frame_s)
+            kind, length = recv_header(stream, {FrameKind.READ_DONE: 0, FrameKind.WAIT: WORD.size}, wait)
+            if kind is FrameKind.READ_DONE:
+                break
+            payload = stream.recv_exact(length, wait, "reading a request")
+            send_progress(stream, self._shards, payload, limits, meanwhile=self._agent.progress)
+        fence()
+        _send_bits(stream, before & current(self._shards.primary, reads), limits)
+
+
+class _Computation:
+    """The source's computation, as a reader hears of it.
+
+    Attributes:
+        waited_s: Seconds that passed in waiting for it.
+    """
+
+    def __init__(self, stream: Stream, wait: Wait) -> None:
+        self._stream, self._wait = stream, wait
+        self._now, self._asked = 0, False
+        self.waited_s = 0.0
+
+    def ask(self, value: int) -> None:
+        """Ask to be told when it has come so far."""
+        self._asked = self._now < value
+        if self._asked:
+            ask_progress(self._stream, value, self._wait)
+
+    def hear(self) -> int:
+        """Wait until it has come as far as was asked; returns how far it is."""
+        if self._asked:
+            start = time.perf_counter()
+            self._now = hear_progress(self._stream, self._wait)
+            self.waited_s += time.perf_counter() - start
+        return self._now
+
+
+def _ask(connection: NixlConnection, reads: BlockReads, wait: Wait) -> Valid:
+    """Ask for blocks; returns which may be read until :func:`_finish`."""
+    stream, payload = connection.stream, pack_request(reads, checksums=False)
+    stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
+    sent = _recv_bits(stream, len(reads), wait)
+    if reads.source_shard >= len(connection.bases):
+        raise BadFrameError("the peer lets a rank be read that it did not describe")
+    return sent
+
+
+def _finish(connection: NixlConnection, count: int, wait: Wait) -> Valid:
+    """Say that all has been read; returns which blocks were the same until then."""
+    connection.stream.send_all([pack_header(FrameKind.READ_DONE, 0)], wait, "reading blocks")
+    return _recv_bits(connection.stream, count, wait)
+
+
+def _batches(reads: BlockReads, local: Bytes, base: tuple[int, int]) -> Iterator[tuple[Rows, Rows]]:
+    """Cut reads into NIXL requests: rows of where to and where from, neighbours joined."""
+    block_bytes = local.shape[1]
+    address, remote_bytes = base
+    if reads.segments is None:
+        if remote_bytes != block_bytes:
+            raise InvalidRequestError(f"blocks of {remote_bytes} bytes into blocks of {block_bytes}", field="segments")
+        runs = merge_runs(reads.remote_ids, reads.local_ids)
+        to, source, sizes = runs[:, 0] * block_bytes, runs[:, 1] * block_bytes, runs[:, 2] * block_bytes
+    else:
+        segments = reads.segments
+        to = (reads.local_ids[:, None] * block_bytes + segments[:, 1]).reshape(-1)
+        source = (reads.remote_ids[:, None] * remote_bytes + segments[:, 0]).reshape(-1)
+        sizes = np.broadcast_to(segments[:, 2], (len(reads), len(segments))).reshape(-1)
+    to, source, sizes = _cut(to, source, sizes)
+    if len(sizes) == 0:
+        return
+    batch = (np.cumsum(sizes) - sizes) // BATCH_BYTES
+    edges = np.union1d(np.flatnonzero(np.diff(batch)) + 1, np.arange(0, len(sizes), BATCH_ROWS)).astype(np.int64)
+    for first, end in zip(edges.tolist(), [*edges[1:].tolist(), len(sizes)], strict=True):
+        part = slice(first, end)
+        yield _rows(to[part] + local.ctypes.data, sizes[part]), _rows(source[part] + address, sizes[part])
+
+
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _cut(to: _Numbers, source: _Numbers, sizes: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Cut rows longer than a batch."""
+    if len(sizes) == 0 or int(sizes.max()) <= BATCH_BYTES:
+        return to, source, sizes
+    pieces = -(-sizes // BATCH_BYTES)
+    of = np.repeat(np.arange(len(sizes)), pieces)
+    offsets = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * BATCH_BYTES
+    return to[of] + offsets, source[of] + offsets, np.minimum(BATCH_BYTES, sizes[of] - offsets)
+
+
+def _rows(addresses: _Numbers, sizes: _Numbers) -> Rows:
+    rows = np.zeros((len(sizes), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1] = addresses, sizes
+    return rows
+
+
+def _send_bits(stream: Stream, bits: Valid, limits: ServeLimits) -> None:
+    payload = pack_bits(bits)
+    wait = Wait(time.monotonic() + limits.frame_s)
+    stream.send_all([pack_header(FrameKind.BLOCKS, len(payload)), payload], wait, "answering a reader")
+
+
+def _recv_bits(stream: Stream, count: int, wait: Wait) -> Valid:
+    size = -(-count // 8)
+    _, length = recv_header(stream, {FrameKind.BLOCKS: size}, wait)
+    if length != size:
+        raise BadFrameError(f"{length} bytes came for the bits of {count} blocks")
+    return unpack_bits(stream.recv_exact(size, wait, "asking for blocks"), count)
+
+
+def _parse_arenas(arenas: object) -> tuple[tuple[int, int], ...]:
+    if not isinstance(arenas, list) or not 0 < len(arenas) <= _MAX_RANKS:
+        raise BadFrameError("the peer's arenas are malformed", field="arenas")
+    for arena in arenas:
+        right = isinstance(arena, list) and len(arena) == 2 and all(type(v) is int and 0 < v < 1 << 63 for v in arena)
+        if not right:
+            raise BadFrameError("the peer's arenas are malformed", field="arenas")
+    return tuple((int(address), int(size)) for address, size in arenas)

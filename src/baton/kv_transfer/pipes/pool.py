@@ -1,0 +1,191 @@
+"""Reads over a small pool of connections to one peer: what the pipes that ask for their blocks have in common."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from baton.errors import InvalidRequestError, PipeClosedError
+from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid
+from baton.kv_transfer.pipes.base import ReadPipe
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header
+from baton.kv_transfer.protocol.sockets import Stream
+
+WORD = struct.Struct("<Q")
+"""A progress, in WAIT and PROGRESS frames."""
+
+
+class Connection(Protocol):
+    """A connection to a block server, handshake done."""
+
+    @property
+    def stream(self) -> Stream:
+        """Where requests go."""
+        ...
+
+    def close(self) -> None:
+        """Hang up; harmless if repeated."""
+        ...
+
+
+C = TypeVar("C", bound=Connection)
+
+
+class PooledReadPipe(ReadPipe, Generic[C]):
+    """Reads a peer's blocks over a small pool of connections.
+
+    Args:
+        dial: Opens one more connection, handshake included.
+        max_connections: Connections open at once; further reads wait for one.
+    """
+
+    def __init__(self, dial: Callable[[Wait], C], *, max_connections: int) -> None:
+        self._dial = dial
+        self._max_connections = max_connections
+        self._changed = threading.Condition()
+        self._idle: list[C] = []
+        self._open: set[C] = set()
+        self._dialling = 0
+        self._closed = False
+
+    @abstractmethod
+    def request(self, connection: C, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Read at most ``MAX_BLOCKS_PER_READ`` blocks over one connection; see :meth:`ReadPipe.read`.
+
+        Raises:
+            InvalidRequestError: Refused as a whole, and the connection is in step; after other errors it is closed.
+        """
+
+    def open_first(self, wait: Wait) -> None:
+        """Make the first connection, so that a peer that cannot be reached is known at once; closes on errors."""
+        try:
+            self._give(self._take(wait))
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Copy blocks; see :meth:`ReadPipe.read`."""
+        connection = self._take(wait)
+        try:
+            valid = np.concatenate(
+                [np.zeros(0, dtype=np.bool_)]
+                + [
+                    self.request(connection, reads.take(slice(at, at + MAX_BLOCKS_PER_READ)), local, wait)
+                    for at in range(0, len(reads), MAX_BLOCKS_PER_READ)
+                ]
+            )
+        except InvalidRequestError:
+            self._give(connection)  # refused as a whole: the connection is in step
+            raise
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._give(connection)
+        return valid
+
+    def wait_ready(self, value: int, wait: Wait) -> int:
+        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
+        connection = self._take(wait)
+        try:
+            ask_progress(connection.stream, value, wait)
+            now = hear_progress(connection.stream, wait)
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._give(connection)
+        return now
+
+    def alive(self) -> bool:
+        """Whether any connection is known to live; never blocks."""
+        with self._changed:
+            return not self._closed and any(not each.stream.peer_gone() for each in self._open)
+
+    def close(self) -> None:
+        """Close every connection."""
+        with self._changed:
+            self._closed = True
+            connections = list(self._open)
+            self._open.clear()
+            self._idle.clear()
+            self._changed.notify_all()
+        for connection in connections:
+            connection.close()
+
+    def _take(self, wait: Wait) -> C:
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise PipeClosedError("the pipe was closed")
+                while self._idle:
+                    connection = self._idle.pop()
+                    if not connection.stream.peer_gone():
+                        return connection
+                    self._open.discard(connection)
+                    connection.close()
+                if len(self._open) + self._dialling < self._max_connections:
+                    self._dialling += 1
+                    break
+                wait.check("waiting for a connection")
+                self._changed.wait(wait.nap())
+        return self._dial_one(wait)
+
+    def _dial_one(self, wait: Wait) -> C:
+        try:
+            connection = self._dial(wait)
+        except BaseException:
+            with self._changed:
+                self._dialling -= 1
+                self._changed.notify()
+            raise
+        with self._changed:
+            self._dialling -= 1
+            if not self._closed:
+                self._open.add(connection)
+                return connection
+        connection.close()
+        raise PipeClosedError("the pipe was closed")
+
+    def _give(self, connection: C) -> None:
+        with self._changed:
+            if connection in self._open:
+                self._idle.append(connection)
+            self._changed.notify()
+
+    def _drop(self, connection: C) -> None:
+        connection.close()
+        with self._changed:
+            self._open.discard(connection)
+            self._changed.notify()
+
+
+def ask_progress(stream: Stream, value: int, wait: Wait) -> None:
+    """Ask a block server to say when its computation has come so far; see :func:`hear_progress`.
+
+    Raises:
+        BadFrameError: The value is no progress at all.
+        PipeClosedError, DeadlineError, CancelledError: As their names say.
+    """
+    if not 0 <= value < 1 << 64:
+        raise BadFrameError(f"a progress of {value} cannot be reached", field="ready")
+    stream.send_all([pack_header(FrameKind.WAIT, WORD.size), WORD.pack(value)], wait, "asking for progress")
+
+
+def hear_progress(stream: Stream, wait: Wait) -> int:
+    """Wait for the answer to :func:`ask_progress`; returns how far the computation is.
+
+    Raises:
+        BadFrameError: The answer is malformed.
+        PipeClosedError, DeadlineError, CancelledError: As their names say.
+    """
+    _, length = recv_header(stream, {FrameKind.PROGRESS: WORD.size}, wait)
+    if length != WORD.size:
+        raise BadFrameError("a PROGRESS frame has another length")
+    (now,) = WORD.unpack(stream.recv_exact(length, wait, "waiting for progress"))
+    return int(now)

@@ -1,0 +1,274 @@
+"""The serving end of block reads on a byte stream: a thread per connection sends blocks out of the arenas.
+
+No byte is copied in Python: ``sendmsg`` takes views of the arena. Requests and answers are those of
+``baton.kv_transfer.protocol.read_wire``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
+from baton.kv_cache.shards import KVShards
+from baton.kv_transfer.blocks.types import BlockReads, current
+from baton.kv_transfer.copy.block_copy import fence
+from baton.kv_transfer.copy.socket_mover import SpanMover
+from baton.kv_transfer.pipes.pool import WORD
+from baton.kv_transfer.protocol.deadline import TICK_S, Wait
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header, send_error
+from baton.kv_transfer.protocol.read_wire import (
+    MAX_READ_BYTES,
+    Checksums,
+    Tail,
+    check_request,
+    checksums_of,
+    pack_bits,
+    pack_tail,
+    parse_request,
+    source_spans,
+    source_views,
+    step_sizes,
+    tail_bytes,
+)
+from baton.kv_transfer.protocol.sockets import Buffer, Stream
+
+_UNDER_WAY_BYTES = 1 << 20
+_LEAST_UNDER_WAY_BYTES = 64 << 10
+_FOLLOWED_AT_ONCE = 4
+"""Connections that are busy at once where a computation is followed: chunks that are late, beside the present one."""
+_SHORT_TICK_S, _SHORT_TICKS = 1e-3, 64
+"""Pause between two calls while a computation is waited for, so many times; afterwards a tick, which keeps a slow
+medium's buffers full."""
+_UNPACED = b"reno"
+"""Congestion control that every Linux has and lets everybody choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeLimits:
+    """How long a server waits for its peer, in seconds.
+
+    Attributes:
+        frame_s: For the rest of a frame once its first byte is there, and for a peer that takes none of what it
+            asked for.
+        idle_s: For the next request.
+    """
+
+    frame_s: float = 30.0
+    idle_s: float = 300.0
+
+
+Answer = Callable[[BlockReads, bool], None]
+"""Answers a request that was checked; the second argument: whether checksums are wanted."""
+SendData = Callable[[Sequence[Buffer], Sequence[Buffer], Wait], None]
+"""Sends an answer's head and its blocks."""
+
+
+def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: Answer | None = None) -> None:
+    """Answer READ and WAIT frames until the peer hangs up, is idle for too long or breaks the protocol.
+
+    Args:
+        stream: After the handshake.
+        shards: What is served.
+        limits: Patience.
+        answer: How READ is answered; default: over the stream.
+
+    Raises:
+        BatonError: Why the connection should end; the peer may be told.
+    """
+    suited = 0
+    while True:
+        try:
+            stream.wait_readable(Wait(time.monotonic() + limits.idle_s), "waiting for a request")
+        except DeadlineError:
+            return
+        if stream.peer_gone():
+            return
+        wait = Wait(time.monotonic() + limits.frame_s)
+        kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: WORD.size}, wait)
+        payload = stream.recv_exact(length, wait, "reading a request")
+        if kind is FrameKind.WAIT:
+            send_progress(stream, shards, payload, limits)
+            continue
+        reads, checksums, streams = parse_request(payload)
+        try:
+            check_request(reads, shards)
+            if answer is not None and reads.steps is not None:
+                raise InvalidRequestError("this kind of pipe does not follow a computation", field="steps")
+        except InvalidRequestError as error:
+            send_error(stream, error, wait)  # the frame was whole: the connection goes on
+            continue
+        if answer is None:
+            at_once = max(streams, 1 if reads.steps is None else _FOLLOWED_AT_ONCE)
+            if at_once != suited:
+                _suit_to_host(stream, at_once)
+                suited = at_once
+            send_blocks(stream, shards, reads, limits, checksums=checksums)
+        else:
+            answer(reads, checksums)
+
+
+def _suit_to_host(stream: Stream, at_once: int) -> None:
+    """Fit a connection between two processes of one host to what limits it there: processors, and their caches.
+
+    What is under way, on all connections that are busy at once, only fills a cache, so it is bounded; and nothing is
+    lost or shared that would have to be found out about. A congestion control that paces (BBR) costs a quarter of the
+    processor time there, and begins again slowly after every pause that a computation makes. Between hosts both are
+    the administrator's and the kernel's.
+    """
+    if not stream.stays_on_host:
+        return
+    sock = stream.sock
+    with contextlib.suppress(OSError):  # it is gone: whoever sends will be told
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY_BYTES, _UNDER_WAY_BYTES // at_once))
+    with contextlib.suppress(OSError):  # a kernel that does not let us choose
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
+
+
+def send_progress(
+    stream: Stream,
+    shards: KVShards,
+    payload: bytearray,
+    limits: ServeLimits,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Answer a WAIT frame: wait for the computation and say how far it is.
+
+    Args:
+        stream: Where the frame came from.
+        shards: Whose progress is meant.
+        payload: Of the frame.
+        limits: Patience.
+        meanwhile: Called while it waits, often at first and seldom in the long run.
+
+    Raises:
+        BatonError: Why the connection should end.
+    """
+    if len(payload) != WORD.size:
+        raise BadFrameError(f"a WAIT frame has {len(payload)} bytes")
+    now = _await_progress(stream, shards, WORD.unpack(payload)[0], limits, meanwhile)
+    send = Wait(time.monotonic() + limits.frame_s)
+    stream.send_all([pack_header(FrameKind.PROGRESS, WORD.size), WORD.pack(now)], send, "sending progress")
+
+
+def _await_progress(
+    stream: Stream, shards: KVShards, value: int, limits: ServeLimits, meanwhile: Callable[[], None] | None = None
+) -> int:
+    """Wait for the computation; returns how far it is."""
+    progress, wait = shards.primary.progress, Wait(time.monotonic() + limits.frame_s)
+    ticks = itertools.chain(itertools.repeat(_SHORT_TICK_S, _SHORT_TICKS if meanwhile else 0), itertools.repeat(TICK_S))
+    while (now := progress.wait(value, next(ticks))) < value:
+        if meanwhile is not None:
+            meanwhile()
+        if stream.hung_up():
+            raise PipeClosedError("the reader left while it waited")
+        wait.check("waiting for the computation")
+    return now
+
+
+def send_blocks(
+    stream: Stream,
+    shards: KVShards,
+    reads: BlockReads,
+    limits: ServeLimits,
+    *,
+    checksums: bool,
+    send: SendData | None = None,
+) -> None:
+    """Answer a READ that was checked; ``send``: another way for the blocks than the stream."""
+    answer = _Answer(stream, shards, reads, limits, checksums=checksums)
+    if send is not None:
+        answer.send_other(send)
+    elif not stream.encrypted and (mover := SpanMover.load()) is not None:
+        answer.send_spans(mover)
+    else:
+        answer.send_views()
+    answer.end()
+
+
+class _Answer:
+    """An answer on its way."""
+
+    def __init__(
+        self, stream: Stream, shards: KVShards, reads: BlockReads, limits: ServeLimits, *, checksums: bool
+    ) -> None:
+        self._stream, self._shards, self._reads, self._limits = stream, shards, reads, limits
+        self._checksums = checksums
+        self._blocks = shards.arenas[reads.source_shard].blocks
+        block_bytes = self._blocks.shape[1]
+        self._ready, self._steps = zip(*reads.segments_by_step(block_bytes), strict=True)
+        self._before = current(shards.primary, reads)
+        self._ids = reads.remote_ids[self._before]
+        self._sent = pack_bits(self._before)
+        length = len(self._sent) + len(self._ids) * reads.bytes_per_block(block_bytes)
+        length += tail_bytes(reads, len(self._ids), checksums=checksums)
+        self._head: list[Buffer] = [pack_header(FrameKind.BLOCKS, length), self._sent]
+        self._sums: Checksums | None = None
+        self._waited_s = 0.0
+
+    def send_spans(self, mover: SpanMover) -> None:
+        """Send head and blocks out of the arena, hashing on the way."""
+        self._stream.send_all(self._head, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
+        sizes, count = step_sizes(self._steps), len(self._ids)
+        hasher = mover.hasher(np.repeat(sizes, count)) if self._checksums else None
+        ends = np.cumsum(sizes).astype(np.int64) * count
+        mover.send(
+            self._stream,
+            source_spans(self._blocks, self._ids, self._steps),
+            self._patience(),
+            hasher,
+            stall_s=self._limits.frame_s,
+            gate=None if self._reads.steps is None else lambda gone: self._gate(ends, gone),
+        )
+        self._sums = None if hasher is None else hasher.sums
+
+    def send_views(self) -> None:
+        """Send head and blocks without the help of C."""
+        self._stream.send_all(self._head, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
+        for ready, segments in zip(self._ready, self._steps, strict=True):
+            self._await(ready)
+            views = source_views(self._blocks, self._ids, segments)
+            self._stream.send_all(views, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
+
+    def send_other(self, send: SendData) -> None:
+        """Send head and blocks another way; there is one step."""
+        send(self._head, source_views(self._blocks, self._ids, self._steps[0]), self._patience())
+
+    def end(self) -> None:
+        """Send the tail."""
+        if self._checksums and self._sums is None:
+            self._sums = np.concatenate(
+                [checksums_of(self._blocks, self._ids, each[:, 0], each[:, 2]) for each in self._steps]
+            )
+        # The kernel has its own copy of every byte now, so a generation that still holds held for all of them.
+        fence()
+        unchanged = self._before & current(self._shards.primary, self._reads)
+        tail = Tail(unchanged, self._sums, round(1e6 * self._waited_s))
+        self._stream.send_all([pack_tail(self._reads, self._sent, tail)], self._patience(), "sending")
+
+    def _gate(self, ends: npt.NDArray[np.int64], gone: int) -> int:
+        """Wait for the step that begins after so many bytes; returns the end of the last that is there."""
+        step = int(np.searchsorted(ends, gone, side="right"))
+        now = self._await(self._ready[step])
+        while step + 1 < len(ends) and self._ready[step + 1] <= now:
+            step += 1
+        return int(ends[step])
+
+    def _await(self, ready: int) -> int:
+        now = self._shards.primary.progress.value
+        if now < ready:
+            start = time.perf_counter()
+            now = _await_progress(self._stream, self._shards, ready, self._limits)
+            self._waited_s += time.perf_counter() - start
+        return now
+
+    def _patience(self) -> Wait:
+        return Wait(time.monotonic() + self._limits.frame_s)

@@ -1,0 +1,207 @@
+"""One-sided reads over shared memory: map the peer's arenas once, then a read is one copy from pool to pool.
+
+The peer passes a read-only descriptor of each of its ranks' arenas (sealed memfds) over an abstract Unix socket that
+then stays open: its end tells of the peer's death at once. Nothing has a name in a file system, so nothing is left
+after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import ClassVar
+
+from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, UnauthenticatedError
+from baton.kv_cache.arena import KVArena
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
+from baton.kv_transfer.blocks.types import BlockReads, Bytes, Valid
+from baton.kv_transfer.copy.block_copy import BlockCopier, Line
+from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
+from baton.kv_transfer.pipes.base import CastingReadPipe
+from baton.kv_transfer.protocol.deadline import TICK_S, Wait
+from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.kv_transfer.protocol.sockets import Stream, connect_unix
+
+MAX_DESCRIPTORS = 253
+"""File descriptors that Linux passes with one message."""
+
+
+class ShmReadPipe(CastingReadPipe):
+    """Reads another instance's arenas on the same host."""
+
+    kind: ClassVar[str] = "shm"
+    group_bytes: ClassVar[int] = 0
+
+    def __init__(self, stream: Stream, shards: KVShards, copier: BlockCopier) -> None:
+        self._stream = stream
+        self._peer: _Peer | None = _Peer(shards, copier, Line(stream))
+
+    @classmethod
+    def connect(cls, address: str, facts: Facts, token: str | None, copier: BlockCopier, wait: Wait) -> ShmReadPipe:
+        """Connect to a block server's shared-memory endpoint.
+
+        Args:
+            address: As :func:`shm_address` writes it.
+            facts: What this side expects of the server.
+            token: The shared token.
+            copier: Does the copies.
+            wait: For the whole handshake.
+
+        Raises:
+            PipeClosedError: Another host or nobody there.
+            UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
+        """
+        reason, name = shm_obstacle(address)
+        if reason:
+            raise PipeClosedError(reason)
+        stream = connect_unix(name, wait)
+        try:
+            require_same_user(stream, token)
+            theirs = greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
+            assert theirs is not None
+            num_ranks = theirs.tp_size * theirs.pp_size
+            if num_ranks > MAX_DESCRIPTORS:
+                raise PipeClosedError(f"{num_ranks} ranks are more than one message passes descriptors of")
+            shards = _attach_all(recv_descriptors(stream, num_ranks, wait), theirs, facts)
+            return cls(stream, shards, copier)
+        except BaseException:
+            stream.close()
+            raise
+
+    def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Copy blocks; see :meth:`ReadPipe.read`."""
+        peer = self._peer
+        if peer is None:
+            raise PipeClosedError("the pipe was closed")
+        return peer.readers[reads.source_shard].read(local, reads, wait)
+
+    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
+        peer = self._peer
+        if peer is None:
+            raise PipeClosedError("the pipe was closed")
+        remote = peer.shards.arenas[reads.source_shard].blocks
+        cast = caster.read(local, remote, peer.shards.primary.generations, reads, wait)
+        if not peer.readers[0].holds():
+            raise PipeClosedError(f"{self._stream.peer} went away during a read: its lease on the blocks is over")
+        return cast
+
+    def wait_ready(self, value: int, wait: Wait) -> int:
+        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
+        while True:
+            peer = self._peer
+            if peer is None or not peer.readers[0].holds():
+                raise PipeClosedError(f"{self._stream.peer} is gone")
+            if (now := peer.shards.primary.progress.wait(value, TICK_S)) >= value:
+                return now
+            wait.check("waiting for the computation")
+
+    def alive(self) -> bool:
+        """Whether the peer is there; never blocks."""
+        peer = self._peer
+        return peer is not None and peer.readers[0].holds()
+
+    def close(self) -> None:
+        """Close; the mappings go when the last read under way has ended."""
+        self._stream.close()
+        self._peer = None
+
+
+class _Peer:
+    """What is mapped of the peer; it goes with the last call that uses it."""
+
+    def __init__(self, shards: KVShards, copier: BlockCopier, line: Line) -> None:
+        self.shards = shards
+        generations = shards.primary.generations
+        self.readers = [copier.reader(arena.blocks, generations, line) for arena in shards.arenas]
+
+
+def shm_address(name: str) -> str:
+    """Write the address of an abstract socket: host (boot id), user and name, so that others see it isn't for them."""
+    return f"{_boot_id()}/{os.geteuid()}/{name}"
+
+
+def shm_obstacle(address: str) -> tuple[str, str]:
+    """Say why an address cannot be reached from here (empty: it may be) and its socket's name."""
+    parts = address.split("/")
+    if len(parts) != 3:
+        return f"{address!r} is not a shared-memory address", ""
+    if parts[0] != _boot_id():
+        return "shared memory of another host", ""
+    return "", parts[2]
+
+
+def require_same_user(stream: Stream, token: str | None) -> None:
+    """Refuse a peer of another user on this host, unless a token decides.
+
+    Raises:
+        UnauthenticatedError: The peer runs as somebody else.
+    """
+    packed = stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid = struct.unpack("3i", packed)[1]
+    if token is None and uid != os.geteuid():
+        raise UnauthenticatedError(f"the peer runs as user {uid}, this side as {os.geteuid()}, and there is no token")
+
+
+def send_descriptors(stream: Stream, fds: list[int]) -> None:
+    """Pass file descriptors with one byte."""
+    try:
+        socket.send_fds(stream.sock, [b"F"], fds)
+    except OSError as error:
+        raise PipeClosedError(f"{stream.peer} hung up: {error.strerror or error}") from error
+
+
+def recv_descriptors(stream: Stream, count: int, wait: Wait) -> list[int]:
+    """Receive exactly ``count`` file descriptors.
+
+    Raises:
+        PipeClosedError: The peer is gone.
+        BadFrameError: It passed something else.
+    """
+    stream.wait_readable(wait, "waiting for a file descriptor")
+    try:
+        data, fds, _, _ = socket.recv_fds(stream.sock, 1, count + 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise PipeClosedError(f"{stream.peer} hung up: {error.strerror or error}") from error
+    if data == b"F" and len(fds) == count:
+        return fds
+    for fd in fds:
+        os.close(fd)
+    if not data:
+        raise PipeClosedError(f"{stream.peer} hung up in the handshake")
+    raise BadFrameError(f"the peer passed {len(fds)} file descriptors for {count}")
+
+
+def _attach_all(fds: list[int], theirs: Fingerprint, facts: Facts) -> KVShards:
+    arenas: list[KVArena] = []
+    try:
+        for spec, fd in zip(shard_specs(theirs.tp_size, theirs.pp_size), fds, strict=True):
+            block_bytes = shard_layout(theirs.geometry, spec, theirs.block_size).block_bytes
+            arenas.append(_attach(fd, facts.num_blocks, block_bytes))
+    finally:
+        for fd in fds[len(arenas) :]:
+            os.close(fd)
+    if arenas[0].epoch != facts.epoch:
+        raise BadFrameError("the arena passed has another epoch than announced", field="epoch")
+    return KVShards(arenas)
+
+
+def _attach(fd: int, num_blocks: int, block_bytes: int) -> KVArena:
+    """Map an arena; its descriptor is closed where that succeeds, the mapping keeps the memory."""
+    try:
+        arena = KVArena.attach(fd)
+    except (ConfigError, OSError, ValueError) as error:
+        raise BadFrameError(f"the peer passed something that is no arena: {error}") from error
+    for name, expected in (("num_blocks", num_blocks), ("block_bytes", block_bytes)):
+        if getattr(arena, name) != expected:
+            raise FingerprintMismatchError(f"the arena passed has another {name} than announced", field=name)
+    arena.close()
+    return arena
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,0 +1,326 @@
+"""One-sided reads over TCP: a server thread per connection sends blocks out of the arenas (``read_server``).
+
+Requests and answers are those of ``baton.kv_transfer.protocol.read_wire``, and::
+
+    WAIT      value u64        wait until the source's progress has reached the value
+    PROGRESS  progress u64     it has
+
+No byte is copied in Python on either side: ``sendmsg`` takes views of the source arena, ``recvmsg_into`` fills views of
+the target arena.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import numpy as np
+
+from baton.errors import InternalError, InvalidRequestError
+from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
+from baton.kv_transfer.copy.socket_mover import SpanMover
+from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
+from baton.kv_transfer.pipes.pool import PooledReadPipe
+from baton.kv_transfer.protocol.addresses import split_address
+from baton.kv_transfer.protocol.deadline import EitherFlag, Wait, run_together
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header
+from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.kv_transfer.protocol.read_wire import (
+    Checksums,
+    checksums_of,
+    pack_request,
+    parse_tail,
+    step_sizes,
+    tail_bytes,
+    target_spans,
+    target_views,
+    unpack_bits,
+)
+from baton.kv_transfer.protocol.sockets import Stream, connect_tcp
+from baton.kv_transfer.protocol.tls_stream import tls_to
+from baton.rpc.tls import Tls
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_ASKED_BYTES = 32 << 10
+"""Bytes of requests from which on no more are made ahead: they lie in the peer's buffer while it sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    """How a reader uses its connections.
+
+    Attributes:
+        streams: Connections that one read is split over.
+        streams_on_host: How many of them where both ends are on one host, and share its processors.
+        share_bytes: Least bytes that are worth a connection of their own.
+        checksums: Ask for checksums and compare them.
+    """
+
+    streams: int = 1
+    share_bytes: int = 1 << 20
+    streams_on_host: int = len(os.sched_getaffinity(0))
+    checksums: bool = True
+
+
+RecvData = Callable[[Sequence[memoryview], Wait], None]
+"""Receives an answer's blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TcpConnection:
+    """One TCP connection to a block server."""
+
+    stream: Stream
+
+    def close(self) -> None:
+        """Hang up."""
+        self.stream.close()
+
+
+class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
+    """Reads a peer's blocks over a small pool of connections.
+
+    Args:
+        dial: Opens one more connection, handshake included.
+        options: How reads are split and checked.
+        max_streams: Connections open at once; further reads wait for one.
+    """
+
+    kind: ClassVar[str] = "tcp"
+
+    def __init__(self, dial: Callable[[Wait], TcpConnection], options: TcpOptions, *, max_streams: int = 16) -> None:
+        streams = options.streams
+        super().__init__(dial, max_connections=max(streams, max_streams))
+        self._options = options
+        self._pool = ThreadPoolExecutor(self._max_connections, "baton-tcp-read") if streams > 1 else None
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        facts: Facts,
+        token: str | None,
+        wait: Wait,
+        options: TcpOptions | None = None,
+        *,
+        tls: Tls | None = None,
+    ) -> TcpReadPipe:
+        """Connect to a block server's TCP endpoint, over TLS with certificates; the first connection is made at once.
+
+        Raises:
+            PipeClosedError: Nobody there.
+            UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
+        """
+
+        def dial(wait: Wait) -> TcpConnection:
+            return TcpConnection(dial_reader(address, facts, token, wait, tls=tls))
+
+        pipe = (cls if tls is None else TlsReadPipe)(dial, options or TcpOptions())
+        pipe.open_first(wait)
+        return pipe
+
+    def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Copy blocks; see :meth:`ReadPipe.read`."""
+        size = len(reads) * reads.bytes_per_block(local.shape[1])
+        parts = self._num_shares(self._streams_of_read(), len(reads), size)
+        if parts == 1:
+            return super().read(reads, local, wait)
+        read = super().read
+        shares = _shares(reads, parts)
+        return np.concatenate(self._together(lambda i, each: read(shares[i], local, each), parts, wait))
+
+    def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Ask for several reads ahead; see :meth:`FollowingReadPipe.follow`."""
+        most = max((len(each.reads) for each in reads), default=0)
+        if most > MAX_BLOCKS_PER_READ:
+            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
+        size = sum(len(each.reads) * each.reads.bytes_per_block(each.local.shape[1]) for each in reads)
+        parts = self._num_shares(self._streams_of_chunk(), most, size)
+        if parts == 1:
+            return self._follow(reads, wait, 1)
+        cut = [[LayerRead(share, each.local) for share in _shares(each.reads, parts)] for each in reads]
+        came = self._together(lambda i, wait: self._follow([shares[i] for shares in cut], wait, parts), parts, wait)
+        valid = [np.concatenate(each) for each in zip(*(share for share, _ in came), strict=True)]
+        return valid, max(waited_s for _, waited_s in came)
+
+    def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Read over one connection; see :meth:`PooledReadPipe.request`."""
+        return request_blocks(connection.stream, reads, local, wait, options=self._options)
+
+    def _streams_of_read(self) -> int:
+        """Connections for a read in one go."""
+        options = self._options
+        return min(options.streams, options.streams_on_host) if self._stays_on_host() else options.streams
+
+    def _stays_on_host(self) -> bool:
+        with self._changed:
+            connection = next(iter(self._open), None)
+        return connection is not None and connection.stream.stays_on_host
+
+    def _streams_of_chunk(self) -> int:
+        """Connections for a chunk that is followed: a chunk that cannot keep pace still travels when the next begins.
+
+        Between hosts half of them. On one host the two ends compete for its processors, and each connection more costs
+        processor time for every layer, so chunks get a quarter: as many chunks travel at once as fetches are made.
+        """
+        return self._options.streams // (4 if self._stays_on_host() else 2)
+
+    def _follow(self, reads: Sequence[LayerRead], wait: Wait, parts: int) -> tuple[list[Valid], float]:
+        """Follow over one connection of so many that share the reads."""
+        connection = self._take(wait)
+        stream, valid, waited_s = connection.stream, list[Valid](), 0.0
+        ahead: deque[tuple[LayerRead, int]] = deque()
+        coming, under_way = iter(reads), 0
+        try:
+            while True:
+                while (not ahead or under_way < _ASKED_BYTES) and (each := next(coming, None)) is not None:
+                    ahead.append((each, _ask(stream, each.reads, wait, self._options.checksums, parts)))
+                    under_way += ahead[-1][1]
+                if not ahead:
+                    break
+                each, size = ahead.popleft()
+                answer = _Answer(stream, each.reads, each.local, self._options)
+                valid.append(answer.receive(wait))
+                waited_s += answer.waited_s
+                under_way -= size
+        except BaseException:
+            self._drop(connection)  # answers may be under way
+            raise
+        self._give(connection)
+        return valid, waited_s
+
+    def _num_shares(self, most: int, num_blocks: int, num_bytes: int) -> int:
+        """Connections that are worth their while."""
+        return max(1, min(most, num_blocks, num_bytes // self._options.share_bytes))
+
+    def _together(self, one: Callable[[int, Wait], T], parts: int, wait: Wait) -> list[T]:
+        """Do each connection's share."""
+        if self._pool is None:
+            raise InternalError("a read over several connections without threads for them")
+        siblings = EitherFlag(wait.cancelled)
+        each = Wait(wait.deadline, siblings)
+        others = [self._pool.submit(one, i, each) for i in range(1, parts)]
+        return run_together(lambda: one(0, each), others, siblings)
+
+    def close(self) -> None:
+        """Close every connection."""
+        super().close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+class TlsReadPipe(TcpReadPipe):
+    """The same over TLS."""
+
+    kind: ClassVar[str] = "tls"
+
+
+def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait, *, tls: Tls | None = None) -> Stream:
+    """Connect to a block server's endpoint that listens on TCP, and shake hands; with certificates over TLS first.
+
+    Raises:
+        PipeClosedError: Nobody there.
+        UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
+    """
+    stream = connect_tcp(address, wait)
+    if tls is not None:
+        stream = tls_to(stream, tls, split_address(address)[0], wait)
+    try:
+        greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def request_blocks(
+    stream: Stream,
+    reads: BlockReads,
+    local: Bytes,
+    wait: Wait,
+    *,
+    options: TcpOptions,
+    recv: RecvData | None = None,
+) -> Valid:
+    """Ask for blocks on one connection and receive them; at most ``MAX_BLOCKS_PER_READ``.
+
+    ``recv``: another way for the blocks than the stream.
+    """
+    _ask(stream, reads, wait, options.checksums, options.streams)
+    return _Answer(stream, reads, local, options).receive(wait, recv)
+
+
+def _shares(reads: BlockReads, parts: int) -> list[BlockReads]:
+    edges = [len(reads) * i // parts for i in range(parts + 1)]
+    return [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
+
+
+def _ask(stream: Stream, reads: BlockReads, wait: Wait, checksums: bool, streams: int) -> int:
+    """Send a request; returns its size in bytes."""
+    payload = pack_request(reads, checksums=checksums, streams=streams)
+    stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
+    return len(payload)
+
+
+class _Answer:
+    """The answer to a request.
+
+    Attributes:
+        waited_s: Seconds that the source says it waited for its computation.
+    """
+
+    def __init__(self, stream: Stream, reads: BlockReads, local: Bytes, options: TcpOptions) -> None:
+        self._stream, self._reads, self._local, self._options = stream, reads, local, options
+        self._steps = [segments for _, segments in reads.segments_by_step(local.shape[1])]
+        self.waited_s = 0.0
+
+    def receive(self, wait: Wait, recv: RecvData | None = None) -> Valid:
+        """Receive it; ``recv``: another way for the blocks than the stream. Returns which blocks are valid."""
+        stream, reads, checksums, count = self._stream, self._reads, self._options.checksums, len(self._reads)
+        each, bitmap = reads.bytes_per_block(self._local.shape[1]), -(-count // 8)
+        most = bitmap + count * each + tail_bytes(reads, count, checksums=checksums)
+        _, length = recv_header(stream, {FrameKind.BLOCKS: most}, wait)
+        sent_bits = stream.recv_exact(bitmap, wait, "receiving blocks")
+        sent = unpack_bits(sent_bits, count)
+        targets = reads.local_ids if sent.all() else reads.local_ids[sent]
+        rest = tail_bytes(reads, len(targets), checksums=checksums)
+        if length != bitmap + len(targets) * each + rest:
+            raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
+        found = self._receive_blocks(targets, wait, recv)
+        tail = parse_tail(reads, sent_bits, stream.recv_exact(rest, wait, "receiving blocks"), checksums=checksums)
+        self.waited_s = tail.waited_us / 1e6
+        valid = sent & tail.unchanged
+        if tail.sums is not None:
+            right = (tail.sums == found).reshape(len(self._steps), len(targets)).all(axis=0)
+            wrong = np.flatnonzero(sent)[~right]
+            damaged = wrong[valid[wrong]]  # blocks recycled meanwhile are known to be stale, and no fault of the way
+            if len(damaged):
+                log.error("%d of %d blocks from %s were damaged on their way", len(damaged), len(targets), stream.peer)
+                valid[damaged] = False
+        return valid
+
+    def _receive_blocks(self, targets: Ids, wait: Wait, recv: RecvData | None) -> Checksums | None:
+        """Fill the target's blocks; returns what their checksums are, step by step, if they are wanted."""
+        stream, local, checksums = self._stream, self._local, self._options.checksums
+        mover = SpanMover.load() if recv is None and not stream.encrypted else None
+        if mover is not None:
+            hasher = mover.hasher(np.repeat(step_sizes(self._steps), len(targets))) if checksums else None
+            mover.recv(stream, target_spans(local, targets, self._steps), wait, hasher)
+            if hasher is not None:
+                return hasher.sums
+        elif recv is None:
+            views = [view for segments in self._steps for view in target_views(local, targets, segments)]
+            stream.recv_into(views, wait, "receiving blocks")
+        else:
+            recv(target_views(local, targets, self._steps[0]), wait)
+        if not checksums:
+            return None
+        # Before the tail is there: the server hashes at the same time.
+        return np.concatenate([checksums_of(local, targets, each[:, 1], each[:, 2]) for each in self._steps])

@@ -1,0 +1,184 @@
+"""The first words on every new connection: who are you, and are your blocks the same thing as mine?
+
+::
+
+    server -> CHALLENGE  nonce
+    client -> HELLO      nonce, proof, purpose; for reads: epoch, fingerprint, num_blocks
+    server -> WELCOME    proof, the same facts of the server           (or ERROR, and the connection ends)
+
+The proof is an HMAC of both nonces under the shared token: the token never crosses the wire, cannot be replayed, and
+both sides show that they know it. Facts are compared only after the proof, and before any block moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import FingerprintMismatchError, StaleBlockError, UnauthenticatedError
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import LayerShape
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_control, send_control
+from baton.kv_transfer.protocol.sockets import Stream
+
+NONCE_BYTES = 32
+PURPOSE_READ = "read"
+PURPOSE_MESSAGES = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What two sides of a block transfer compare.
+
+    Attributes:
+        epoch: Of the source.
+        fingerprint: This side's KV; the other side's may be cut up otherwise.
+        num_blocks: In the source's arenas.
+        source: Reader's side: how the source was described; it must say the same of itself.
+    """
+
+    epoch: bytes
+    fingerprint: Fingerprint
+    num_blocks: int
+    source: Fingerprint | None = None
+
+    def to_fields(self) -> dict[str, Any]:
+        """Write as JSON-ready fields."""
+        return {
+            "epoch": self.epoch.hex(),
+            "digest": self.fingerprint.digest().hex(),
+            "fingerprint": dataclasses.asdict(self.fingerprint),
+            "num_blocks": self.num_blocks,
+        }
+
+    def require(self, fields: Mapping[str, Any], *, who: str) -> Fingerprint:
+        """Compare with what the other side said; returns its fingerprint.
+
+        Raises:
+            StaleBlockError: Another epoch: the instance was restarted.
+            FingerprintMismatchError: Names the field that differs.
+            BadFrameError: A field is missing or malformed.
+        """
+        if fields.get("epoch") != self.epoch.hex():
+            raise StaleBlockError("the blocks belong to another epoch: their instance was restarted", field="epoch")
+        theirs = fingerprint_from_fields(fields.get("fingerprint"))
+        if self.source is not None:
+            self.fingerprint.require_source(theirs, who=who)
+        else:
+            self.fingerprint.require_reader(theirs, who=who)
+        if fields.get("digest") != theirs.digest().hex():
+            raise FingerprintMismatchError(
+                f"the {who}'s fingerprint is not the one it made a digest of", field="digest"
+            )
+        if self.source is not None and self.source.digest() != theirs.digest():
+            raise FingerprintMismatchError(
+                f"the {who} was described otherwise than it says itself", field="fingerprint"
+            )
+        if fields.get("num_blocks") != self.num_blocks:
+            there = f"{fields.get('num_blocks')!r:.80}"
+            raise FingerprintMismatchError(
+                f"KV of the {who} differs in num_blocks: {self.num_blocks} here, {there} there", field="num_blocks"
+            )
+        return theirs
+
+
+def greet_as_client(
+    stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None
+) -> Fingerprint | None:
+    """Introduce this side and check the server; returns its fingerprint where ``facts`` are compared.
+
+    Raises:
+        UnauthenticatedError: The tokens differ.
+        StaleBlockError, FingerprintMismatchError: As :meth:`Facts.require` says, whichever side finds it first.
+    """
+    challenge = _nonce(recv_control(stream, FrameKind.CHALLENGE, wait))
+    mine = secrets.token_bytes(NONCE_BYTES)
+    fields = {"nonce": mine.hex(), "proof": _proof(token, b"client", challenge, mine), "purpose": purpose}
+    send_control(stream, FrameKind.HELLO, fields | (facts.to_fields() if facts else {}), wait)
+    welcome = recv_control(stream, FrameKind.WELCOME, wait)
+    _check_proof(welcome, _proof(token, b"server", challenge, mine))
+    return facts.require(welcome, who="source") if facts is not None else None
+
+
+def greet_as_server(stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None) -> None:
+    """Challenge a client, check what it says and answer.
+
+    Raises:
+        UnauthenticatedError: The tokens differ.
+        BadFrameError: Not the words expected.
+        StaleBlockError, FingerprintMismatchError: As :meth:`Facts.require` says.
+    """
+    challenge = secrets.token_bytes(NONCE_BYTES)
+    send_control(stream, FrameKind.CHALLENGE, {"nonce": challenge.hex()}, wait)
+    hello = recv_control(stream, FrameKind.HELLO, wait)
+    theirs = _nonce(hello)
+    _check_proof(hello, _proof(token, b"client", challenge, theirs))
+    if hello.get("purpose") != purpose:
+        raise BadFrameError(f"this endpoint serves {purpose}", field="purpose")
+    if facts is not None:
+        facts.require(hello, who="reader")
+    answer = {"proof": _proof(token, b"server", challenge, theirs)}
+    send_control(stream, FrameKind.WELCOME, answer | (facts.to_fields() if facts else {}), wait)
+
+
+def fingerprint_from_fields(fields: object) -> Fingerprint:
+    """Rebuild a fingerprint from JSON fields.
+
+    Raises:
+        BadFrameError: A field is missing, unknown or of another type.
+    """
+    types = {"str": str, "int": int, "bool": bool}
+    declared = {item.name: types.get(str(item.type)) for item in dataclasses.fields(Fingerprint)}
+    if not isinstance(fields, dict) or set(fields) != set(declared):
+        raise BadFrameError("the peer's fingerprint has other fields", field="fingerprint")
+    values: dict[str, Any] = dict(fields)
+    for name, kind in declared.items():
+        if kind is not None and (type(values[name]) is not kind or not _is_plain(values[name])):
+            raise BadFrameError(f"the peer's fingerprint is malformed in {name}", field=name)
+    shapes = values["layer_shapes"]
+    names = {item.name for item in dataclasses.fields(LayerShape)}
+    if not isinstance(shapes, list) or not all(
+        isinstance(s, dict) and set(s) == names and all(type(v) is int and _is_plain(v) for v in s.values())
+        for s in shapes
+    ):
+        raise BadFrameError("the peer's fingerprint is malformed in layer_shapes", field="layer_shapes")
+    values["layer_shapes"] = tuple(LayerShape(**shape) for shape in shapes)
+    unsplit = values["unsplit_layers"]
+    if not isinstance(unsplit, list) or not all(type(layer) is int and _is_plain(layer) for layer in unsplit):
+        raise BadFrameError("the peer's fingerprint is malformed in unsplit_layers", field="unsplit_layers")
+    values["unsplit_layers"] = tuple(unsplit)
+    return Fingerprint(**values)
+
+
+def _is_plain(value: str | int) -> bool:
+    """Whether a value is one that a digest can be made of: JSON has halves of characters, and numbers of any size."""
+    if isinstance(value, int):
+        return 0 <= value < 1 << 63
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _nonce(fields: Mapping[str, Any]) -> bytes:
+    try:
+        nonce = bytes.fromhex(fields["nonce"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFrameError("the peer's nonce is malformed", field="nonce") from error
+    if len(nonce) != NONCE_BYTES:
+        raise BadFrameError("the peer's nonce has another length", field="nonce")
+    return nonce
+
+
+def _proof(token: str | None, role: bytes, server_nonce: bytes, client_nonce: bytes) -> str:
+    key = b"none" if token is None else b"token:" + token.encode()
+    return hmac.new(key, role + server_nonce + client_nonce, hashlib.sha256).hexdigest()
+
+
+def _check_proof(fields: Mapping[str, Any], expected: str) -> None:
+    proof = fields.get("proof")
+    if not isinstance(proof, str) or not hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode()):
+        raise UnauthenticatedError("the peer does not know this side's shared token", field="token")

@@ -1,0 +1,406 @@
+"""Stream sockets with deadlines: exact sends and receives straight out of and into the caller's memory.
+
+The socket stays in blocking mode with kernel time-outs of one tick, because one blocking ``recvmsg`` with
+``MSG_WAITALL`` moves megabytes per system call where a non-blocking socket needs a poll for every wake-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from baton.errors import PipeClosedError
+from baton.kv_transfer.protocol.addresses import split_address
+from baton.kv_transfer.protocol.deadline import TICK_S, Wait
+
+IOV_MAX = 512
+"""Buffers per system call (Linux allows 1024)."""
+BATCH_BYTES = 16 << 20
+"""Bytes per system call, so that a cancel flag is looked at every few milliseconds."""
+
+_WORD_BYTES = 4096
+"""Up to here a buffer is tried with one call first."""
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Stream:
+    """A connected stream socket. One thread may send while another receives; ``close`` may come from any thread.
+
+    Attributes:
+        encrypted: Whether bytes must go through this class: the socket itself carries others.
+    """
+
+    encrypted = False
+
+    def __init__(self, sock: socket.socket, *, peer: str) -> None:
+        self.peer = peer
+        self._sock = sock
+        self._closed = False
+        self._state = threading.Lock()
+        self._users = 0
+        sock.setblocking(True)
+        tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # A host that vanished without a word is noticed after this many milliseconds of silence.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+
+    @property
+    def sock(self) -> socket.socket:
+        """The socket, for passing file descriptors and reading credentials."""
+        return self._sock
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether both ends of a TCP connection have one address, that is: are processes of one host."""
+        try:
+            return self._sock.family != socket.AF_UNIX and self._sock.getpeername()[0] == self._sock.getsockname()[0]
+        except OSError:  # it is gone: whoever uses it will be told
+            return False
+
+    def detach(self) -> socket.socket:
+        """Give the socket away; nobody else may be using the stream, which is closed afterwards."""
+        with self._state:
+            if self._closed:
+                raise PipeClosedError("the pipe was closed")
+            self._closed = True
+            return self._sock
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed the stream."""
+        return self._closed
+
+    def wait_readable(self, wait: Wait, what: str) -> None:
+        """Block until bytes (or the peer's end) are there.
+
+        Raises:
+            DeadlineError, CancelledError, PipeClosedError: As their names say.
+        """
+        self._poll(select.POLLIN, wait, what)
+
+    def wait_writable(self, wait: Wait, what: str) -> None:
+        """Block until some bytes can be sent (or the peer's end is known).
+
+        Raises:
+            DeadlineError, CancelledError, PipeClosedError: As their names say.
+        """
+        self._poll(select.POLLOUT, wait, what)
+
+    def readable_within(self, seconds: float) -> bool:
+        """Whether bytes (or the peer's end) are there, or come within this time (in whole milliseconds).
+
+        Raises:
+            PipeClosedError: This side has closed the stream.
+        """
+        with self.in_use():
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN)
+            return bool(poller.poll(math.ceil(seconds * 1000)))
+
+    def spin_readable(self, seconds: float) -> bool:
+        """Whether bytes (or the peer's end) are there, or come within this time, without sleeping.
+
+        Other threads, and whoever else waits for this core, may go first.
+
+        Raises:
+            PipeClosedError: This side has closed the stream.
+        """
+        with self.in_use():
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN)
+            end = time.perf_counter() + seconds
+            while not poller.poll(0) and time.perf_counter() < end:
+                os.sched_yield()
+            return time.perf_counter() < end
+
+    def _poll(self, event: int, wait: Wait, what: str) -> None:
+        with self.in_use():
+            poller = select.poll()
+            poller.register(self._sock, event)
+            while True:
+                nap = wait.nap()
+                if poller.poll(None if nap is None else math.ceil(nap * 1000)):
+                    if self._closed:
+                        raise PipeClosedError("the pipe was closed")
+                    return
+                wait.check(what)
+
+    def peer_gone(self) -> bool:
+        """Whether the peer has hung up or the stream was closed; never blocks."""
+        try:
+            with self.in_use():
+                return self._sock.recv(1, _PEEK) == b""
+        except BlockingIOError:
+            return False
+        except (OSError, PipeClosedError):
+            return True
+
+    def hung_up(self) -> bool:
+        """Whether the peer will send nothing more, even if some of what it sent is still unread; never blocks."""
+        try:
+            with self.in_use():
+                poller = select.poll()
+                poller.register(self._sock, select.POLLRDHUP)
+                return bool(poller.poll(0))
+        except PipeClosedError:
+            return True
+
+    def recv_exact(self, size: int, wait: Wait, what: str) -> bytearray:
+        """Receive exactly ``size`` bytes into fresh memory; the caller has checked ``size``."""
+        data = bytearray(size)
+        self.recv_into([memoryview(data)], wait, what)
+        return data
+
+    def recv_into(self, views: Sequence[memoryview], wait: Wait, what: str) -> None:
+        """Fill byte buffers one after the other.
+
+        Raises:
+            PipeClosedError: The peer ended before they were full.
+            DeadlineError, CancelledError: The wait was over; part of the bytes may have been taken.
+        """
+        with self.in_use():
+            if len(views) == 1 and (views := self._recv_word(views[0], wait, what)) == ():
+                return
+            todo = _Cursor(views)
+            while batch := todo.batch():
+                try:
+                    if len(batch) == 1:
+                        got = self._sock.recv_into(batch[0], 0, socket.MSG_WAITALL)
+                    else:
+                        got = self._sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+                except BlockingIOError:
+                    wait.check(what)
+                    continue
+                except OSError as error:
+                    raise self.gone(what, error) from error
+                if got == 0:
+                    raise self.gone(what)
+                todo.advance(got)
+                if not todo.done:
+                    wait.check(what)
+
+    def send_all(self, buffers: Sequence[Buffer], wait: Wait, what: str, *, stall_s: float | None = None) -> None:
+        """Send byte buffers one after the other.
+
+        Args:
+            buffers: What to send.
+            wait: Deadline and cancel flag.
+            what: For error messages.
+            stall_s: If given, every bit of progress moves the deadline to this many seconds from then.
+
+        Raises:
+            PipeClosedError: The peer is gone.
+            DeadlineError, CancelledError: The wait was over; part of the bytes may have been sent.
+        """
+        with self.in_use():
+            if len(buffers) == 1 and (buffers := self._send_word(buffers[0], wait, what)) == ():
+                return
+            todo = _Cursor([memoryview(b) for b in buffers])
+            while batch := todo.batch():
+                try:
+                    sent = self._sock.sendmsg(batch, [], socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    wait.check(what)
+                    continue
+                except OSError as error:
+                    raise self.gone(what, error) from error
+                todo.advance(sent)
+                if stall_s is not None:
+                    wait = Wait(time.monotonic() + stall_s, wait.cancelled)
+                elif not todo.done:
+                    wait.check(what)
+
+    def _recv_word(self, view: memoryview, wait: Wait, what: str) -> Sequence[memoryview]:
+        """Fill one buffer by one call, as far as that goes; returns what is left. Most are few bytes, and there."""
+        if not 0 < view.nbytes <= _WORD_BYTES:
+            return (view,)
+        try:
+            got = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            got = -1
+        except OSError as error:
+            raise self.gone(what, error) from error
+        if got == view.nbytes:
+            return ()
+        if got == 0:
+            raise self.gone(what)
+        wait.check(what)
+        return (as_bytes(view)[max(0, got) :],)
+
+    def _send_word(self, buffer: Buffer, wait: Wait, what: str) -> Sequence[Buffer]:
+        """Send one buffer by one call, as far as that goes; returns what is left. Most are a few bytes."""
+        view = memoryview(buffer)
+        if not 0 < view.nbytes <= _WORD_BYTES:
+            return (view,)
+        try:
+            sent = self._sock.send(view, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self.gone(what, error) from error
+        if sent == view.nbytes:
+            return ()
+        wait.check(what)
+        return (as_bytes(view)[sent:],)
+
+    def close(self) -> None:
+        """End the stream and wake whoever is blocked in it; harmless if repeated."""
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
+            # Wakes whoever is blocked; fails only if the connection is gone already, and then nobody is.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            if self._users == 0:
+                self._sock.close()
+
+    def gone(self, what: str, error: OSError | None = None) -> PipeClosedError:
+        """The error to raise when the stream ended while doing ``what``."""
+        if self._closed:
+            return PipeClosedError(f"the pipe was closed while {what}")
+        reason = f" ({error.strerror or error})" if error else ""
+        return PipeClosedError(f"{self.peer} hung up while {what}{reason}")
+
+    def in_use(self) -> _Use:
+        """Keep the descriptor open for a call into the kernel; raises if the stream is closed."""
+        return _Use(self)
+
+
+class _Use:
+    """Keeps the file descriptor open while a thread is in the kernel with it (a closed number could be another's)."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        with stream._state:
+            if stream._closed:
+                raise PipeClosedError("the pipe was closed")
+            stream._users += 1
+
+    def __exit__(self, *exc: object) -> None:
+        stream = self._stream
+        with stream._state:
+            stream._users -= 1
+            if stream._closed and stream._users == 0:
+                stream._sock.close()
+
+
+def as_bytes(data: Buffer) -> memoryview:
+    """View a buffer as plain bytes."""
+    view = memoryview(data)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+class _Cursor:
+    """Walks over buffers in batches that one system call can take."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [as_bytes(v) for v in views if v.nbytes]
+        self._at = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at >= len(self._views)
+
+    def batch(self) -> list[memoryview]:
+        out: list[memoryview] = []
+        room = BATCH_BYTES
+        for view in self._views[self._at : self._at + IOV_MAX]:
+            if room <= 0:
+                break
+            out.append(view[:room] if len(view) > room else view)
+            room -= len(view)
+        return out
+
+    def advance(self, count: int) -> None:
+        views, at = self._views, self._at
+        while count:
+            size = len(views[at])
+            if count < size:
+                views[at] = views[at][count:]
+                break
+            count -= size
+            at += 1
+        self._at = at
+
+
+def connect_tcp(address: str, wait: Wait) -> Stream:
+    """Connect to ``host:port`` (IPv6 hosts in brackets).
+
+    Raises:
+        PipeClosedError: Nobody listens there.
+        DeadlineError: It took too long.
+    """
+    host, port = split_address(address)
+    wait.check(f"connecting to {address}")
+    reason = "it has no address"
+    try:
+        for family, kind, proto, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, proto)
+            try:
+                code = _connect(sock, target, wait)
+            except BaseException:
+                sock.close()
+                raise
+            if code == 0:
+                return Stream(sock, peer=address)
+            sock.close()
+            reason = os.strerror(code)
+    except OSError as error:
+        reason = str(error.strerror or error)
+    raise PipeClosedError(f"cannot connect to {address}: {reason}")
+
+
+def _connect(sock: socket.socket, target: Any, wait: Wait) -> int:
+    """Connect without blocking past the wait; returns the error number, 0 for success."""
+    sock.setblocking(False)
+    code = sock.connect_ex(target)
+    if code != errno.EINPROGRESS:
+        return code
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    while True:
+        nap = wait.nap()
+        if poller.poll(None if nap is None else math.ceil(nap * 1000)):
+            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        wait.check("connecting")
+
+
+def connect_unix(name: str, wait: Wait) -> Stream:
+    """Connect to an abstract Unix socket (without its leading NUL).
+
+    Raises:
+        PipeClosedError: Nobody listens there.
+        DeadlineError: It took too long.
+    """
+    wait.check(f"connecting to @{name}")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(wait.remaining())
+        sock.connect("\0" + name)
+    except TimeoutError as error:
+        sock.close()
+        wait.check(f"connecting to @{name}")
+        raise PipeClosedError(f"@{name} did not answer") from error
+    except OSError as error:
+        sock.close()
+        raise PipeClosedError(f"cannot connect to @{name}: {error.strerror or error}") from error
+    return Stream(sock, peer=f"@{name}")

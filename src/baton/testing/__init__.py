@@ -1,1 +1,0 @@
-"""Helpers for tests of Baton and of what is built on it: tiny real checkpoints, processes, faults."""

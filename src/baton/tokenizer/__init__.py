@@ -1,0 +1,20 @@
+"""Text: tokenizer, chat template, incremental detokenizer, stop strings.
+
+Only the router and the SDK have text; workers take and give token ids. Nothing here imports torch or transformers.
+"""
+
+from baton.tokenizer.chat_template import ChatTemplate
+from baton.tokenizer.detokenizer import IncrementalDetokenizer
+from baton.tokenizer.model import TextModel, TextModelCache
+from baton.tokenizer.stop_strings import StopStringMatcher, StopStrings
+from baton.tokenizer.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "IncrementalDetokenizer",
+    "StopStringMatcher",
+    "StopStrings",
+    "TextModel",
+    "TextModelCache",
+    "Tokenizer",
+]

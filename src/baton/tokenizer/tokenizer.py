@@ -1,0 +1,200 @@
+"""A model's tokenizer, from its ``tokenizer.json`` alone."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import ConfigError
+from baton.token_ids import TokenIds
+from baton.tokenizer.bounds import most_chars_per_token
+from baton.tokenizer.files import model_directory, read_json, token_content
+from baton.tokenizer.native_words import NativeWords, native_words
+from baton.tokenizer.pieces import PieceCache, is_cuttable
+from baton.tokenizer.token_bytes import ByteScheme, byte_scheme
+from baton.tokenizer.words import WordCache, word_pattern
+
+_SHORT_CHARS = 1024
+_NOTHING_ADDED = array("I"), array("I")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads.
+
+    Attributes:
+        vocab_size: Ids are below it, as far as the tokenizer knows; a model may have more (padded embeddings).
+        special_ids: Ids that are left out of decoded text unless asked for.
+        special_tokens: Named special tokens (``bos_token`` and so on), as chat templates want them.
+        eos_token_ids: Ids that end a text, by ``generation_config.json``, else by the named end token.
+        scheme: How tokens become bytes, or ``None`` where only the general way of decoding is right.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str] | None = None,
+        eos_token_ids: frozenset[int] | None = None,
+    ) -> None:
+        """Wrap a tokenizer of the ``tokenizers`` library, whose truncation and padding are switched off."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        eos = self.token_id(self.special_tokens.get("eos_token"))
+        self.eos_token_ids = eos_token_ids or frozenset(() if eos is None else (eos,))
+        parts = json.loads(backend.to_str())
+        self.scheme: ByteScheme | None = byte_scheme(parts.get("decoder"))
+        self._most_chars = most_chars_per_token(parts, list(backend.get_vocab(with_added_tokens=True)))
+        self._bytes: dict[int, bytes] = {}
+        self._pieces: PieceCache | None = None
+        self._whole_chars = 0
+        self._words: NativeWords | None = None
+        if backend.pre_tokenizer is not None and is_cuttable(parts, backend.pre_tokenizer.pre_tokenize_str):
+            self._words = native_words(parts, backend)
+            words = self._words or self._word_cache(parts)
+            self._pieces = PieceCache(self._encode_all, words)
+            self._whole_chars = _SHORT_CHARS if words is None else 0
+        probe, bare = self._encode_all(["a"], add_special_tokens=True)[0], self._encode_all(["a"])[0]
+        before = next((at for at in range(len(probe)) if probe[at : at + len(bare)] == bare), 0)
+        self._added = array("I", probe[:before]), array("I", probe[before + len(bare) :])
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Load from a model's directory or hub name.
+
+        Args:
+            path: A directory with ``tokenizer.json``, or a hub name such as ``org/name``.
+
+        Raises:
+            ConfigError: No such model, or a file of it that cannot be read.
+        """
+        directory = model_directory(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{directory} has no tokenizer.json; write one with transformers: "
+                f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})",
+                field="model",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception for anything wrong in the file
+            raise ConfigError(f"{file} cannot be read: {error}", field="model") from error
+        named = _named_tokens(directory)
+        return cls(backend, special_tokens=named, eos_token_ids=_configured_eos(directory))
+
+    def _word_cache(self, parts: dict[str, Any]) -> WordCache | None:
+        pattern = word_pattern(parts, self._backend.pre_tokenizer.pre_tokenize_str)
+        if pattern is None:
+            return None
+        return WordCache(pattern, [token["content"] for token in parts.get("added_tokens") or ()], self._encode_all)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, salt: str = "") -> list[int]:
+        """Return the ids of a text; see :meth:`encode_array`."""
+        return self.encode_array(text, add_special_tokens, salt=salt).tolist()
+
+    def encode_array(self, text: str, add_special_tokens: bool = True, *, salt: str = "") -> TokenIds:
+        """Return the ids of a text. Releases the GIL while it works on a long one.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special_tokens: Let the post-processor add what it adds, mostly the begin token.
+            salt: Whose text it is: what is remembered of one tenant's texts speeds up no other's.
+        """
+        if self._pieces is not None and len(text) > self._whole_chars:
+            ids = None if self._words is None else self._words.encode(text, salt)
+            if ids is None:
+                ids = self._pieces.encode(text, salt)
+            before, behind = self._added if add_special_tokens else _NOTHING_ADDED
+            if before:
+                ids = before + ids
+            return ids + behind if behind else ids
+        if len(text) <= _SHORT_CHARS:
+            return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch call without offsets takes half the time of encode() and gives up the GIL, which encode() does not;
+        # but it goes through a thread pool, which costs more than a short text does.
+        return array("I", self._encode_all([text], add_special_tokens=add_special_tokens)[0])
+
+    def _encode_all(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without tokenizing it; 0 if nothing is known."""
+        return -(-len(text) // self._most_chars) if self._most_chars else 0
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids; ids that the tokenizer doesn't know have none, bytes that are no text are U+FFFD."""
+        if self.scheme is None or not self.scheme.byte_fallback:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # The library turns a whole run of byte tokens into U+FFFD if any of it is broken, which no stream that has
+        # already delivered the run's good beginning can follow; for text that is well formed there is no difference.
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.token_bytes(item) for item in ids if item not in hidden).decode(errors="replace")
+        spaces = len(text) - len(text.lstrip(" "))
+        return text[min(spaces, self.scheme.strip_start) :]
+
+    def token_id(self, token: str | None) -> int | None:
+        """Return the id of a token as the vocabulary spells it."""
+        return None if token is None else self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; empty for an id that the tokenizer doesn't know."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._backend.id_to_token(token_id) if token_id < self.vocab_size else None
+            if token is None:
+                return b""
+            scheme = self.scheme
+            known = scheme.to_bytes(token) if scheme else self.decode([token_id], skip_special_tokens=False).encode()
+            self._bytes[token_id] = known  # at most one entry per id of the vocabulary
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token's text; bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the begin token, if the model names one."""
+        return self.token_id(self.special_tokens.get("bos_token"))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the named end token; :attr:`eos_token_ids` may hold more."""
+        return self.token_id(self.special_tokens.get("eos_token"))
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of the padding token, if the model names one."""
+        return self.token_id(self.special_tokens.get("pad_token"))
+
+
+def _named_tokens(directory: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        values = read_json(directory / file)
+        for name in _NAMED_TOKENS:
+            content = token_content(values.get(name))
+            if content is not None:
+                found[name] = content
+    return found
+
+
+def _configured_eos(directory: Path) -> frozenset[int] | None:
+    for file in ("generation_config.json", "config.json"):
+        value: Any = read_json(directory / file).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if ids and all(isinstance(item, int) for item in ids):
+            return frozenset(ids)
+    return None

@@ -1,4 +1,0 @@
-"""Moving KV between instances: pipes, the lookup buffer over them, and the connectors that engines talk to.
-
-Nothing here but ``baton.transport.tensors`` imports torch.
-"""

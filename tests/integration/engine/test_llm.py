@@ -1,0 +1,121 @@
+"""Offline use: texts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.support.equality import References
+
+from baton.engine import LLM, SamplingParams
+from baton.errors import ConfigError, InternalError, InvalidRequestError
+from baton.types import FinishReason
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+PROMPTS = ["In a relay, one runner", "What is the price", "Grüße, naïve café", "def main("]
+
+
+@pytest.fixture(scope="module")
+def llm(references: References) -> Iterator[LLM]:
+    with LLM(str(references.checkpoint("llama")), kv_blocks=96, dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(llm: LLM) -> Iterator[None]:
+    yield
+    llm.core.check_integrity()
+    assert llm.core.stats().blocks_active == 0
+    assert not llm.core.has_work()
+
+
+def test_text_is_that_of_the_tokens(llm: LLM, references: References) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert llm.tokenizer is not None
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt == prompt
+        assert output.prompt_token_ids == llm.tokenizer.encode(prompt)
+        assert output.text == llm.tokenizer.decode(output.token_ids)
+        assert output.finish_reason is FinishReason.LENGTH
+        assert output.metrics is not None
+    expected = references.greedy("llama", [output.prompt_token_ids for output in outputs], 16)
+    assert [output.token_ids for output in outputs] == expected
+    assert llm.generate(PROMPTS[0], GREEDY)[0].text == outputs[0].text
+    assert llm.generate([outputs[1].prompt_token_ids], GREEDY)[0].token_ids == outputs[1].token_ids
+
+
+def test_stop_strings_end_the_text_before_them_wherever_tokens_are_cut(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0]
+    for start in range(2, 8):
+        stop = whole.text[start : start + 3]
+        (output,) = llm.generate(PROMPTS[0], GREEDY.replace(stop=("never", stop)))
+        assert output.text == whole.text[: whole.text.index(stop)]
+        assert output.finish_reason is FinishReason.STOP
+        assert output.outputs[0].stop_reason == stop
+        assert len(output.token_ids) < len(whole.token_ids)
+
+
+def test_a_stop_token_is_no_part_of_the_text(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0]
+    token = whole.token_ids[5]
+    at = whole.token_ids.index(token)
+    (output,) = llm.generate(PROMPTS[0], GREEDY.replace(stop_token_ids=(token,)))
+    assert output.token_ids == whole.token_ids[: at + 1]
+    assert llm.tokenizer is not None
+    assert output.text == llm.tokenizer.decode(whole.token_ids[:at])
+    assert output.outputs[0].stop_reason == token
+
+
+def test_n_and_parameters_per_prompt(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=8, n=3, seed=4, logprobs=1)
+    many, single = llm.generate(PROMPTS[:2], [sampling, GREEDY])
+    assert [result.index for result in many.outputs] == [0, 1, 2]
+    assert len({tuple(result.token_ids) for result in many.outputs}) == 3
+    assert all(result.logprobs and len(result.logprobs) == len(result.token_ids) for result in many.outputs)
+    assert single.logprobs is None
+    assert len(single.outputs) == 1
+
+
+def test_more_prompts_than_the_queue_holds(references: References, llm: LLM) -> None:
+    with LLM(llm.config, max_queue=2, max_num_seqs=2) as small:
+        outputs = small.generate(PROMPTS * 3, GREEDY.replace(n=2))
+    assert [output.text for output in outputs] == [output.text for output in llm.generate(PROMPTS * 3, GREEDY)]
+
+
+def test_bad_input_is_refused_before_anything_runs(llm: LLM) -> None:
+    for prompts, sampling, field in (
+        (["fine", ""], GREEDY, "prompt"),
+        ([[5], [512]], GREEDY, "prompt"),
+        (["fine"], GREEDY.replace(top_p=0.0), "top_p"),
+        (["fine"], GREEDY.replace(stop=("",)), "stop"),
+        (["fine"], [GREEDY, GREEDY], "sampling"),
+        (["fine"], GREEDY.replace(max_tokens=5000), "max_tokens"),
+    ):
+        before = llm.core.stats().prefill_tokens
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.generate(prompts, sampling)  # type: ignore[arg-type]
+        assert caught.value.field == field
+        assert llm.core.stats().prefill_tokens == before
+
+
+def test_a_failing_model_raises_and_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(batch: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.core.runner, "forward", fail)
+        with pytest.raises(InternalError, match="out of memory"):
+            llm.generate(PROMPTS, GREEDY)
+    assert llm.generate(PROMPTS[0], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_model_that_is_not_there_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM("/nowhere/at/all")
+    assert caught.value.field == "model"
+
+
+def test_a_pool_that_is_larger_than_the_memory_is_refused_and_not_begun(references: References) -> None:
+    with pytest.raises(ConfigError, match="MiB are free") as caught:
+        LLM(str(references.checkpoint("llama")), kv_blocks=10**9, dtype="float32")
+    assert caught.value.field == "kv_blocks"

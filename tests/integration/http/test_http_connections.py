@@ -1,0 +1,280 @@
+"""What goes on on one connection of the HTTP front: requests in line, clients that leave or do not read, odd heads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.integration.http.test_http_api import Served, raw
+from tests.support.scripted import ANSWER, ModelInfo, encode
+
+from baton_router.accounts.accounts import Accounts
+from baton_router.dispatch.turn_batching import PREPARE, RESPOND, START, Steps
+from baton_router.frontend.http.protocol import BoundedProtocol
+from baton_router.processor.input_processor import TextPipeline
+
+LONG = ANSWER * 1000
+
+
+class Noted(BoundedProtocol):
+    """Remembers its connections."""
+
+    made: list[Noted]
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.made.append(self)
+
+
+@pytest.fixture
+def noted() -> type[Noted]:
+    return type("Fresh", (Noted,), {"made": []})
+
+
+@pytest.fixture(params=[True, False], ids=["asgi", "direct"])
+def api(request: pytest.FixtureRequest, noted: type[Noted]) -> Iterator[Served]:
+    cors = ("https://ui.example",) if request.param else ()
+    with Served(protocol=noted, max_body_bytes=200_000, cors_origins=cors) as served:
+        yield served
+
+
+def post(body: dict[str, Any], *headers: bytes) -> bytes:
+    data = json.dumps({"temperature": 0, **body}).encode()
+    lines = (b"POST /v1/completions HTTP/1.1", b"host: x", *headers, b"content-length: %d" % len(data))
+    return b"\r\n".join(lines) + b"\r\n\r\n" + data
+
+
+def chunked(body: bytes, trailer: bytes) -> bytes:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + b"%x\r\n%b\r\n0\r\n" % (len(body), body) + trailer
+
+
+def connect(api: Served, *, buffer: int = 0) -> contextlib.closing[socket.socket]:
+    client = socket.socket()
+    if buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.settimeout(20)
+    client.connect(api.socket.getsockname()[:2])
+    return contextlib.closing(client)
+
+
+def generate_much(api: Served) -> None:
+    """Let an answer be longer than what a connection takes that nobody reads."""
+    api.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    api.dispatcher.info = ModelInfo("baton-tiny", api.dispatcher.info.path, 10**6, 4096, frozenset())
+    api.dispatcher.script = lambda request, index: encode(LONG)
+    api.dispatcher.per_chunk = 500
+
+
+@contextlib.contextmanager
+def paused_with_another_in_line(api: Served, noted: type[Noted]) -> Iterator[socket.socket]:
+    """A connection whose client has not read what a stream brought, and has sent another request."""
+    generate_much(api)
+    with connect(api, buffer=4096) as client:
+        client.sendall(post({"prompt": "def", "stream": True, "max_tokens": 10**5}))
+        api.wait_until(lambda: bool(noted.made) and noted.made[0].flow.write_paused)
+        client.sendall(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
+        api.wait_until(lambda: bool(noted.made[0].pipeline))
+        yield client
+
+
+def test_a_client_that_leaves_with_a_request_in_line_cancels_what_runs(api: Served, noted: type[Noted]) -> None:
+    with paused_with_another_in_line(api, noted):
+        assert api.dispatcher.open_streams == 1
+    api.wait_until(lambda: api.dispatcher.open_streams == 0)
+    assert api.dispatcher.closed_early == 1
+
+
+def test_a_stream_goes_on_when_its_client_reads_again_with_a_request_in_line(api: Served, noted: type[Noted]) -> None:
+    with paused_with_another_in_line(api, noted) as client:
+        received = bytearray()
+        while piece := client.recv(65536):
+            received += piece
+    stream, _, health = bytes(received).partition(b"data: [DONE]\n\n")
+    texts = [json.loads(line[6:])["choices"][0]["text"] for line in stream.split(b"\n") if line.startswith(b"data: ")]
+    assert "".join(texts) == LONG
+    assert b"HTTP/1.1 200 OK" in health
+
+
+def test_who_has_not_taken_the_answer_before_is_cut_off_too() -> None:
+    with Served(send_timeout_s=0.3) as api:
+        generate_much(api)
+        body = {"prompt": "def", "max_tokens": 10**5}
+        with connect(api, buffer=4096) as client:
+            client.sendall(post(body))
+            api.wait_until(lambda: len(api.dispatcher.requests) == 1 and api.dispatcher.open_streams == 0, 20)
+            client.sendall(post({**body, "stream": True}))
+            api.wait_until(lambda: api.dispatcher.closed_early == 1)
+            api.wait_until(lambda: not api.server.server_state.connections)
+        assert len(api.dispatcher.requests) == 2
+
+
+@pytest.mark.parametrize("cors", [(), ("https://ui.example",)], ids=["direct", "asgi"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_socket_of_a_client_that_reads_nothing_does_not_stay(cors: tuple[str, ...], stream: bool) -> None:
+    with Served(send_timeout_s=0.3, cors_origins=cors) as api:
+        generate_much(api)
+        with connect(api, buffer=4096) as client:
+            client.sendall(post({"prompt": "def", "stream": stream, "max_tokens": 10**5}))
+            api.wait_until(lambda: len(api.dispatcher.requests) == 1)
+            api.wait_until(lambda: not api.server.server_state.connections)
+            assert api.dispatcher.open_streams == 0
+
+
+def test_a_client_that_reads_an_answer_slowly_gets_all_of_it(noted: type[Noted]) -> None:
+    with Served(send_timeout_s=0.5, cors_origins=("https://ui.example",), protocol=noted) as api:
+        generate_much(api)
+        with connect(api, buffer=4096) as client:
+            client.sendall(post({"prompt": "def", "max_tokens": 10**5}, b"connection: close"))
+            received = bytearray()
+            for _ in range(4):  # each time it has taken something when its time would have been over
+                api.wait_until(lambda: bool(noted.made) and noted.made[0].flow.write_paused)
+                waiting = noted.made[0]._send_timer
+                received += client.recv(65536)
+                api.wait_until(lambda waiting=waiting: noted.made[0]._send_timer is not waiting)
+            while piece := client.recv(65536):
+                received += piece
+        assert json.loads(received.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == LONG
+
+
+def test_no_connection_is_idle_behind_an_answer_that_came_at_once(api: Served, noted: type[Noted]) -> None:
+    api.dispatcher.hang_after = 0
+    with connect(api) as client:
+        client.sendall(post({"prompt": 5}) + post({"prompt": "def"}))
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
+        api.wait_until(lambda: api.dispatcher.open_streams == 1)
+        assert noted.made[0]._idle_since is None
+
+
+def test_a_connection_is_idle_from_its_latest_answer_on(api: Served, noted: type[Noted]) -> None:
+    with connect(api) as client:
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: bool(noted.made) and noted.made[0]._idle_since is not None)
+        connection = noted.made[0]
+        timer = connection.timeout_keep_alive_task
+        connection.loop.call_soon_threadsafe(connection.timeout_keep_alive_handler)  # of an answer long before
+        api.wait_until(lambda: connection.timeout_keep_alive_task not in (None, timer))
+        assert not connection.transport.is_closing()
+        connection.timeout_keep_alive = 0
+        connection.loop.call_soon_threadsafe(connection.timeout_keep_alive_handler)
+        while client.recv(65536):
+            pass
+        api.wait_until(lambda: not api.server.server_state.connections)
+
+
+def test_no_request_is_cut_off_because_the_one_before_is_long_ago(api: Served, noted: type[Noted]) -> None:
+    with connect(api) as client:
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: bool(noted.made) and noted.made[0]._idle_since is not None)
+        connection = noted.made[0]
+        api.dispatcher.hang_after = 0
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: api.dispatcher.open_streams == 1)
+        connection.timeout_keep_alive = 0
+        connection.loop.call_soon_threadsafe(connection.timeout_keep_alive_handler)
+        api.wait_until(lambda: connection.timeout_keep_alive_task is None)
+        assert not connection.transport.is_closing()
+
+
+def test_headers_behind_a_body_are_none() -> None:
+    """A proxy that takes care of a header sees the head alone."""
+    body = b'{"prompt": "def", "temperature": 0}'
+    with Served(accounts=Accounts.of_keys("key")) as api, connect(api) as client:
+        client.sendall(chunked(body, b"authorization: Bearer key\r\n\r\n"))
+        assert client.recv(100).startswith(b"HTTP/1.1 401")
+        assert not api.dispatcher.requests
+
+
+def test_headers_behind_a_body_are_bounded_in_size(api: Served) -> None:
+    body = b'{"prompt": "def", "temperature": 0}'
+    with contextlib.suppress(ConnectionError):  # the server may close while we still send
+        answer = raw(api, chunked(body, b"x: " + b"a" * 3_000_000))
+        assert answer.startswith(b"HTTP/1.1 431 ")
+    assert not api.dispatcher.requests
+
+
+@pytest.mark.parametrize("target", [b"/", b"http://a:1/", b"/v1/completions"])
+def test_nobody_is_connected(api: Served, target: bytes) -> None:
+    assert raw(api, b"CONNECT " + target + b" HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert api.http.get("/health").status_code == 200
+
+
+# --- between two steps of a request (see baton_router.dispatch.turn_batching) ---
+
+
+class Meddling(Steps):
+    """Steps where something happens to one request, the first that comes once ``armed``, just before one of its own."""
+
+    def __init__(self, before: int, meddle: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._before, self._meddle, self.armed = before, meddle, False
+
+    def later(self, step: int, do: Callable[[Any], None], what: Any) -> None:
+        if self.armed and step == self._before:
+            self.armed = False
+            super().later(step, self._meddle, what)
+        super().later(step, do, what)
+
+
+def leave(serving: Any) -> None:
+    """Do what the connection does when its client has gone."""
+    serving._exchange.disconnected = True
+    serving._exchange.lost()
+    serving._exchange._protocol.transport.abort()
+
+
+@pytest.mark.parametrize("before", [PREPARE, START, RESPOND])
+def test_nothing_goes_on_for_a_client_that_left_between_two_steps(
+    before: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(TextPipeline, "prepare_now", noting(TextPipeline.prepare_now, prepared))
+    steps = Meddling(before, leave)
+    with Served(steps=steps) as api:
+        api.completion()  # loads the tokenizer
+        prepared.clear()
+        api.reset()
+        steps.armed = True
+        with connect(api) as client:
+            client.sendall(post({"prompt": "def"}))
+            assert client.recv(1) == b""
+        assert len(prepared) == (before != PREPARE)
+        assert len(api.dispatcher.requests) == (before == RESPOND)
+        assert api.dispatcher.open_streams == 0
+        assert api.completion().choices[0].text == ANSWER
+        assert api.server.server_state.total_requests == 2, "the one that was lost is none that was answered"
+    assert not caplog.records
+
+
+def noting(function: Callable[..., Any], notes: list[str]) -> Callable[..., Any]:
+    """Return a function that notes its calls."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        notes.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("before", [PREPARE, START, RESPOND])
+def test_a_request_whose_time_ends_between_two_steps_gets_one_answer(
+    before: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Meddling(before, lambda serving: serving.expire())
+    with Served(steps=steps) as api, connect(api) as client:
+        api.completion()  # loads the tokenizer
+        steps.armed = True
+        client.sendall(post({"prompt": "def"}))
+        api.wait_until(lambda: api.server.server_state.total_requests == 2)
+        client.sendall(post({"prompt": "def"}, b"connection: close"))
+        received = bytearray()
+        while piece := client.recv(65536):
+            received += piece
+        assert re.findall(rb"HTTP/1.1 (\d+)", bytes(received)) == [b"504", b"200"]
+        assert api.dispatcher.open_streams == 0
+    assert not caplog.records

@@ -1,0 +1,96 @@
+"""API keys that stand in Redis: a real redis-server, real routers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.servers.redis_server import RedisServer, missing_redis
+
+from baton.errors import ConfigError
+from baton.rpc.redis_client import open_redis
+from baton_router.accounts.redis_source import accounts_key
+from baton_router.app import RouterApp
+from baton_router.config import RouterConfig
+
+pytestmark = pytest.mark.skipif(missing_redis() is not None, reason=missing_redis() or "")
+
+
+def tenants(**keys: str) -> str:
+    return json.dumps({"tenants": {name: {"keys": [key]} for name, key in keys.items()}})
+
+
+async def test_keys_come_go_and_stay_while_redis_is_away(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret that routers share")
+    server = RedisServer()
+    await server.start()
+    key = accounts_key("baton")
+    flags: dict[str, Any] = {
+        **{"port": 0, "grpc_port": 0, "redis": server.url, "api_keys": "redis"},
+        **{"tenant_secret_file": str(tmp_path / "secret")},
+    }
+    redis = open_redis(server.url)
+    try:
+        for wrong in (None, "[]", "no JSON", tenants()):
+            if wrong is not None:
+                await redis.set(key, wrong)
+            with pytest.raises(ConfigError) as caught:
+                await started(flags)
+            assert caught.value.field == "api_keys"
+        await redis.set(key, tenants(a="one"))
+        app = await started(flags)
+        try:
+            assert app._accounts is not None
+            assert await statuses(app, "one", "two") == [503, 401]
+            await redis.set(key, tenants(a="one", b="two"))
+            await app._renewal.look()
+            assert await statuses(app, "one", "two") == [503, 503]
+            await redis.set(key, "broken")
+            await app._renewal.look()
+            assert await statuses(app, "one", "two") == [503, 503]
+            await redis.set(key, tenants(b="two"))
+            await app._renewal.look()
+            assert await statuses(app, "one", "two") == [401, 503]
+            await server.kill()
+            await app._renewal.look()
+            assert await statuses(app, "one", "two") == [401, 503]
+        finally:
+            await app.stop()
+        with pytest.raises(ConfigError, match="Redis"):
+            await started(flags)
+    finally:
+        await redis.aclose()
+        await server.kill()
+
+
+async def started(flags: dict[str, Any]) -> RouterApp:
+    app = RouterApp(RouterConfig(**flags))
+    try:
+        await app.start()
+    except BaseException:
+        await app.stop()
+        raise
+    return app
+
+
+async def statuses(app: RouterApp, *keys: str) -> list[int]:
+    """What requests with these keys are answered: 503 if they are let in, as nobody is there to serve them."""
+    body = {"model": "m", "prompt": "x"}
+    found = []
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", timeout=20) as client:
+        for key in keys:
+            headers = {"authorization": f"Bearer {key}"}
+            found.append((await client.post("/v1/completions", json=body, headers=headers)).status_code)
+    return found
+
+
+def test_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(api_keys="redis")
+    assert caught.value.field == "redis"
+    with pytest.raises(ConfigError) as caught:
+        RouterApp(RouterConfig(api_keys="redis", redis="redis://127.0.0.1:1/0"))
+    assert caught.value.field == "tenant_secret_file"

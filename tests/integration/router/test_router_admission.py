@@ -1,0 +1,481 @@
+"""Admission: a real router process over scripted workers, then the dispatcher alone where its books are looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+from tests.integration.router.test_router_dispatch import Router, World, make_request, run
+from tests.integration.router.test_router_process import Process, router
+from tests.support.servers.fake_worker import FakeWorker
+
+from baton.api.v1 import common_pb2, worker_pb2
+from baton.client import AsyncClient
+from baton.errors import OverloadedError, QueueFullError, SloError, UnavailableError
+from baton.types import Role
+
+ONE_SLOT = ("--instance-slots", "1")
+
+
+class TimedWorker(FakeWorker):
+    """Says that every prompt took it ``ttft_ms``."""
+
+    ttft_ms = 500
+
+    def _trace(self, request: worker_pb2.GenerateRequest) -> common_pb2.RequestTrace:
+        trace = super()._trace(request)
+        trace.recomputed_tokens, trace.cached_tokens = len(request.prompt_token_ids), 0
+        trace.ttft_us = 1000 * self.ttft_ms
+        return trace
+
+
+@contextlib.asynccontextmanager
+async def worker(*, timed: bool = False) -> AsyncIterator[FakeWorker]:
+    worker = (TimedWorker if timed else FakeWorker)(Role.DECODE, "d0", caches=False)
+    worker.state.model_path = "models/baton-tiny"
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+class Client:
+    """Sends completions and remembers in which order they were answered."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+        self.answered: list[str] = []
+
+    async def send(self, name: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"prompt": [5, 6, 7], "max_tokens": 2, "request_id": name, **fields}
+        answer = await self.http.post("/v1/completions", json=body, headers=headers)
+        self.answered.append(name)
+        return answer
+
+    def start(self, name: str, headers: dict[str, str] | None = None, **fields: Any) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(self.send(name, headers, **fields))
+
+    async def metric(self, sample: str) -> float:
+        for line in (await self.http.get("/metrics")).text.splitlines():
+            if line.startswith(sample + " "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    async def until(self, sample: str, value: float) -> None:
+        async with asyncio.timeout(30):
+            while await self.metric(sample) != value:
+                await asyncio.sleep(0.005)
+
+    async def queued(self, count: int) -> None:
+        """Wait until so many wait."""
+        async with asyncio.timeout(30):
+            while sum([await self.metric(f'baton_router_queue_requests{{priority="{x}"}}') for x in CLASSES]) != count:
+                await asyncio.sleep(0.005)
+
+
+CLASSES = ("high", "normal", "low")
+
+
+@contextlib.asynccontextmanager
+async def serving(*flags: str, decode: FakeWorker) -> AsyncIterator[tuple[Process, Client]]:
+    async with (
+        router("--decode", decode.address, *flags) as process,
+        httpx.AsyncClient(base_url=f"http://{process.http}", timeout=30) as http,
+    ):
+        async with asyncio.timeout(30):
+            while (await http.get("/readyz")).status_code != 200:
+                await asyncio.sleep(0.01)
+        yield process, Client(http)
+
+
+def go_on(decode: FakeWorker) -> None:
+    decode.state.pause_after = None
+    decode.changed()
+
+
+async def occupied(client: Client, decode: FakeWorker) -> asyncio.Task[httpx.Response]:
+    """Fill the only slot."""
+    decode.state.pause_after = 1
+    first = client.start("first")
+    await decode.wait_until(lambda: len(decode.state.running) == 1)
+    return first
+
+
+def long(number: int) -> list[int]:
+    """A prompt that is as much work as two turns, and shares nothing with others."""
+    return [5 + number] * 1000
+
+
+def order_of(decode: FakeWorker) -> list[str]:
+    """The requests as the worker got them."""
+    return [request.request_id.split("-")[0] for request in decode.state.requests]
+
+
+# --- over HTTP and gRPC ---
+
+
+async def test_what_has_no_room_waits_by_priority_and_deadline_and_in_turns() -> None:
+    async with worker() as decode, serving(*ONE_SLOT, decode=decode) as (_, client):
+        first = await occupied(client, decode)
+        tasks = [client.start(f"greedy{i}", user="greedy", prompt=long(i)) for i in range(12)]
+        await client.queued(12)
+        tasks.append(client.start("low", user="low", priority=5))
+        tasks.append(client.start("modest", user="modest", prompt=long(20)))
+        tasks.append(client.start("mine", user="mine"))
+        tasks.append(client.start("mysoon", user="mine", ttft_ms=20_000))
+        tasks.append(client.start("high", {"x-baton-priority": "-1"}, user="greedy", priority=7))
+        await client.queued(17)
+        assert await client.metric('baton_router_queue_requests{priority="high"}') == 1
+        assert len(decode.state.requests) == 1, "the worker has no queue of its own"
+        go_on(decode)
+        answers = await asyncio.gather(first, *tasks)
+        assert {answer.status_code for answer in answers} == {200}
+        assert float(answers[0].headers["x-baton-queue-ms"]) == 0
+        assert all(float(answer.headers["x-baton-queue-ms"]) > 0 for answer in answers[1:])
+        order = order_of(decode)
+        assert order[:2] == ["first", "high"]
+        assert order[-1] == "low"
+        greedy = [name for name in order if name.startswith("greedy")]  # they came at the same time, in any order
+        assert order.index("mysoon") < order.index("mine") < order.index(greedy[4]), order
+        assert order.index("modest") < order.index(greedy[4]), order
+        await client.queued(0)
+        (decision,) = (await client.http.get("/debug/decisions", params={"id": "modest"})).json()["decisions"]
+        assert decision["router_queue_ms"] > 0
+        told = (await client.http.get(f"/debug/decisions/{decision['id']}")).json()
+        assert "in the router's queue" in told["why"][0]
+        assert await client.metric('baton_router_queue_wait_seconds_count{priority="low"}') == 1
+        assert await client.metric("baton_router_admitted_at_once_total") == 1
+
+
+async def test_a_full_queue_answers_at_once_and_says_when_to_come_back() -> None:
+    flags = (*ONE_SLOT, "--queue-requests", "4")
+    async with worker() as decode, serving(*flags, decode=decode) as (_, client):
+        first = await occupied(client, decode)
+        greedy = [client.start(f"g{i}", user="greedy") for i in range(2)]
+        await client.queued(2)
+        refused = await client.send("g2", user="greedy")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "of this tenant" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        others = [client.start(f"o{i}", user=f"other{i}", priority=i) for i in range(2)]
+        await client.queued(4)
+        full = await client.send("late", user="late", priority=9)
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
+        important = client.start("important", user="late", priority=-1)
+        pushed = await others[1]
+        assert pushed.status_code == 429
+        assert "more right" in pushed.json()["error"]["message"]
+        assert await client.metric('baton_router_admission_refusals_total{reason="tenant_share"}') == 1
+        assert await client.metric('baton_router_admission_refusals_total{reason="queue_full"}') == 1
+        assert await client.metric('baton_router_admission_refusals_total{reason="pushed_out"}') == 1
+        go_on(decode)
+        assert {x.status_code for x in await asyncio.gather(first, *greedy, others[0], important)} == {200}
+        assert order_of(decode)[1] == "important"
+
+
+async def test_overload_is_said_before_it_is_waited_for() -> None:
+    async with worker() as decode, serving(*ONE_SLOT, "--queue-timeout-s", "0.2", decode=decode) as (_, client):
+        first = await occupied(client, decode)
+        # Nothing was served yet, so nothing is known of the time that a request takes: it waits, in vain.
+        unlucky = await client.send("unlucky")
+        assert (unlucky.status_code, unlucky.json()["error"]["code"]) == (503, "overloaded")
+        assert await client.metric('baton_router_admission_refusals_total{reason="expired"}') == 1
+        await asyncio.sleep(0.3)  # which is what the first one takes
+        go_on(decode)
+        assert (await first).status_code == 200
+        first = await occupied(client, decode)
+        answers = await asyncio.gather(*(client.send(f"r{i}", user=f"u{i}", max_tokens=100) for i in range(10)))
+        assert {answer.status_code for answer in answers} == {503}
+        assert {answer.json()["error"]["code"] for answer in answers} == {"overloaded"}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+        assert "of work wait ahead" in answers[-1].json()["error"]["message"]
+        assert await client.metric('baton_router_admission_refusals_total{reason="overloaded"}') >= 8
+        go_on(decode)
+        assert (await first).status_code == 200
+
+
+async def test_a_ttft_that_cannot_be_had_is_refused_at_once() -> None:
+    async with worker(timed=True) as decode, serving(decode=decode) as (process, client):
+        untried = await client.send("untried", ttft_ms=100)
+        assert untried.status_code == 200, "nothing was measured yet, so nobody is refused"
+        assert (await client.send("second")).status_code == 200
+        refused = await client.send("refused", ttft_ms=100)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "slo_unattainable")
+        assert refused.json()["error"]["param"] == "ttft_ms"
+        assert "even if nothing else ran" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) == 60
+        assert (await client.send("header", {"x-baton-ttft-ms": "100"}, ttft_ms=9000)).status_code == 503
+        assert (await client.send("fine", ttft_ms=9000)).status_code == 200
+        assert (await client.send("itl", itl_ms=1e-6)).json()["error"]["param"] == "itl_ms"
+        measured = (await client.send("itl", {"x-baton-itl-ms": "0.000001"})).json()["error"]["message"]
+        assert "d0, measures" in measured
+        assert (await client.send("itl", itl_ms=5000)).status_code == 200
+        for name, value in (("x-baton-ttft-ms", "soon"), ("x-baton-itl-ms", "-1"), ("x-baton-priority", "1.5")):
+            wrong = await client.send("wrong", {name: value})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)
+        assert (await client.send("wrong", ttft_ms=0)).json()["error"]["param"] == "ttft_ms"
+        async with AsyncClient(process.grpc, retries=0) as sdk:
+            with pytest.raises(SloError) as caught:
+                await sdk.generate([5, 6, 7], max_tokens=2, ttft_ms=100)
+            assert caught.value.field == "ttft_ms"
+            assert caught.value.retry_after_s == 60
+            done = await sdk.generate([5, 6, 7], max_tokens=2, ttft_ms=9000, user="me")
+            assert done.trace is not None
+            assert done.trace.router_queue_us == 0
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_answered_then() -> None:
+    async with worker() as decode, serving(*ONE_SLOT, decode=decode) as (_, client):
+        for i in range(3):
+            await client.send(f"quick{i}")  # so short requests that the wait looks short too
+        first = await occupied(client, decode)
+        late = await client.send("late", ttft_ms=1000)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "slo_unattainable")
+        assert late.headers["retry-after"]
+        assert "had any more: it waited" in late.json()["error"]["message"]
+        assert await client.metric('baton_router_admission_refusals_total{reason="expired"}') == 1
+        await client.queued(0)
+        go_on(decode)
+        assert (await first).status_code == 200
+
+
+async def test_a_client_that_leaves_leaves_the_queue() -> None:
+    async with worker() as decode, serving(*ONE_SLOT, decode=decode) as (_, client):
+        first = await occupied(client, decode)
+        gone, stays = client.start("gone"), client.start("stays")
+        await client.queued(2)
+        gone.cancel()
+        await client.queued(1)
+        assert await client.metric("baton_router_queue_cancelled_total") == 1
+        go_on(decode)
+        assert (await stays).status_code == (await first).status_code == 200
+        assert order_of(decode) == ["first", "stays"]
+        await client.until("baton_router_queue_tokens", 0)
+
+
+async def test_the_queue_drains_when_an_instance_comes_back() -> None:
+    async with worker() as decode, serving(*ONE_SLOT, "--no-instance-wait-s", "20", decode=decode) as (_, client):
+        first = await occupied(client, decode)
+        waiting = [client.start(f"w{i}") for i in range(5)]
+        await client.queued(5)
+        await decode.stop()
+        await client.until('baton_router_instance_healthy{instance="d0",role="decode"}', 0)
+        decode.state.pause_after = None
+        await decode.start(decode.port)
+        assert {x.status_code for x in await asyncio.gather(first, *waiting)} == {200}
+
+
+async def test_tenants_are_api_keys_where_there_are_any(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# two\none\ntwo\n")
+    names = [f"key-{hashlib.sha256(key).hexdigest()[:8]}" for key in (b"one", b"two")]
+    flags = (*ONE_SLOT, "--api-keys", str(keys))
+    async with worker() as decode, serving(*flags, decode=decode) as (_, client):
+        one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        decode.state.pause_after = 1
+        first = client.start("first", one)
+        await decode.wait_until(lambda: len(decode.state.running) == 1)
+        tasks = [client.start(f"a{i}", one, user=f"u{i}", prompt=long(i)) for i in range(9)]
+        await client.queued(9)
+        tasks.append(client.start("b", two, prompt=long(20)))
+        await client.queued(10)
+        assert await client.metric(f'baton_router_queue_tenant_requests{{tenant="{names[0]}"}}') == 9
+        assert await client.metric(f'baton_router_queue_tenant_requests{{tenant="{names[1]}"}}') == 1
+        go_on(decode)
+        await asyncio.gather(first, *tasks)
+        assert order_of(decode).index("b") < 5, "users of one key share its turns"
+
+
+# --- the dispatcher and its books ---
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield World(stack)
+
+
+def assert_nothing_waits(router: Router) -> None:
+    router.assert_nothing_held()
+    admission = router.dispatcher.admission
+    assert len(admission.queue) == 0
+    assert admission._ticker is None
+    assert admission._in_flight == 0, "not even what rounding leaves over"
+    assert (admission._room._due_sequences, admission._room._due_tokens) == (0, 0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_cancelled_at_any_moment_nothing_is_left(world: World, seed: int) -> None:
+    decodes = await world.decodes(2)
+    router = await world.cluster([], decodes, instance_slots=2)
+    router.dispatcher._placer._speeds.output.add(0.0, 2.1, 0.0)  # so that estimates are no whole numbers
+    tasks = [asyncio.create_task(run(router, make_request(f"r{i}", max_tokens=3 + i % 5))) for i in range(60)]
+    for i, task in enumerate(tasks):
+        for _ in range((7 * i + seed) % 5):
+            await asyncio.sleep(0)
+        if (i + seed) % 3 == 0:
+            tasks[(i * 11 + seed) % 60].cancel()
+        task.cancelled()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(x, asyncio.CancelledError) or not isinstance(x, BaseException) for x in results)
+    assert any(not isinstance(x, BaseException) for x in results)
+    await until(lambda: router.dispatcher.num_in_flight == 0)
+    assert_nothing_waits(router)
+
+
+async def test_workers_get_what_they_can_run_and_little_more(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    decode.state.pause_after = 1
+    tasks = [asyncio.create_task(run(router, make_request(f"r{i}"))) for i in range(100)]
+    await decode.wait_until(lambda: len(decode.state.running) == 72)  # 64 in a batch, and an eighth
+    await until(lambda: len(router.dispatcher.admission.queue) == 28)
+    assert len(decode.state.running) == 72
+    decode.state.pause_after = None
+    decode.changed()
+    await asyncio.gather(*tasks)
+    assert_nothing_waits(router)
+
+
+async def test_an_instance_where_requests_wait_gets_no_more(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    decode.set_load(num_running=64, num_waiting=40)
+    await router.until(lambda: router.instance(decode).load.report.num_waiting == 40)
+    await until(lambda: not router.dispatcher.admission._room.is_free())  # a look at the instances is good for 10 ms
+    task = asyncio.create_task(run(router, make_request()))
+    await until(lambda: len(router.dispatcher.admission.queue) == 1)
+    decode.set_load(num_running=64, num_waiting=0)
+    await task
+    assert_nothing_waits(router)
+
+
+async def test_prompts_wait_for_prefill_instances(world: World) -> None:
+    (prefill,), (decode,) = await world.prefills(1), await world.decodes(1)
+    router = await world.cluster([prefill], [decode], prefill_queue_tokens=100)
+    decode.state.pause_after = 0
+    tasks = [asyncio.create_task(run(router, make_request(f"r{i}", prompt=[i] * 32))) for i in range(6)]
+    await until(lambda: len(router.dispatcher.admission.queue) == 2)  # 32 tokens each: the fourth begins below 100
+    decode.state.pause_after = 1
+    decode.changed()
+    await decode.wait_until(lambda: len(decode.state.running) == 6)  # a first token frees its prefill instance
+    decode.state.pause_after = None
+    decode.changed()
+    await asyncio.gather(*tasks)
+    assert_nothing_waits(router)
+
+
+async def test_prompts_get_a_second_of_work_once_it_is_known_how_much_that_is(world: World) -> None:
+    (prefill,), (decode,) = await world.prefills(1), await world.decodes(1)
+    router = await world.cluster([prefill], [decode])
+    room, speeds = router.dispatcher.admission._room, router.dispatcher._placer._speeds
+    assert speeds is not None
+    book = router.instance(prefill).load
+    book.tokens += 50_000
+    await until(room.is_free)
+    for _ in range(5):
+        speeds.prefill.add("p0", 1000, 100.0)
+    await until(lambda: not room.is_free())  # 0.1 ms per token: 10,000 are a second
+    book.tokens = 9_000
+    await until(room.is_free)
+    for _ in range(100):
+        speeds.prefill.add("p0", 1000, 10_000.0)
+    await until(lambda: not room.is_free())  # 4096 at the least
+    book.tokens = 4_000
+    await until(room.is_free)
+    book.tokens = 0
+
+
+async def test_decode_instances_that_are_fast_enough_go_first(world: World) -> None:
+    decodes = await world.decodes(2, caches=False)
+    router = await world.cluster([], decodes)
+    speeds = router.dispatcher._placer._speeds
+    assert speeds is not None
+    for _ in range(5):
+        speeds.decode.add("d0", 1, 80.0)
+        speeds.decode.add("d1", 1, 5.0)
+    answers = [await run(router, replace(make_request(f"r{i}", max_tokens=1), itl_ms=20.0)) for i in range(6)]
+    assert {answer.trace.decode_instance for answer in answers} == {"d1"}
+    with pytest.raises(SloError, match=r"d1, measures 5\.0 ms") as caught:
+        await run(router, replace(make_request(), itl_ms=1.0))
+    assert caught.value.field == "itl_ms"
+    assert_nothing_waits(router)
+
+
+async def test_a_wait_that_is_too_long_for_a_deadline_is_foreseen(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode], instance_slots=1)
+    admission = router.dispatcher.admission
+    decode.state.pause_after = 1
+    tasks = [asyncio.create_task(run(router, make_request("first")))]
+    await decode.wait_until(lambda: len(decode.state.running) == 1)
+    tasks.append(asyncio.create_task(run(router, make_request("second"))))
+    await until(lambda: len(admission.queue) == 1)
+    admission._drain.served(admission._in_flight, 100.0)  # as if one like the first had taken so long
+    with pytest.raises(SloError, match="of work ahead in the queue") as caught:
+        await run(router, replace(make_request("late", prompt=[3] * 40), ttft_ms=5_000.0, tenant="other"))
+    assert caught.value.retry_after_s is not None
+    assert caught.value.retry_after_s > 10
+    tasks.append(asyncio.create_task(run(router, replace(make_request("urgent"), ttft_ms=20_000.0, priority=-1))))
+    await until(lambda: len(admission.queue) == 2)  # nobody is ahead of it
+    decode.state.pause_after = None
+    decode.changed()
+    await asyncio.gather(*tasks)
+    assert [x.request_id for x in decode.state.requests] == ["first", "urgent", "second"]
+    assert_nothing_waits(router)
+
+
+async def test_a_queue_without_instances_ends(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode], instance_slots=1, no_instance_wait_s=0.2)
+    decode.state.pause_after = 1
+    tasks = [asyncio.create_task(run(router, make_request(f"r{i}"))) for i in range(4)]
+    await until(lambda: len(router.dispatcher.admission.queue) == 3)
+    await decode.stop()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, UnavailableError)
+        assert not isinstance(result, OverloadedError)
+    assert_nothing_waits(router)
+
+
+async def test_a_router_that_ends_tells_those_that_wait(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode], instance_slots=1)
+    decode.state.pause_after = 1
+    tasks = [asyncio.create_task(run(router, make_request(f"r{i}"))) for i in range(3)]
+    await until(lambda: len(router.dispatcher.admission.queue) == 2)
+    router.dispatcher.cut_off()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, UnavailableError)
+        assert "shutting down" in result.message
+    await until(lambda: router.dispatcher.num_in_flight == 0)
+    assert_nothing_waits(router)
+
+
+async def test_without_a_queue_what_has_no_room_is_refused(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode], instance_slots=1, queue_requests=0)
+    decode.state.pause_after = 1
+    task = asyncio.create_task(run(router, make_request()))
+    await decode.wait_until(lambda: len(decode.state.running) == 1)
+    with pytest.raises(QueueFullError) as caught:
+        await run(router, make_request("second"))
+    assert caught.value.retry_after_s is not None
+    assert caught.value.retry_after_s > 0
+    decode.state.pause_after = None
+    decode.changed()
+    await task
+    assert_nothing_waits(router)

@@ -1,0 +1,107 @@
+"""A session's name on its way from HTTP header, HTTP field and gRPC to the policy that keeps it in one place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+from tests.integration.router.test_router_dispatch import World, make_request, run
+from tests.support.scripted import ScriptedDispatcher
+
+from baton.api.v1 import router_pb2
+from baton.client.request import build_generate
+from baton.tokenizer import TextModelCache
+from baton.types import PrefillPath
+from baton_router.accounts.accounts import Accounts
+from baton_router.frontend.grpc import generate as grpc_generate
+from baton_router.frontend.http import HttpOptions, create_app
+from baton_router.metrics.generation_metrics import GenerationMetrics
+from baton_router.processor.input_processor import TextPipeline
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield World(stack)
+
+
+@pytest.fixture
+def dispatcher() -> ScriptedDispatcher:
+    return ScriptedDispatcher()
+
+
+@pytest.fixture
+def pipeline(dispatcher: ScriptedDispatcher) -> TextPipeline:
+    return TextPipeline(dispatcher, TextModelCache(), GenerationMetrics(CollectorRegistry()))
+
+
+async def test_header_and_field_name_the_session(dispatcher: ScriptedDispatcher, pipeline: TextPipeline) -> None:
+    app = create_app(pipeline, dispatcher, registry=CollectorRegistry(), options=HttpOptions())
+    body = {"model": "baton-tiny", "prompt": "def", "max_tokens": 2}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        for extra, headers in (({}, {}), ({"session_id": "a"}, {}), ({"session_id": "a"}, {"x-baton-session": "b"})):
+            answer = await client.post("/v1/completions", json={**body, **extra}, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert "x-baton-ignored-fields" not in answer.headers
+        long = await client.post("/v1/completions", json={**body, "session_id": "x" * 600})
+        assert (long.status_code, long.json()["error"]["param"]) == (400, "session_id")
+    assert [request.session for request in dispatcher.requests] == ["", "a", "b"]
+
+
+async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, pipeline: TextPipeline) -> None:
+    request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
+    responses = [response async for response in grpc_generate.generate(pipeline, request, None)]
+    assert dispatcher.requests[0].session == "c"
+    decision = responses[0].decision
+    assert {term.name: term.value for term in decision.terms} == {"match": 1.0}
+    answer = await grpc_generate.route(pipeline, router_pb2.RouteRequest(text="def", session_id="c"), None)
+    assert answer.decision.decode_instance == "decode-1"
+
+
+async def test_sessions_of_tenants_are_apart(dispatcher: ScriptedDispatcher, pipeline: TextPipeline) -> None:
+    accounts = Accounts.of_keys("one", "two")
+    request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
+    for key in ("one", "two", "one"):
+        async for _ in grpc_generate.generate(pipeline, request, accounts.identify(f"Bearer {key}")):
+            pass
+    first, other, again = (request.session for request in dispatcher.requests)
+    assert first == again != other
+
+
+# --- over the wire, to fake workers ---
+
+
+async def test_a_session_stays_on_its_instances_and_moves_when_they_are_gone(world: World) -> None:
+    decodes = await world.decodes(4)
+    router = await world.cluster(await world.prefills(2), decodes, policy="session")
+    for name in ("a", "b"):
+        for number in range(6):
+            await run(router, replace(make_request(f"{name}{number}", [number] * 40), session=name))
+    ran = {name: [w for w in decodes for r in w.state.requests if r.request_id.startswith(name)] for name in "ab"}
+    homes = {name: set(map(id, there)) for name, there in ran.items()}
+    assert [len(there) for there in homes.values()] == [1, 1]
+    home = ran["a"][0]
+    await home.stop()
+    answer = await run(router, replace(make_request("a-later"), session="a"))
+    assert answer.trace.decode_instance != home.instance_id
+    router.assert_nothing_held()
+
+
+async def test_a_choice_by_cost_reaches_decode_and_what_it_reports_is_learnt(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster(await world.prefills(2), [decode], policy="cost_ms")
+    for number in range(4):
+        answer = await run(router, make_request(f"r{number}", [number] * 40))
+        decision = answer.chunks[0].decision
+        assert decision is not None
+        threshold = decode.state.requests[-1].remote_prefill_threshold
+        assert threshold == (1 if decision.path is PrefillPath.REMOTE else 2**31 - 1)
+        assert sum(term.value for term in decision.terms) == pytest.approx(decision.score)
+    speeds = router.dispatcher._placer._speeds
+    assert speeds is not None
+    assert speeds.output_tokens == pytest.approx(8.0), "every request generated eight tokens"
+    router.assert_nothing_held()

@@ -1,0 +1,169 @@
+"""Instances inside one process: real engines, gRPC and pipes, without the start-up time of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.config import EngineConfig
+from baton.config.worker import WorkerConfig
+from baton.engine.core import EngineCore
+from baton.kv_transfer.blocks import MemoryNetwork
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import finish_from_pb, sampling_to_pb
+from baton.types import FinishReason, Role, SamplingParams
+from baton.worker.instance import WorkerInstance
+from baton_decode.main import DecodeParts
+from baton_prefill.main import PrefillParts
+
+_SETTLE_S = 30.0
+
+
+@dataclass
+class Result:
+    """What a decode instance answered to one request of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    trace: common_pb2.RequestTrace = field(default_factory=common_pb2.RequestTrace)
+
+
+class LocalCluster:
+    """Prefill and decode instances in this process; no router.
+
+    Args:
+        engine_config: Of every instance.
+        config: Of every instance; ports are always free ones.
+        num_prefill: Prefill instances, over all ``pipes``.
+        decode_pipes: One decode instance per entry, with the pipes it may use.
+        decode_changes: What differs in the decode instances' engines.
+    """
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        config: WorkerConfig | None = None,
+        *,
+        num_prefill: int = 1,
+        decode_pipes: Sequence[tuple[str, ...]] = (("shm",),),
+        decode_changes: dict[str, object] | None = None,
+    ) -> None:
+        memory = MemoryNetwork()
+        base = config or WorkerConfig()
+        kinds = tuple(dict.fromkeys(kind for pipes in decode_pipes for kind in pipes))
+        self.prefill = [
+            WorkerInstance(
+                Role.PREFILL,
+                dataclasses.replace(base, instance_id=f"prefill-{i}", pipes=kinds),
+                engine_config,
+                PrefillParts,
+                memory=memory,
+            )
+            for i in range(num_prefill)
+        ]
+        decode_config = dataclasses.replace(engine_config, **(decode_changes or {}))  # type: ignore[arg-type]
+        self.decode = [
+            WorkerInstance(
+                Role.DECODE,
+                dataclasses.replace(base, instance_id=f"decode-{i}", pipes=pipes),
+                decode_config,
+                DecodeParts,
+                memory=memory,
+            )
+            for i, pipes in enumerate(decode_pipes)
+        ]
+
+    async def __aenter__(self) -> Self:
+        started: list[WorkerInstance] = []
+        try:
+            for instance in (*self.prefill, *self.decode):
+                await instance.start()
+                started.append(instance)
+        except BaseException:
+            for instance in started:
+                await instance.stop(0)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for instance in (*self.decode, *self.prefill):
+            await instance.stop(0)
+
+    @property
+    def candidates(self) -> list[str]:
+        """Addresses of the prefill instances."""
+        return [instance.address for instance in self.prefill]
+
+    async def generate(
+        self,
+        decode: WorkerInstance,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        candidates: Sequence[str] | None = None,
+        threshold: int | None = 1,
+        output: Sequence[int] = (),
+    ) -> Result:
+        """Run one request of one sequence to its end.
+
+        Args:
+            decode: Who owns it.
+            prompt: Token ids.
+            sampling: How tokens are chosen.
+            candidates: Prefill instances; default: all of the cluster.
+            threshold: Missing tokens from which the prefill is remote.
+            output: Tokens generated before, elsewhere.
+        """
+        request = worker_pb2.GenerateRequest(
+            request_id=secrets.token_hex(8),
+            prompt_token_ids=prompt,
+            output_token_ids=output,
+            sampling=sampling_to_pb(sampling),
+            prefill_candidates=self.candidates if candidates is None else candidates,
+            remote_prefill_threshold=threshold,
+        )
+        result = Result()
+        async with open_channel(decode.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            async for response in stub.Generate(request):
+                for delta in response.deltas:
+                    result.token_ids += delta.token_ids
+                    result.finish_reason = finish_from_pb(delta.finish_reason) or result.finish_reason
+                if response.HasField("trace"):
+                    result.trace.CopyFrom(response.trace)
+        return result
+
+    async def settle(self) -> None:
+        """Wait until nothing is loaded, saved or kept for anybody any more.
+
+        Raises:
+            TimeoutError: It takes too long.
+        """
+        async with asyncio.timeout(_SETTLE_S):
+            for instance in (*self.prefill, *self.decode):
+                while await instance.context.engine.call(partial(_wants_poll, instance.context.engine.core)):
+                    await asyncio.sleep(0.01)
+
+    async def check_integrity(self) -> None:
+        """Wait for what is still saved, then check that every pool adds up and that nothing is held for anybody.
+
+        Raises:
+            AssertionError: A block leaked or is owned twice.
+        """
+        await self.settle()
+        for instance in (*self.prefill, *self.decode):
+            engine = instance.context.engine
+            await engine.call(engine.core.check_integrity)
+            stats = await engine.call(engine.core.stats)
+            if stats.blocks_active or stats.num_running or stats.num_waiting or stats.num_loading:
+                raise AssertionError(f"{instance.context.instance_id} is not idle: {stats}")
+
+
+def _wants_poll(core: EngineCore) -> bool:
+    return core.wants_poll

@@ -1,0 +1,113 @@
+"""The control line between a driver and its agents, and the agents' service of small messages."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from baton.bench.kv.agents import Agent
+from baton.bench.kv.control import MAX_CONTROL_BYTES, Handler, Line, serve_orders
+from baton.bench.kv.messages import MessageService, Messenger, ask_schedule, next_step, round_trips
+from baton.errors import ConfigError, InvalidRequestError, PipeClosedError, TransferError
+from baton.kv_transfer.pipes.base import WireTensor
+from baton.kv_transfer.pipes.tcp import TcpPipe
+from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.protocol.sockets import Stream
+
+S = 10.0
+
+
+def soon() -> float:
+    return time.monotonic() + S
+
+
+def refuse(_: object) -> dict[str, object]:
+    raise ConfigError("no memory for that", field="isl")
+
+
+HANDLERS: dict[str, Handler] = {"double": lambda order: {"value": 2 * order["value"]}, "refuse": refuse}
+
+
+@pytest.fixture
+def ends():
+    """Both ends of a line, and what becomes of the agent that serves the second."""
+    mine, theirs = socket.socketpair()
+    line = Line(Stream(theirs, peer="driver"))
+    with ThreadPoolExecutor(1) as pool:
+        served: Future[None] = pool.submit(serve_orders, line, HANDLERS)
+        stream = Stream(mine, peer="agent")
+        yield stream, served
+        stream.close()
+        line.close()
+
+
+def test_orders_are_answered_in_turn(ends):
+    stream, served = ends
+    agent = Agent("agent", Line(stream))
+    assert agent.ask("double", S, value=4) == {"value": 8}
+    for do in ("refuse", "nothing such"):
+        with pytest.raises((ConfigError, BadFrameError)) as caught:
+            agent.ask(do, S)
+        assert caught.value.field == {"refuse": "isl"}.get(do, "do")
+    assert agent.ask("double", S, value=5) == {"value": 10}
+    agent.close()
+    assert isinstance(served.exception(S), PipeClosedError)
+
+
+def test_an_agent_that_is_gone_is_named(ends):
+    stream, served = ends
+    agent = Agent("source 3", Line(stream))
+    with pytest.raises(InvalidRequestError):
+        agent.ask("double", S, value="x" * MAX_CONTROL_BYTES)
+    TcpPipe(stream).send(None, deadline=soon())  # not an order
+    assert isinstance(served.exception(S), BadFrameError)
+    stream.sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(TransferError, match="source 3 is gone"):
+        agent.ask("double", S, value=1)
+
+
+@pytest.mark.parametrize("data", [b"[1]", b"{", b"", b"\xff" * 100], ids=["list", "cut", "empty", "bytes"])
+def test_what_is_no_order_ends_the_line(ends, data):
+    stream, served = ends
+    TcpPipe(stream).send([WireTensor("uint8", (len(data),), memoryview(data))], deadline=soon())
+    assert isinstance(served.exception(S), BadFrameError)
+
+
+def test_lengths_that_lie_are_refused_before_memory_is_taken(ends):
+    stream, served = ends
+    pipe = TcpPipe(stream, max_message_bytes=1 << 40)
+    with pytest.raises(PipeClosedError):  # the other end hangs up while we send
+        pipe.send([WireTensor("uint8", (64 << 20,), memoryview(bytes(64 << 20)))], deadline=soon())
+    assert isinstance(served.exception(S), BadFrameError)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_messages_come_back_and_schedules_are_followed(kind):
+    messenger, progress = Messenger("127.0.0.1", "secret"), list[int]()
+    service = MessageService(messenger.listen(kind), progress.append)
+    try:
+        with messenger.connect(kind, service.address, deadline=soon()) as pipe:
+            assert len(round_trips(pipe, 4096, 20, S)) == 20
+            rows = [(0, 7, 1), (1_000_000, 8, 0), (2_000_000, 9, 1)]
+            start = time.monotonic()
+            ask_schedule(pipe, np.array(rows, dtype=np.int64))
+            assert [next_step(pipe, deadline=soon()) for _ in range(2)] == [0, 2]
+            assert time.monotonic() - start >= 0.002
+            assert progress == [7, 8, 9]
+            ask_schedule(pipe, np.array([(-1, 0, 0)], dtype=np.int64))
+            with pytest.raises(PipeClosedError):
+                next_step(pipe, deadline=soon())
+        with messenger.connect(kind, service.address, deadline=soon()) as pipe:  # the others are served on
+            assert len(round_trips(pipe, 64, 1, S)) == 1
+    finally:
+        service.close()
+        messenger.close()
+
+
+def test_a_kind_without_messages_says_so():
+    with pytest.raises(ConfigError, match="vm"):
+        Messenger("127.0.0.1", None).listen("vm")

@@ -1,0 +1,330 @@
+"""The sampler against Hugging Face's logits processors, plain references and statistics."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from baton.engine.sample.filters import draw, filter_batch, filtered_probs, kth_greatest, nucleus_threshold
+from baton.engine.sample.logprobs import token_logprobs
+from baton.engine.sample.penalties import apply_edits
+from baton.engine.sample.rng import request_seed, uniforms
+from baton.engine.sample.sampler import Sampler, SamplerRow
+from baton.seeds import sequence_seed
+from baton.types import SamplingParams
+
+VOCAB = 97
+NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
+
+
+def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def row(
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    stop: Sequence[int] = (),
+) -> SamplerRow:
+    return SamplerRow(params, seed, stop_ids=stop, prompt=prompt, output=output)
+
+
+def edited(logits: torch.Tensor, one: SamplerRow) -> torch.Tensor:
+    copy = logits.clone()
+    if one.edits is not None:
+        apply_edits(copy, [(0, one.edits, one.counts, one.position)])
+    return copy
+
+
+# Filters
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, -1, 1, 2, 10, VOCAB, 500]),
+    top_p=st.sampled_from([1.0, 0.99, 0.7, 0.3, 0.01]),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+)
+def test_filters_equal_hugging_face(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits = logits_of(seed)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = TemperatureLogitsWarper(temperature)(NO_IDS, logits.clone()) if temperature != 1.0 else logits.clone()
+    if top_k > 0:
+        expected = TopKLogitsWarper(top_k)(NO_IDS, expected)
+    if top_p < 1.0:
+        expected = TopPLogitsWarper(top_p)(NO_IDS, expected)
+    if min_p > 0.0:
+        expected = MinPLogitsWarper(min_p)(NO_IDS, expected)
+    for probs in (filtered_probs(logits, [params]), filter_batch(logits / temperature, [params])):
+        torch.testing.assert_close(probs / probs.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-4, atol=1e-7)
+
+
+def test_filters_of_rows_do_not_touch_each_other() -> None:
+    many = [
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_k=3),
+        SamplingParams(temperature=0.2, min_p=0.3),
+        SamplingParams(),
+        SamplingParams(top_k=20, top_p=0.9, min_p=0.05, temperature=1.3),
+    ]
+    logits = logits_of(3, rows=len(many), vocab=2000)
+    together = filtered_probs(logits, many)
+    for i, params in enumerate(many):
+        assert torch.equal(together[i], filtered_probs(logits[i : i + 1], [params])[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    size=st.sampled_from([1, 5, 127, 128, 129, 1000, 5000]),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 8.0]),
+    k=st.integers(1, 5000),
+    top_p=st.floats(0.001, 0.9999),
+)
+def test_thresholds_equal_those_of_a_full_sort(seed: int, size: int, scale: float, k: int, top_p: float) -> None:
+    row_of_logits = logits_of(seed, vocab=size, scale=scale)
+    values = row_of_logits[0].numpy()
+    k = min(k, size)
+    assert kth_greatest(values, k) == np.sort(values)[size - k]
+    probs = row_of_logits.softmax(-1)[0].numpy()
+    descending = np.sort(probs)[::-1]
+    before = np.cumsum(descending, dtype=np.float64) - descending
+    assert nucleus_threshold(probs, top_p) == descending[max(1, int((before < top_p).sum())) - 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-10])
+def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
+    logits = logits_of(1, rows=3) * 50
+    rows = [row(SamplingParams(temperature=temperature), seed=seed) for seed in range(3)]
+    assert Sampler().sample(logits.clone(), rows).token_ids == logits.argmax(-1).tolist()
+
+
+# Edits
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=80),
+    output=st.lists(st.integers(0, VOCAB - 1), max_size=80),
+    penalty=st.sampled_from([0.5, 1.0, 1.3, 5.0]),
+)
+def test_repetition_penalty_equals_hugging_face(prompt: list[int], output: list[int], penalty: float) -> None:
+    logits = logits_of(len(prompt))
+    one = row(SamplingParams(repetition_penalty=penalty), prompt=prompt, output=output[:1])
+    for token in output[1:]:
+        one.append(token)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
+    torch.testing.assert_close(edited(logits, one), expected)
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    logits = logits_of(1)
+    one = row(SamplingParams(presence_penalty=0.5, frequency_penalty=-0.25), prompt=[1, 2, 3], output=[3, 4, 4])
+    expected = logits.clone()
+    expected[0, 3] -= 0.5 - 0.25
+    expected[0, 4] -= 0.5 - 2 * 0.25
+    torch.testing.assert_close(edited(logits, one), expected)
+
+
+def test_counts_grow_with_the_output() -> None:
+    logits = torch.zeros(1, 1000)
+    one = row(SamplingParams(frequency_penalty=1.0, repetition_penalty=1.1), prompt=range(10))
+    for token in [*range(5, 700), 650]:
+        one.append(token)
+    values = edited(logits, one)[0]
+    assert values[0] == 0.0
+    assert values[650] == -2.0
+    assert (values[5:650] == -1.0).all()
+    assert (values[700:] == 0.0).all()
+
+
+def test_all_penalties_together_come_in_order() -> None:
+    logits = logits_of(1)
+    params = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={4: 3.0, 9: -100.0}
+    )
+    one = row(params, prompt=[1, 4], output=[4, 5])
+    expected = logits.clone()
+    expected[0, 4] += 3.0
+    expected[0, 9] -= 100.0
+    for token in (1, 4, 5):
+        expected[0, token] *= 2.0 if expected[0, token] < 0 else 0.5
+    expected[0, 4] -= 1.5
+    expected[0, 5] -= 1.5
+    torch.testing.assert_close(edited(logits, one), expected)
+
+
+def test_min_tokens_bans_stop_tokens_until_then() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 10.0
+    logits[0, 8] = 5.0
+    logits[0, 9] = 1.0
+    one = row(SamplingParams(temperature=0.0, min_tokens=2), stop=[7, 8])
+    tokens = []
+    for _ in range(3):
+        tokens += Sampler().sample(logits.clone(), [one]).token_ids
+        one.append(tokens[-1])
+    assert tokens == [9, 9, 7]
+
+
+def test_logit_bias_moves_the_choice_of_its_row_alone() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 3] = 1.0
+    rows = [row(SamplingParams(temperature=0.0, logit_bias={50: 100.0})), row(SamplingParams(temperature=0.0))]
+    assert Sampler().sample(logits, rows).token_ids == [50, 3]
+
+
+# Draws
+
+
+def test_draws_follow_the_distribution() -> None:
+    draws = 20_000
+    logits = logits_of(5, vocab=20, scale=1.0)
+    params = SamplingParams(temperature=0.8, top_k=12)
+    expected = filtered_probs(logits, [params])[0]
+    expected = (expected / expected.sum()).double()
+    rows = [row(params, seed=seed) for seed in range(draws)]
+    counts = Counter(Sampler().sample(logits.expand(draws, -1).clone(), rows).token_ids)
+    assert sum(p > 0 for p in expected) == 12
+    assert all(expected[token] > 0 for token in counts)
+    kept = [token for token in range(20) if expected[token] > 0]
+    chi2 = sum((counts[t] - draws * expected[t].item()) ** 2 / (draws * expected[t].item()) for t in kept)
+    assert chi2 < 31.3  # 99.9th percentile for 11 degrees of freedom
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    vocab=st.sampled_from([1, 100, 128, 300, 1024]),
+    kept=st.integers(1, 50),
+    uniform=st.one_of(st.floats(0.0, 1.0 - 2.0**-40), st.sampled_from([0.0, 1.0 - 2.0**-40])),
+)
+def test_draws_are_those_of_a_plain_inverse_cdf(seed: int, vocab: int, kept: int, uniform: float) -> None:
+    probs = logits_of(seed, vocab=vocab).softmax(-1)
+    probs[0, torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[kept:]] = 0.0
+    (token,) = draw(probs, np.array([uniform]))
+    cdf = probs[0].double().cumsum(-1)
+    assert probs[0, token] > 0
+    before = float(cdf[token] - probs[0, token])
+    slack = 1e-6 * float(cdf[-1])
+    assert before - slack <= uniform * float(cdf[-1]) <= float(cdf[token]) + slack
+
+
+def test_uniforms_are_uniform_and_independent_along_both_axes() -> None:
+    seeds = np.arange(200, dtype=np.uint64).repeat(200)
+    positions = np.tile(np.arange(200, dtype=np.uint64), 200)
+    values = uniforms(seeds, positions)
+    assert values.min() >= 0.0
+    assert values.max() < 1.0
+    counts = np.histogram(values, bins=64, range=(0, 1))[0]
+    assert ((counts - 625) ** 2 / 625).sum() < 104.0  # 99.9th percentile for 63 degrees of freedom
+    grid = values.reshape(200, 200)
+    for a, b in ((grid[:, :-1], grid[:, 1:]), (grid[:-1], grid[1:])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
+
+
+def test_first_uniform_is_splitmix64() -> None:
+    # The published first outputs of SplitMix64 seeded with 0 and 1234567.
+    known = np.array([0xE220A8397B1DCDAF, 6457827717110365317], np.uint64)
+    values = uniforms(np.array([0, 1234567], np.uint64), np.zeros(2, np.uint64))
+    assert (values == (known >> np.uint64(24)).astype(np.float64) * 2.0**-40).all()
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.95)
+    logits = logits_of(2, rows=6, vocab=500)
+    rows = [row(params, seed=i, output=[1] * i) for i in range(6)]
+    together = Sampler().sample(logits.clone(), rows).token_ids
+    alone = [Sampler().sample(logits[i : i + 1].clone(), rows[i : i + 1]).token_ids[0] for i in range(6)]
+    mixed = Sampler().sample(logits[[5, 0]].clone(), [rows[5], row(SamplingParams(temperature=0.0))]).token_ids
+    assert together == alone
+    assert mixed[0] == together[5]
+    resumed = row(params, seed=5, output=[1, 1])
+    for _ in range(3):
+        resumed.append(1)
+    assert Sampler().sample(logits[5:].clone(), [resumed]).token_ids == together[5:]
+
+
+def test_seeds_of_sequences_and_requests() -> None:
+    assert sequence_seed(7, 0) == 7
+    assert len({sequence_seed(7, i) for i in range(50)} | {sequence_seed(8, i) for i in range(50)}) == 100
+    assert request_seed(1, "a") == request_seed(1, "a")
+    assert len({request_seed(1, "a"), request_seed(1, "b"), request_seed(2, "a")}) == 3
+
+
+def test_the_greatest_uniform_never_picks_a_filtered_token() -> None:
+    probs = torch.zeros(1, 50)
+    probs[0, :3] = torch.tensor([0.3, 0.3, 0.4])
+    logits = probs.log()
+    for seed in range(300):
+        assert Sampler().sample(logits.clone(), [row(SamplingParams(), seed=seed)]).token_ids[0] < 3
+
+
+# Greedy, log probabilities, bad rows
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, [30, 60]] = 4.0
+    greedy = SamplingParams(temperature=0.0)
+    assert Sampler().sample(logits, [row(greedy), row(SamplingParams(top_k=1))]).token_ids == [30, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logprobs_are_of_the_unscaled_distribution_after_edits(dtype: torch.dtype) -> None:
+    logits = logits_of(4, rows=3).to(dtype)
+    params = SamplingParams(temperature=0.5, top_k=5, logprobs=3, logit_bias={11: 2.0})
+    rows = [row(params, seed=1), row(SamplingParams(temperature=0.0)), row(SamplingParams(temperature=0.0, logprobs=0))]
+    found = Sampler().sample(logits.clone(), rows)
+    assert found.logprobs is not None
+    first, second, third = found.logprobs
+    expected = logits.float()
+    expected[0, 11] += 2.0
+    reference = expected.log_softmax(-1)
+    assert second is None
+    assert first is not None
+    assert third is not None
+    assert first.token_id == found.token_ids[0]
+    assert math.isclose(first.logprob, reference[0, first.token_id].item(), abs_tol=1e-5)
+    assert first.rank == int((reference[0] > reference[0, first.token_id]).sum()) + 1
+    assert [token for token, _ in first.top] == reference[0].topk(3).indices.tolist()
+    assert third.rank == 1
+    assert third.top == ()
+
+
+def test_many_rows_of_logprobs_are_those_of_single_rows() -> None:
+    logits = logits_of(8, rows=600)
+    tokens = [i % VOCAB for i in range(600)]
+    together = token_logprobs(logits, tokens, [i % 3 for i in range(600)])
+    for i in (0, 255, 256, 599):
+        assert together[i] == token_logprobs(logits[i : i + 1], tokens[i : i + 1], [i % 3])[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(logprobs=1)])
+def test_a_row_that_is_not_finite_is_named(value: float, params: SamplingParams) -> None:
+    logits = logits_of(1, rows=3)
+    clean = Sampler().sample(logits.clone(), [row(params)] * 3).token_ids
+    logits[1] = value
+    found = Sampler().sample(logits, [row(params)] * 3)
+    assert found.bad_rows == (1,)
+    assert [found.token_ids[0], found.token_ids[2]] == [clean[0], clean[2]]

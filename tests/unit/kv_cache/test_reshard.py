@@ -1,0 +1,130 @@
+"""The map between two parallel shapes, against a plain reshape of the whole KV."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.kv_shapes import pool_of, whole_kv
+
+from baton.errors import ConfigError, FingerprintMismatchError
+from baton.kv_cache.layout import LayerShape
+from baton.kv_cache.reshard import ShardGrid, merge_segments, reshard, token_pieces
+from baton.kv_cache.shards import KVGeometry, ShardSpec, head_range, layer_range, shard_layout, shard_specs
+
+SIZES = (1, 2, 3, 4, 6, 8)
+
+
+def divides(heads: int, tp: int) -> bool:
+    return heads % tp == 0 or tp % heads == 0
+
+
+def check(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> None:
+    plan = reshard(geometry, source, target)
+    period = source.block_size * plan.source_period
+    kv = whole_kv(geometry, 2 * period)
+    sources = [pool_of(geometry, s, source.block_size, kv) for s in shard_specs(source.tp_size, source.pp_size)]
+    wanted = [pool_of(geometry, s, target.block_size, kv) for s in shard_specs(target.tp_size, target.pp_size)]
+    got = [np.zeros_like(pool) for pool in wanted]
+    written = [np.zeros(pool.shape, np.int64) for pool in wanted]
+    for copy in plan.copies:
+        for turn in range(2):
+            block = turn * plan.source_period + copy.piece.source_block
+            into = turn * plan.target_period + copy.piece.target_block
+            for begin, to, size in copy.segments.tolist():
+                data = sources[copy.source.index][block, begin : begin + size]
+                got[copy.target.index][into, to : to + size] = data
+                written[copy.target.index][into, to : to + size] += 1
+    for have, want, count in zip(got, wanted, written, strict=True):
+        np.testing.assert_array_equal(have, want)
+        assert count.max() <= 1, "a byte is copied twice"
+
+
+@pytest.mark.parametrize("target_tp", SIZES)
+@pytest.mark.parametrize("source_tp", SIZES)
+def test_every_pair_equals_a_plain_reshape(source_tp: int, target_tp: int) -> None:
+    for heads in (1, 2, 4, 6, 8, 24):
+        if divides(heads, source_tp) and divides(heads, target_tp):
+            geometry = KVGeometry((LayerShape(heads, 2, 3),) * 8, "float32")
+            for source_pp, target_pp in ((1, 1), (2, 1), (1, 4), (3, 2), (8, 6)):
+                check(geometry, ShardGrid(source_tp, source_pp, 2), ShardGrid(target_tp, target_pp, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tps=st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES)),
+    pps=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    shapes=st.lists(
+        st.tuples(st.sampled_from((1, 2, 3, 4, 8, 24)), st.integers(1, 3), st.integers(1, 3)), min_size=4, max_size=5
+    ),
+    latent=st.booleans(),
+)
+def test_any_shapes_and_block_sizes(
+    tps: tuple[int, int],
+    pps: tuple[int, int],
+    sizes: tuple[int, int],
+    shapes: list[tuple[int, int, int]],
+    latent: bool,
+) -> None:
+    layers = tuple(LayerShape(*shape) for shape in shapes)
+    unsplit = frozenset({0, 3}) if latent else frozenset[int]()
+    geometry = KVGeometry(layers, "float32", unsplit)
+    grids = [ShardGrid(tp, pp, size) for tp, pp, size in zip(tps, pps, sizes, strict=True)]
+    if all(i in unsplit or divides(layer.kv_heads, tp) for tp in tps for i, layer in enumerate(layers)):
+        check(geometry, grids[0], grids[1])
+    else:
+        with pytest.raises(FingerprintMismatchError) as refused:
+            reshard(geometry, grids[0], grids[1])
+        assert refused.value.field == "tp_size"
+
+
+def test_equal_shapes_take_whole_blocks() -> None:
+    geometry = KVGeometry((LayerShape(4, 8, 8),) * 3, "bfloat16")
+    plan = reshard(geometry, ShardGrid(2, 1, 16), ShardGrid(2, 1, 16))
+    assert plan.trivial
+    block_bytes = shard_layout(geometry, ShardSpec(2), 16).block_bytes
+    for copy in plan.copies:
+        assert copy.source == copy.target
+        assert merge_segments(copy.segments).tolist() == [[0, 0, block_bytes]]
+
+
+def test_pieces_of_unequal_blocks() -> None:
+    pieces = token_pieces(16, 32)
+    assert [(p.source_block, p.target_block, p.target_token, p.num_tokens) for p in pieces] == [
+        (0, 0, 0, 16),
+        (1, 0, 16, 16),
+    ]
+    assert sum(p.num_tokens for p in token_pieces(12, 8)) == 24
+
+
+def test_layers_of_stages() -> None:
+    assert [list(layer_range(7, 3, rank)) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [list(head_range(2, 8, rank)) for rank in range(8)] == [[0]] * 4 + [[1]] * 4
+
+
+def test_block_sizes_without_a_common_measure_are_refused() -> None:
+    geometry = KVGeometry((LayerShape(4, 8, 8),), "float32")
+    with pytest.raises(FingerprintMismatchError) as refused:
+        reshard(geometry, ShardGrid(1, 1, 65_537), ShardGrid(1, 1, 16))
+    assert refused.value.field == "block_size"
+
+
+@pytest.mark.parametrize(
+    ("grid", "field"),
+    [
+        (ShardGrid(3, 1, 16), "tp_size"),
+        (ShardGrid(1, 5, 16), "pp_size"),
+        (ShardGrid(0, 1, 1), "tp_size"),
+        (ShardGrid(4096, 1, 16), "tp_size"),
+    ],
+)
+def test_what_cannot_be_mapped_names_the_field(grid: ShardGrid, field: str) -> None:
+    geometry = KVGeometry((LayerShape(4, 8, 8),) * 4, "float32")
+    for pair in ((grid, ShardGrid(1, 1, 16)), (ShardGrid(1, 1, 16), grid)):
+        with pytest.raises(FingerprintMismatchError) as refused:
+            reshard(geometry, *pair)
+        assert refused.value.field == field
+    with pytest.raises(ConfigError):
+        head_range(4, 3, 0)

@@ -1,0 +1,91 @@
+"""The saving half of the store connector, where the engine's thread and the loop meet."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from baton.hashing import block_hashes, root_hash
+from baton.kv_cache.arena import KVArena
+from baton.kv_transfer.connector.breaker import CircuitBreaker
+from baton.kv_transfer.connector.store.backend import ChainPart
+from baton.kv_transfer.connector.store.saver import StoreSaver
+from baton.kv_transfer.connector.store.use import LocalOptions, StoreUse
+from baton.types import BlockId, RequestId
+
+REQUEST = RequestId("r")
+HASHES = block_hashes(list(range(64)), 16, root_hash(b"kind"))
+IDS = [BlockId(i) for i in range(4)]
+WAIT_S = 20.0
+
+
+class Backend:
+    """A store that takes everything."""
+
+    def __init__(self) -> None:
+        self.saved: list[bytes] = []
+
+    async def save(self, source: object, part: ChainPart, *_: object, deadline: float) -> tuple[int, int]:
+        self.saved += part.wanted
+        return len(part), len(part)
+
+    async def load(self, *_: object, **__: object) -> None:
+        raise AssertionError("nothing is loaded")
+
+    async def close(self) -> None:
+        pass
+
+
+class Lock:
+    """A lock that lets somebody in between its release and what its holder does next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.between: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self.between()
+
+
+async def test_blocks_that_become_complete_while_a_task_ends_are_saved() -> None:
+    """Between a task's last look and the loop's word that it has ended, the engine may begin the next one."""
+    loop, backend, lock, arena = asyncio.get_running_loop(), Backend(), Lock(), KVArena(4, 4096)
+
+    def spawn(call: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(call)
+
+    made: Any = StoreSaver(
+        LocalOptions("test"),
+        arena=arena,
+        client=backend,
+        breaker=CircuitBreaker(3, 5.0),
+        use=StoreUse(),
+        spawn=spawn,
+        wake=lambda: None,
+        source=lambda: None,  # type: ignore[arg-type, return-value]
+    )
+    made._lock = lock
+
+    def complete_more() -> None:
+        save = made._saves.get(REQUEST)
+        if backend.saved and save is not None and not save.running:
+            lock.between = lambda: None
+            made.computed(REQUEST, IDS, HASHES)
+
+    lock.between = complete_more
+    made.computed(REQUEST, IDS, HASHES[:2])
+    async with asyncio.timeout(WAIT_S):
+        while made._tasks or len(backend.saved) < len(HASHES):
+            await asyncio.sleep(0.001)
+            if not made._tasks and made._saves[REQUEST].given_up:
+                break
+    assert backend.saved == list(HASHES)
+    assert not made.finished(REQUEST)
+    assert not made.pending
+    arena.close()

@@ -1,0 +1,254 @@
+"""Parts of the HTTP front that are easier to corner without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from tests.support.scripted import MODEL, encode
+
+from baton.api.v1 import common_pb2
+from baton.errors import DeadlineError, InvalidRequestError
+from baton.token_ids import FoundIds
+from baton.types import InstanceId, Role, TokenLogprob
+from baton_router.frontend.http.disconnect import ClientGone, RequestGuard
+from baton_router.frontend.http.errors import baton_error_object
+from baton_router.frontend.http.metrics import HttpMetrics
+from baton_router.frontend.openai.batch import run_all
+from baton_router.frontend.openai.logprobs import LogprobWriter
+from baton_router.frontend.openai.messages import parse_messages
+from baton_router.frontend.openai.openai_request import _usual_completion, completion_job
+from baton_router.frontend.openai.response_headers import Route, route_headers, route_lines
+from baton_router.frontend.openai.schemas import ChatBody, CompletionBody, field_path
+from baton_router.frontend.openai.unsupported_params import HARMLESS, ONLY_DEFAULT, header_value, ignored_fields
+from baton_router.processor.text_request import TextChunk
+from baton_router.scheduler.decision import Decision
+from baton_router.scheduler.policies import Ratings, Scores, Side
+from baton_router.scheduler.policies.choice import Choice
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_guard_turns_a_disconnect_into_the_reason_and_leaves_no_trace() -> None:
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def body() -> None:
+        async with RequestGuard(receive, limit_s=10, send_timeout_s=10):
+            gone.set()
+            await never()
+
+    with pytest.raises(ClientGone):
+        await body()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_guard_lets_a_foreign_cancellation_through() -> None:
+    inside = asyncio.Event()
+
+    async def body() -> None:
+        async with RequestGuard(never, limit_s=10, send_timeout_s=10):
+            inside.set()
+            await never()
+
+    task = asyncio.create_task(body())
+    await inside.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_guard_limits_time_and_does_not_disturb_what_is_in_time() -> None:
+    async def body() -> None:
+        async with RequestGuard(never, limit_s=0.01, send_timeout_s=10):
+            await never()
+
+    with pytest.raises(DeadlineError):
+        await body()
+    guard = RequestGuard(never, limit_s=10, send_timeout_s=10)
+    async with guard:
+        pass
+    assert guard._deadline.cancelled()
+    assert guard._stall.cancelled()
+    assert guard._watcher.cancelling()
+
+
+async def test_batch_ends_all_when_one_fails() -> None:
+    closed = []
+
+    class Pipeline:
+        async def stream(self, item: Any) -> Any:
+            try:
+                yield TextChunk([])
+                if item == "bad":
+                    raise InvalidRequestError("no")
+                await never()
+            finally:
+                closed.append(item)
+
+    pipeline: Any = Pipeline()
+    prepared: Any = ["good", "bad", "fine"]
+    with pytest.raises(InvalidRequestError):
+        async for _ in run_all(pipeline, prepared):
+            pass
+    assert sorted(closed) == ["bad", "fine", "good"]
+
+
+def test_no_field_is_both_supported_and_refused() -> None:
+    supported = set(ChatBody.model_fields) & set(CompletionBody.model_fields)
+    assert not supported & set(ONLY_DEFAULT)
+    assert not supported & HARMLESS
+    assert not HARMLESS & set(ONLY_DEFAULT)
+
+
+@pytest.mark.parametrize("name", sorted(ONLY_DEFAULT))
+def test_refused_fields_pass_with_their_defaults_alone(name: str) -> None:
+    for value in (None, *ONLY_DEFAULT[name]):
+        assert ignored_fields({name: value}) == []
+    with pytest.raises(InvalidRequestError) as caught:
+        ignored_fields({name: {"something": "else"}})
+    assert caught.value.field == name
+
+
+@given(st.lists(st.text(max_size=200), max_size=60))
+def test_header_value_fits_into_a_header(names: list[str]) -> None:
+    value = header_value(names)
+    assert len(value) <= 1010
+    assert value.isascii()
+    assert "\n" not in value
+    assert "\r" not in value
+
+
+def test_clients_cannot_blow_up_the_metrics() -> None:
+    registry = CollectorRegistry()
+    HttpMetrics(registry).count_ignored([f"field{at}" for at in range(1000)])
+    text = generate_latest(registry).decode()
+    assert text.count("baton_http_ignored_fields_total{") == 101
+    assert 'baton_http_ignored_fields_total{field="other"} 900.0' in text
+
+
+def test_minus_infinity_becomes_json() -> None:
+    item = TokenLogprob(7, -math.inf, 9, ((8, -0.1), (9, -math.inf)))
+    writer = LogprobWriter(MODEL.tokenizer)
+    (chat,) = writer.chat([item])
+    assert (chat["logprob"], chat["top_logprobs"][1]["logprob"]) == (-9999.0, -9999.0)
+    assert writer.completion([7], [item], [0])["token_logprobs"] == [-9999.0]
+    assert writer.prompt([None, item])[1]["7"]["logprob"] == -9999.0  # type: ignore[index]
+
+
+def test_tokens_of_half_characters_stay_apart_in_completions() -> None:
+    halves = next(ids for text in ("鼠", "龘", "𓀀") if len(ids := encode(text)) > 1)
+    item = TokenLogprob(halves[0], -1.0, 1, tuple((token_id, -1.0) for token_id in dict.fromkeys(halves)))
+    top = LogprobWriter(MODEL.tokenizer).completion([halves[0]], [item], [0])["top_logprobs"][0]
+    assert len(top) == len(set(halves))
+    (chat,) = LogprobWriter(MODEL.tokenizer).chat([item])
+    assert bytes(chat["bytes"]) == MODEL.tokenizer.token_bytes(halves[0])
+
+
+def test_headers_of_local_remote_and_batches() -> None:
+    assert route_headers([Route()])["x-baton-path"] == "none"
+    local, remote = Route(), Route()
+    decision = Decision(
+        prompt_tokens=1,
+        policy="x",
+        prefill=Side(Role.PREFILL, [InstanceId("p")], [0], [0.5], [0.0], [0.0], 1.0),
+        decode=Side(Role.DECODE, [InstanceId("d")], [0], [1.0], [0.0], [0.0], 1.0),
+        ratings=Ratings(Scores({}, [0.0]), Scores({}, [0.0])),
+        choice=Choice(0, 0, None, 0.0),
+        path=None,
+        prefill_order=[0],
+        prefill_addresses=[],
+        index_state="stale",
+    )
+    trace = common_pb2.RequestTrace
+    local.add(
+        TextChunk([], trace(path=common_pb2.PREFILL_PATH_LOCAL, decode_instance="d", local_reason="short"), decision)
+    )
+    headers = route_headers([local])
+    assert (headers["x-baton-path"], headers["x-baton-prefill-instance"]) == ("local", "none")
+    assert (headers["x-baton-match-rate"], headers["x-baton-local-reason"]) == ("1.0000", "short")
+    remote.add(
+        TextChunk(
+            [],
+            trace(path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", kv_bytes=5, pipe="tcp", transfer_us=1500),
+            decision,
+            cached_tokens=3,
+        )
+    )
+    for route in (local, remote, Route()):
+        lines = "".join(f"{name}: {value}\r\n" for name, value in route_headers([route]).items())
+        assert route_lines(route) == lines.encode()
+    both = route_headers([local, remote])
+    assert (both["x-baton-path"], both["x-baton-match-rate"], both["x-baton-kv-bytes"]) == (
+        "local,remote",
+        "0.7500",
+        "5",
+    )
+    assert (both["x-baton-cached-tokens"], both["x-baton-transfer-ms"]) == ("3", "1.500")
+    assert both["x-baton-index-state"] == "stale"
+
+
+def test_error_codes() -> None:
+    from baton.errors import ContextLengthError, NotFoundError
+
+    assert baton_error_object(ContextLengthError("x"))["error"]["code"] == "context_length_exceeded"
+    assert baton_error_object(NotFoundError("x", field="model"))["error"]["code"] == "model_not_found"
+    assert baton_error_object(NotFoundError("x"))["error"]["code"] == "not_found"
+
+
+def test_field_paths() -> None:
+    assert field_path(("messages", 0, "content", 2)) == "messages[0].content[2]"
+    assert field_path(("stream_options", "include_usage")) == "stream_options.include_usage"
+
+
+def test_earlier_tool_calls_reach_the_template_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    (message,) = parse_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["content"] == ""
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    for wrong, field in (
+        ([{"function": {"name": "f", "arguments": "{"}}], "messages[0].tool_calls[0].function.arguments"),
+        ([{}], "messages[0].tool_calls[0].function"),
+        ("x", "messages[0].tool_calls"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            parse_messages([{"role": "assistant", "content": "x", "tool_calls": wrong}])
+        assert caught.value.field == field
+
+
+@given(
+    st.fixed_dictionaries(
+        {"prompt": st.text(max_size=5) | st.just(FoundIds("I", [1, 2]))},
+        optional={
+            "model": st.text(max_size=5) | st.none(),
+            "max_tokens": st.integers(-5, 5) | st.booleans() | st.just("5"),
+            "temperature": st.floats(0, 2) | st.integers(0, 2) | st.just("hot"),
+            "top_p": st.floats(0, 1) | st.integers(0, 1),
+            "seed": st.integers() | st.none(),
+            "stream": st.booleans() | st.just(1),
+            "user": st.text(max_size=5),
+            "request_id": st.text(max_size=5) | st.just(7),
+            "n": st.just(1),
+            "unknown": st.just(1),
+        },
+    )
+)
+@settings(deadline=None)
+def test_the_short_way_for_usual_bodies_reads_what_the_schema_reads(body: dict[str, Any]) -> None:
+    short = _usual_completion(body)
+    if short is not None:
+        with patch("baton_router.frontend.openai.openai_request._usual_completion", return_value=None):
+            assert completion_job(body, 4) == short

@@ -1,0 +1,54 @@
+"""What clients send that has no natural bound: labels of metrics, and texts that are no content."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.support.scripted import INFO, ScriptedDispatcher
+
+from baton.api.v1 import common_pb2
+from baton.tokenizer import TextModelCache
+from baton.types import SamplingParams
+from baton_router.metrics.generation_metrics import GenerationMetrics
+from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.text_request import ChatPrompt, TextRequest
+
+
+def test_names_in_traces_are_bounded() -> None:
+    metrics = RouterMetrics()
+    for at in range(1000):
+        trace = common_pb2.RequestTrace(pipe=f"pipe {at}", local_reason=f"reason {at}", kv_bytes=1, transfer_us=1)
+        trace.path = at  # type: ignore[assignment]  # open enumerations: any number comes through
+        metrics.observe_trace(trace)
+    metrics.observe_trace(common_pb2.RequestTrace(pipe="p" * 1000, kv_bytes=1))
+    for name in ("prefill_path", "kv_bytes", "transfer_seconds"):
+        (family,) = (x for x in metrics.registry.collect() if x.name == f"baton_router_{name}")
+        series = {tuple(x.labels.values()) for x in family.samples if "le" not in x.labels}
+        assert len(series) <= 101
+        assert any("other" in labels for labels in series)
+    sample = metrics.registry.get_sample_value
+    assert sample("baton_router_kv_bytes_total", {"pipe": "pipe 0"}) == 1
+    assert sample("baton_router_kv_bytes_total", {"pipe": "other"}) == 951
+    assert len(metrics._by_path) <= 100
+
+
+@pytest.mark.parametrize("where", ["content", "role", "name"])
+async def test_a_long_text_is_not_tokenized_at_once_wherever_it_stands(where: str) -> None:
+    tokenizers = TextModelCache()
+    await tokenizers.get(INFO.path)
+    pipeline = TextPipeline(ScriptedDispatcher(), tokenizers, GenerationMetrics(CollectorRegistry()))
+
+    def request(chars: int) -> TextRequest:
+        message = {"role": "user", "content": "x", "name": "n", where: "x" * chars}
+        return TextRequest(prompt=ChatPrompt([message]), sampling=SamplingParams(max_tokens=1))
+
+    assert pipeline.prepare_now(request(10)) is not None
+    assert pipeline.prepare_now(request(5000)) is None
+    nested: object = []
+    for _ in range(1020):
+        nested = [nested]
+    deep = ChatPrompt([{"role": "user", "content": "x", "name": nested}])
+    assert pipeline.prepare_now(TextRequest(prompt=deep, sampling=SamplingParams(max_tokens=1))) is None
+    variables = ChatPrompt([{"role": "user", "content": "x"}], variables={"persona": "x" * 5000})
+    assert pipeline.prepare_now(TextRequest(prompt=variables, sampling=SamplingParams(max_tokens=1))) is None

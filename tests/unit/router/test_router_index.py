@@ -1,0 +1,285 @@
+"""The prefix index against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.hashing import block_hashes, root_hash
+from baton.types import BlockHash
+from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+
+ROOT = root_hash(b"test")
+
+
+def chain(tokens: list[int]) -> list[BlockHash]:
+    """One block per token: short chains with many shared prefixes."""
+    return block_hashes(tokens, 1, ROOT)
+
+
+ALL = (1 << 64) - 1
+ALL_70 = (1 << 70) - 1
+tokens = st.lists(st.integers(0, 2), min_size=0, max_size=6)
+
+
+@dataclass
+class Held:
+    blocks: set[BlockHash] = field(default_factory=set)
+    expected: list[list[BlockHash]] = field(default_factory=list)
+
+    def depth(self, hashes: list[BlockHash]) -> int:
+        def leading(known: Collection[BlockHash]) -> int:
+            return next((i for i, h in enumerate(hashes) if h not in known), len(hashes))
+
+        return max(leading(known) for known in (self.blocks, *self.expected))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Any order of any events on any slots, with parents evicted before their children as well."""
+
+    native = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(native=self.native)
+        # A table with more than one word per set answers the same.
+        self.others = [self.index.add() for _ in range(62)]
+        self.model: dict[int, Held] = {}
+        self.expectations: list[tuple[Expectation, Held, list[BlockHash]]] = []
+
+    def some(self, pick: int) -> int:
+        return sorted(self.model)[pick % len(self.model)]
+
+    @rule()
+    @precondition(lambda self: len(self.model) < 5)
+    def add(self) -> None:
+        slot = self.index.add()
+        assert slot not in self.model
+        self.model[slot] = Held()
+
+    @rule(pick=st.integers(0, 9))
+    @precondition(lambda self: self.model)
+    def drop(self, pick: int) -> None:
+        slot = self.some(pick)
+        self.index.drop(slot)
+        del self.model[slot]
+
+    @rule(pick=st.integers(0, 9))
+    @precondition(lambda self: self.model)
+    def replace(self, pick: int) -> None:
+        slot = self.some(pick)
+        held = self.model.pop(slot)
+        held.blocks = set()
+        self.model[self.index.replace(slot)] = held
+
+    @rule(pick=st.integers(0, 9), prompt=tokens, start=st.integers(0, 3))
+    @precondition(lambda self: self.model)
+    def stored(self, pick: int, prompt: list[int], start: int) -> None:
+        slot = self.some(pick)
+        assert self.index.stored(slot, chain(prompt)[start:]) == 0
+        self.model[slot].blocks.update(chain(prompt)[start:])
+
+    @rule(pick=st.integers(0, 9), prompt=tokens, start=st.integers(0, 3), backwards=st.booleans())
+    @precondition(lambda self: self.model)
+    def removed(self, pick: int, prompt: list[int], start: int, backwards: bool) -> None:
+        slot = self.some(pick)
+        self.index.removed(slot, chain(prompt)[start:][:: -1 if backwards else 1])
+        self.model[slot].blocks.difference_update(chain(prompt)[start:])
+
+    @rule(pick=st.integers(0, 9), prompt=tokens)
+    @precondition(lambda self: self.model)
+    def expect(self, pick: int, prompt: list[int]) -> None:
+        slot = self.some(pick)
+        expectation = self.index.expect(slot, chain(prompt))
+        assert expectation is not None
+        self.model[slot].expected.append(chain(prompt))
+        self.expectations.append((expectation, self.model[slot], chain(prompt)))
+
+    @rule(pick=st.integers(0, 9))
+    @precondition(lambda self: self.expectations)
+    def forget(self, pick: int) -> None:
+        expectation, held, hashes = self.expectations.pop(pick % len(self.expectations))
+        self.index.forget(expectation)
+        held.expected.remove(hashes)
+
+    @rule(budget=st.integers(1, 5))
+    def sweep(self, budget: int) -> None:
+        self.index.sweep(budget)
+
+    @rule(prompt=tokens, mask=st.integers(0, 255))
+    def match_of_some_slots(self, prompt: list[int], mask: int) -> None:
+        mask <<= 62
+        found = self.index.match(chain(prompt), mask)
+        assert found == {
+            s: depth for s, held in self.model.items() if mask >> s & 1 and (depth := held.depth(chain(prompt)))
+        }
+
+    @rule(prompt=tokens, picks=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3))
+    @precondition(lambda self: self.model)
+    def match_of_groups(self, prompt: list[int], picks: list[list[int]]) -> None:
+        groups = [{self.some(pick) for pick in group} for group in picks]
+        found = self.index.match_any(chain(prompt), [sum(1 << slot for slot in group) for group in groups])
+        together = [Held(set().union(*(self.model[slot].blocks for slot in group))) for group in groups]
+        assert found == [held.depth(chain(prompt)) for held in together]
+
+    @invariant()
+    def counts(self) -> None:
+        assert {s: self.index.num_blocks(s) for s in self.model} == {s: len(h.blocks) for s, h in self.model.items()}
+        assert {s: self.index.num_expected(s) for s in self.model} == {
+            s: len(set().union(*h.expected)) for s, h in self.model.items()
+        }
+
+    def teardown(self) -> None:
+        while not self.index.sweep(100):
+            pass
+        held = set().union(*(h.blocks for h in self.model.values())) if self.model else set()
+        assert len(self.index) == len(held)
+
+
+class PythonIndexMachine(IndexMachine):
+    native = False
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPythonIndex = PythonIndexMachine.TestCase
+TestPythonIndex.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture(params=["c", "python"])
+def index(request: pytest.FixtureRequest) -> PrefixIndex:
+    made = PrefixIndex(max_blocks=100_000, native=request.param == "c")
+    if made.method != request.param:
+        pytest.skip("no C compiler")
+    return made
+
+
+def test_a_big_table_against_its_twin() -> None:
+    """Thousands of entries, with churn: growth, gaps that close among the buckets, runs that go backwards."""
+    rng = random.Random(7)
+    both = [PrefixIndex(5_000, native=native) for native in (True, False)]
+    slots = [(one.add(), two.add()) for one, two in [both] for _ in range(70)]
+    assert slots == [(i, i) for i in range(70)]
+    chains = [chain([rng.randrange(3) for _ in range(rng.randrange(1, 300))]) for _ in range(60)]
+    actions = ("stored", "stored", "removed", "removed backwards", "match", "match", "match any", "replace")
+    for _ in range(2_000):
+        hashes, at, action = rng.choice(chains), rng.randrange(70), rng.choice(actions)
+        begin, end = sorted(rng.randrange(len(hashes) + 1) for _ in range(2))
+        slot = slots[at][0]
+        if action == "stored":
+            assert len({one.stored(slot, hashes[:end]) for one in both}) == 1
+        elif action.startswith("removed"):
+            for one in both:
+                one.removed(slot, hashes[begin:end][:: -1 if "backwards" in action else 1])
+        elif action == "match":
+            assert both[0].match(hashes, ALL_70) == both[1].match(hashes, ALL_70)
+        elif action == "match any":
+            groups = [rng.getrandbits(70) for _ in range(3)]
+            assert both[0].match_any(hashes, groups) == both[1].match_any(hashes, groups)
+        else:
+            for one in both:
+                while not one.sweep(50):
+                    pass
+            slots[at] = both[0].replace(slot), both[1].replace(slot)
+            assert len(set(slots[at])) == 1
+        assert len(both[0]) == len(both[1])
+
+
+@pytest.mark.parametrize("native", [True, False])
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_long_chains_on_many_slots(native: bool, data: st.DataObject) -> None:
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    index = PrefixIndex(native=native)
+    hashes = chain([rng.randrange(100) for _ in range(400)])
+    depths = [rng.randrange(401) for _ in range(100)]
+    slots = [index.add() for _ in depths]
+    for slot, depth in zip(slots, depths, strict=True):
+        index.stored(slot, hashes[:depth])
+    assert index.match(hashes, (1 << 100) - 1) == {s: d for s, d in zip(slots, depths, strict=True) if d}
+
+
+def test_a_full_index_refuses_new_blocks_and_still_knows_the_old(index: PrefixIndex) -> None:
+    index = PrefixIndex(max_blocks=4, native=index.method == "c")
+    one, two = index.add(), index.add()
+    first, second = chain([1, 2, 3]), chain([2, 2, 3])
+    assert index.stored(one, first) == 0
+    assert index.stored(two, first) == 0
+    assert index.stored(two, second) == 2
+    assert len(index) == 4
+    assert index.match(second, ALL) == {two: 1}
+    index.removed(one, first)
+    index.removed(two, first)
+    assert index.stored(two, second) == 0
+    assert index.match(second, ALL) == {two: 3}
+
+
+def test_a_dropped_slot_is_not_given_out_again_before_it_was_swept(index: PrefixIndex) -> None:
+    index.add()
+    slot = index.add()
+    index.stored(slot, chain([1, 2, 3]))
+    index.drop(slot)
+    again = index.add()
+    assert again != slot
+    assert index.match(chain([1, 2, 3]), ALL) == {}
+    assert not index.sweep(1)
+    while not index.sweep(1):
+        assert index.add() != slot
+    assert len(index) == 0
+    assert index.add() == slot
+
+
+def test_nothing_is_kept_for_nobody(index: PrefixIndex) -> None:
+    slot = index.add()
+    index.stored(slot, chain(list(range(50))))
+    index.drop(slot)
+    assert len(index) == 0
+    assert index.expect(slot, chain([1])) is None
+
+
+def test_what_was_expected_of_an_instance_outlives_a_snapshot_but_not_the_instance(index: PrefixIndex) -> None:
+    slot, other = index.add(), index.add()
+    hashes = chain([1, 2, 3])
+    expectation = index.expect(slot, hashes)
+    assert expectation is not None
+    new = index.replace(slot)
+    assert index.match(hashes, ALL) == {new: 3}
+    index.drop(new)
+    heir = index.add()
+    assert index.match(hashes, ALL) == {}
+    index.forget(expectation)
+    assert index.match(hashes, ALL) == {}
+    index.stored(heir, hashes[:1])
+    assert index.match(hashes, 1 << heir | 1 << other) == {heir: 1}
+
+
+def test_no_expectation_leaves_anything_behind() -> None:
+    index, rng = PrefixIndex(), random.Random(3)
+    slots, held = [index.add() for _ in range(4)], []
+    for _ in range(500):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
+        expectation = index.expect(rng.choice(slots), chain(prompt))
+        assert expectation is not None
+        held.append(expectation)
+        rng.shuffle(held)
+        if len(held) > 30:
+            index.forget(held.pop())
+    for expectation in held:
+        index.forget(expectation)
+    assert index._expected._root.children == {}
+    assert index._expected._blocks == {}
+
+
+def test_hashes_that_are_no_chain_are_single_blocks(index: PrefixIndex) -> None:
+    """A snapshot of a broken worker: its run is not in order. Other slots' answers must not suffer."""
+    liar, honest = index.add(), index.add()
+    hashes = chain([1, 2, 3])
+    index.stored(liar, [hashes[0], chain([7])[0], hashes[2]])
+    index.stored(honest, [hashes[0], hashes[2]])
+    assert index.match(hashes, ALL) == {liar: 1, honest: 1}

@@ -1,0 +1,226 @@
+"""Traces, generated workloads, prefix statistics, and the replay of all policies on them."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.cli.main import main
+from baton.errors import ConfigError
+from baton_router.bench.generate import Workload, generate
+from baton_router.bench.machine import Hardware
+from baton_router.bench.prefixes import read_dataset, repeated_prefixes
+from baton_router.bench.report import best_hit_rate, record
+from baton_router.bench.simulate import Replay, Setup
+from baton_router.bench.trace import TraceRequest, read_trace, with_sessions, write_trace
+from baton_router.scheduler.policies import POLICIES
+
+CHATS = generate(Workload(requests=400, prefixes=5, prefix_blocks=3, turns=4, turn_blocks=3, rate=4, seed=1))
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(path, CHATS)
+    read = read_trace(path)
+    assert [(r.blocks, r.input_tokens, r.output_tokens, r.session) for r in read] == [
+        (r.blocks, r.input_tokens, r.output_tokens, r.session) for r in CHATS
+    ]
+    assert [r.at_ms for r in read] == [round(r.at_ms) for r in CHATS]
+    assert len(read_trace(path, limit=7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("{", "trace"),
+        ("[]", "trace"),
+        ('{"timestamp": -1, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "timestamp"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": [1]}', "input_length"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": true, "hash_ids": [1]}', "output_length"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [-1]}', "hash_ids"),
+        ('{"timestamp": 1, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "hash_ids"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, field: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n" + line + "\n")
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2") as caught:
+        read_trace(path)
+    assert caught.value.field == field
+
+
+def test_generated_workloads_share_what_they_are_asked_to() -> None:
+    one = generate(Workload(requests=300, prefixes=1, prefix_blocks=20, turn_blocks=2))
+    assert {r.blocks[:20] for r in one} == {tuple(range(20))}
+    assert len({r.blocks[20] for r in one}) == 300
+    assert all(a.at_ms <= b.at_ms for a, b in pairwise(one))
+    by_session: dict[str, list[TraceRequest]] = {}
+    for request in CHATS:
+        by_session.setdefault(request.session, []).append(request)
+    assert max(len(turns) for turns in by_session.values()) > 3
+    for turns in by_session.values():
+        for before, after in pairwise(turns):
+            assert after.blocks[: len(before.blocks)] == before.blocks
+    assert generate(Workload(requests=50, seed=2)) == generate(Workload(requests=50, seed=2))
+    with pytest.raises(ConfigError) as caught:
+        Workload(turns=0.5)
+    assert caught.value.field == "turns"
+
+
+def test_sessions_are_guessed_where_a_trace_names_none() -> None:
+    bare = [TraceRequest(r.at_ms, r.input_tokens, r.output_tokens, r.blocks) for r in CHATS]
+    bare = [TraceRequest(r.at_ms, r.input_tokens - 1024, r.output_tokens, (0, *r.blocks[3:])) for r in bare]
+    guessed = with_sessions(bare)
+    names = {(real.session, guess.session) for real, guess in zip(CHATS, guessed, strict=True)}
+    assert len(names) == len({real for real, _ in names}) == len({guess for _, guess in names})
+    assert with_sessions(CHATS) == CHATS
+
+
+# --- prefix statistics ---
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30), st.integers(2, 5))
+def test_repeated_prefixes_are_those_that_counting_all_finds(sequences: list[list[int]], seen: int) -> None:
+    counts: dict[tuple[int, ...], int] = {}
+    for sequence in sequences:
+        for end in range(len(sequence) + 1):
+            counts[tuple(sequence[:end])] = counts.get(tuple(sequence[:end]), 0) + 1
+    expected = [max((end for end in range(len(s) + 1) if counts[tuple(s[:end])] >= seen), default=0) for s in sequences]
+    assert repeated_prefixes(sequences, seen) == expected
+
+
+def test_datasets_of_all_kinds(tmp_path: Path) -> None:
+    def shares(*lines: object) -> list[int]:
+        path = tmp_path / "d.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return repeated_prefixes(read_dataset(path).sequences, 2)
+
+    assert shares({"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}) == [2, 2]
+    assert shares({"prompt": "ab"}, {"prompt": "abc"}, {"prompt": "x"}) == [2, 2, 0]
+    system = {"role": "system", "content": "be kind"}
+    one, two = ({"messages": [system, {"role": "user", "content": text}]} for text in ("hi", "yo"))
+    assert shares(one, two) == [len("\0system\1be kind\0user\1")] * 2
+    assert shares({"conversations": [{"from": "human", "value": "a"}]}) == [0]
+    for lines, text in (
+        ([{"prompt": "a"}, {"token_ids": [1]}], "tokens"),
+        ([{"text": "a"}], "none of"),
+        ([{"messages": [{"role": "user"}]}], r"messages\[0\]"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            shares(*lines)
+
+
+# --- replay ---
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
+    setup = Setup(prefills=4, decodes=3, policy=policy, hardware=Hardware(cache_blocks=400))
+    replay = Replay(setup)
+    run = replay.run(CHATS)
+    assert len(run.ttft_ms) == len(CHATS)
+    assert sum(x.num_requests for x in [*run.prefills, *run.decodes]) == len(CHATS)
+    for machine in (*run.prefills, *run.decodes):
+        book = machine.instance.load
+        assert (book.requests, book.tokens, book.prompts, machine.decoding) == (0, 0, 0, 0)
+        assert machine.instance.feed.num_blocks == len(machine._cache) <= 400, "the index knows what the cache holds"
+        assert replay.index.num_expected(machine.instance.feed.slot) == 0
+    found = record(setup, run, CHATS)
+    assert 0 < found.hit_rate + found.reused_rate <= best_hit_rate(CHATS)
+    assert found.ttft_ms["p50"] <= found.ttft_ms["p99"]
+
+
+def test_a_replay_is_the_same_every_time_and_one_instance_finds_all() -> None:
+    runs = [Replay(Setup(prefills=3, decodes=2, seed=5)).run(CHATS) for _ in range(2)]
+    assert runs[0].ttft_ms == runs[1].ttft_ms
+    alone = Setup(prefills=1, decodes=1)
+    assert record(alone, Replay(alone).run(CHATS), CHATS).hit_rate == pytest.approx(best_hit_rate(CHATS), abs=1e-6)
+
+
+def test_the_default_keeps_hits_and_balance_on_conversations() -> None:
+    found = {
+        name: record(setup, Replay(setup).run(CHATS), CHATS)
+        for name in ("match_minus_load", "round_robin")
+        for setup in [Setup(prefills=4, decodes=4, policy=name)]
+    }
+    best = best_hit_rate(CHATS)
+    assert found["match_minus_load"].hit_rate > 0.9 * best
+    assert found["match_minus_load"].hit_rate > found["round_robin"].hit_rate + 0.1
+    assert found["match_minus_load"].load_max_over_mean < 1.2
+    assert found["match_minus_load"].ttft_ms["mean"] < found["round_robin"].ttft_ms["mean"]
+
+
+@pytest.mark.parametrize("rate", [2.0, 20.0])
+@pytest.mark.parametrize("instances", [2, 8])
+def test_a_system_prompt_of_20_blocks_is_shared_by_all_instances(rate: float, instances: int) -> None:
+    requests = generate(Workload(requests=800, prefix_blocks=20, rate=rate, seed=3))
+    run = Replay(Setup(prefills=instances, decodes=instances)).run(requests)
+    assert max(x.num_requests for x in run.prefills) <= 1.2 * len(requests) / instances
+    assert sum(x.computed_tokens for x in run.prefills) < 0.25 * sum(r.input_tokens for r in requests)
+
+
+@pytest.mark.parametrize("rate", [2.0, 20.0])
+def test_by_cost_instances_of_one_speed_get_the_same_work(rate: float) -> None:
+    requests = generate(Workload(requests=2000, prefix_blocks=20, rate=rate, seed=3))
+    setup = Setup(prefills=8, decodes=8, policy="cost_ms")
+    assert record(setup, Replay(setup).run(requests), requests).load_max_over_mean < 1.2
+
+
+def test_without_the_load_term_it_piles_up() -> None:
+    """What the load term is for, and proof that the replay can tell."""
+    requests = generate(Workload(requests=200, prefix_blocks=20, rate=2.0))
+    run = Replay(Setup(prefills=8, decodes=8, beta=0.0)).run(requests)
+    assert max(x.num_requests for x in run.prefills) == 200
+
+
+# --- the commands ---
+
+
+def test_bench_router_from_generation_to_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, picture = tmp_path / "t.jsonl", tmp_path / "p.svg"
+    policies = ["--policy", "match_minus_load,round_robin", "--beta", "0.2,0.5"]
+    flags = ["--instances", "2", *policies, "--plot", str(picture)]
+    assert main(["bench", "router", "--generate", "60", "--save", str(trace), "--json", *flags]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [(x["policy"], x["beta"]) for x in made["policies"]] == [
+        ("match_minus_load", 0.2),
+        ("match_minus_load", 0.5),
+        ("round_robin", None),
+    ]
+    texts = [x.text for x in ElementTree.parse(picture).iter() if x.text]
+    assert {"match_minus_load β=0.2", "round_robin"} <= set(texts)
+    assert main(["bench", "router", "--trace", str(trace), *flags]) == 0
+    table = capsys.readouterr().out
+    assert f"best possible block hit rate {made['best_hit_rate']:.2%}" in table
+    assert "match_minus_load" in table
+    assert main(["bench", "router", "--trace", str(trace), "--instances", "2", "--require-hit-rate", "99"]) == 3
+    assert main(["bench", "router", "--trace", str(trace), "--instances", "2", "--require-hit-rate", "10"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "prefixes", "--dataset", str(trace), "--longer-than", "19,30", "--seen", "60", "--json"]) == 0
+    shares = json.loads(capsys.readouterr().out)["shares"]
+    assert [row["share"] for row in shares] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "--trace FILE or --generate N"),
+        (["--trace", "/nowhere"], "cannot read /nowhere"),
+        (["--generate", "0"], "requests must be at least 1"),
+        (["--generate", "5", "--policy", "best"], "round_robin"),
+        (["--generate", "5", "--beta", "x"], "--beta takes numbers"),
+        (["--generate", "5", "--beta", "-1"], "beta must be between"),
+        (["--generate", "5", "--instances", "0"], "prefills must be between"),
+        (["--generate", "5", "--plot", "x.png"], "ends in .svg"),
+        (["--generate", "5", "--gb-per-s", "0"], "gb_per_s must be above 0"),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "router", *flags]) == 2
+    assert text in capsys.readouterr().err

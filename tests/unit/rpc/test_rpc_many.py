@@ -1,0 +1,149 @@
+"""Many calls on one stream: what comes together is one message, and each call ends as it would by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from baton.api.v1 import common_pb2, worker_pb2
+from baton.errors import QueueFullError
+from baton.rpc.errors import from_status
+from baton.rpc.multiplex import Outbox, generate_many
+
+
+def token(token_id: int) -> worker_pb2.GenerateResponse:
+    return worker_pb2.GenerateResponse(deltas=[worker_pb2.SequenceDelta(token_ids=[token_id])])
+
+
+class Engine:
+    """Gives each request the tokens 0, 1, 2, ... whenever it is told to step."""
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[None]] = []
+        self.running: set[str] = set()
+        self.changed = asyncio.Event()
+
+    async def generate(
+        self, request: worker_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        if request.request_id == "full":
+            raise QueueFullError("no room", retry_after_s=3.0)
+        if request.request_id == "broken":
+            raise ZeroDivisionError("of ours")
+        self.running.add(request.request_id)
+        try:
+            for at in range(request.sampling.max_tokens):
+                step = asyncio.get_running_loop().create_future()
+                self.waiting.append(step)
+                self.changed.set()
+                await step
+                yield token(at)
+        finally:
+            self.running.discard(request.request_id)
+            self.changed.set()
+
+    def step(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def until_waiting(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.waiting) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Stream:
+    """A caller's end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.requests: asyncio.Queue[worker_pb2.GenerateManyRequest | None] = asyncio.Queue()
+        self.answers = generate_many(engine.generate, self._requests(), None)
+
+    async def _requests(self) -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        while (request := await self.requests.get()) is not None:
+            yield request
+
+    def start(self, *calls: tuple[int, str, int]) -> None:
+        message = worker_pb2.GenerateManyRequest()
+        for call, name, tokens in calls:
+            sampling = common_pb2.SamplingParams(max_tokens=tokens)
+            message.starts.add(call=call, request=worker_pb2.GenerateRequest(request_id=name, sampling=sampling))
+        self.requests.put_nowait(message)
+
+    async def next(self) -> worker_pb2.GenerateManyResponse:
+        async with asyncio.timeout(30):
+            return await anext(self.answers)
+
+
+async def test_a_step_is_one_message() -> None:
+    engine = Engine()
+    stream = Stream(engine)
+    stream.start((1, "a", 2), (2, "b", 2), (3, "c", 3))
+    first = asyncio.ensure_future(stream.next())
+    await engine.until_waiting(3)
+    engine.step()
+    message = await first
+    assert (list(message.token_calls), list(message.token_ids)) == ([1, 2, 3], [0, 0, 0])
+    await engine.until_waiting(3)
+    engine.step()
+    message = await stream.next()
+    assert list(message.token_ids) == [1, 1, 1]
+    assert [(end.call, end.code) for end in message.ends] == [(1, 0), (2, 0)]
+    stream.requests.put_nowait(None)
+    engine.step()
+    message = await stream.next()
+    assert list(message.token_calls) == [3]
+    with pytest.raises(StopAsyncIteration):
+        await stream.next()
+
+
+async def test_a_call_that_fails_ends_alone_and_says_why() -> None:
+    engine = Engine()
+    stream = Stream(engine)
+    stream.start((1, "full", 1), (2, "broken", 1), (3, "fine", 1))
+    ends = {end.call: end for end in (await stream.next()).ends}
+    error = from_status(_code(ends[1].code), ends[1].message, ends[1].details)
+    assert isinstance(error, QueueFullError)
+    assert (error.message, error.retry_after_s) == ("no room", 3.0)
+    assert "ZeroDivisionError" in ends[2].message
+    assert engine.running == {"fine"}
+    await stream.answers.aclose()
+    assert engine.running == set()
+
+
+async def test_cancel_ends_one_call_and_closing_the_stream_all() -> None:
+    engine = Engine()
+    stream = Stream(engine)
+    stream.start((1, "a", 9), (2, "b", 9), (3, "c", 9))
+    first = asyncio.ensure_future(stream.next())
+    await engine.until_waiting(3)
+    stream.requests.put_nowait(worker_pb2.GenerateManyRequest(cancels=[2, 77]))
+    (end,) = (await first).ends
+    assert end.call == 2
+    assert engine.running == {"a", "c"}
+    await stream.answers.aclose()
+    assert engine.running == set()
+
+
+async def test_what_one_call_sends_keeps_its_order() -> None:
+    outbox = Outbox()
+    outbox.send(1, token(5))
+    outbox.send(1, worker_pb2.GenerateResponse(deltas=[worker_pb2.SequenceDelta(index=1, token_ids=[6])]))
+    outbox.send(1, token(7))
+    outbox.send(2, token(8))
+    message = await outbox.next()
+    assert message is not None
+    assert list(zip(message.token_calls, message.token_ids, strict=True)) == [(1, 5), (2, 8)]
+    assert [list(item.response.deltas[0].token_ids) for item in message.messages] == [[6], [7]]
+
+
+def _code(value: int) -> Any:
+    import grpc
+
+    return next(code for code in grpc.StatusCode if code.value[0] == value)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.errors import UnavailableError
+from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from baton.types import BlockHash, Epoch
+from baton.worker.admission import Admission
+from baton.worker.events import KvEventLog
+
+EPOCH = Epoch(b"e" * 16)
+
+
+def block(i: int) -> BlockHash:
+    return BlockHash(i.to_bytes(32, "little"))
+
+
+class Follower:
+    """Collects what a router would."""
+
+    def __init__(self, log: KvEventLog, state: list[KVEvent], *, start: int = 0, epoch: bytes = b""):
+        self.log, self.state = log, state
+        self.stream = log.follow(start, epoch, self.snapshot)
+        self.snapshots = 0
+
+    async def snapshot(self):
+        self.snapshots += 1
+        return self.log.sequence, list(self.state)
+
+    async def take(self, count: int):
+        async with asyncio.timeout(30):
+            return [await anext(self.stream) for _ in range(count)]
+
+
+async def test_a_new_follower_gets_a_snapshot_and_then_every_batch():
+    log = KvEventLog(EPOCH)
+    log.append([BlocksStored(None, (block(1),))])
+    follower = Follower(log, [BlocksStored(None, (block(1),))])
+    first = (await follower.take(1))[0]
+    assert (first.snapshot, first.sequence, first.epoch) == (True, 1, EPOCH)
+    assert first.events[0].stored.block_hashes == [block(1)]
+    log.append([BlocksStored(block(1), (block(2), block(3)))])
+    log.append([BlocksRemoved((block(3),)), CacheCleared()])
+    second, third = await follower.take(2)
+    assert (second.sequence, third.sequence) == (2, 3)
+    assert second.events[0].stored.parent_hash == block(1)
+    assert third.events[0].removed.block_hashes == [block(3)]
+    assert third.events[1].WhichOneof("event") == "cleared"
+    assert not second.snapshot
+
+
+async def test_a_follower_that_was_away_is_replayed_without_a_snapshot():
+    log = KvEventLog(EPOCH)
+    for i in range(5):
+        log.append([BlocksStored(None, (block(i),))])
+    follower = Follower(log, [], start=3, epoch=EPOCH)
+    assert [batch.sequence for batch in await follower.take(3)] == [3, 4, 5]
+    assert follower.snapshots == 0
+
+
+async def test_a_follower_that_is_up_to_date_waits_for_news():
+    log = KvEventLog(EPOCH)
+    log.append([CacheCleared()])
+    follower = Follower(log, [], start=2, epoch=EPOCH)
+    waiting = asyncio.ensure_future(follower.take(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    log.append([CacheCleared()])
+    assert [batch.sequence for batch in await waiting] == [2]
+
+
+@pytest.mark.parametrize(("start", "epoch"), [(2, b"other"), (1, EPOCH), (99, EPOCH)])
+async def test_who_cannot_be_replayed_gets_a_snapshot(start, epoch):
+    log = KvEventLog(EPOCH, capacity=3)
+    for i in range(8):
+        log.append([BlocksStored(None, (block(i),))])
+    follower = Follower(log, [BlocksStored(None, (block(7),))], start=start, epoch=epoch)
+    batch = (await follower.take(1))[0]
+    assert batch.snapshot
+    assert batch.sequence == 8
+
+
+async def test_a_follower_that_falls_behind_the_ring_gets_a_snapshot_and_goes_on():
+    log = KvEventLog(EPOCH, capacity=2)
+    follower = Follower(log, [])
+    await follower.take(1)
+    for i in range(6):
+        log.append([BlocksStored(None, (block(i),))])
+    batches = await follower.take(1)
+    assert batches[0].snapshot
+    assert batches[0].sequence == 6
+    log.append([CacheCleared()])
+    assert [batch.sequence for batch in await follower.take(1)] == [7]
+
+
+async def test_admission_counts_and_drains():
+    admission = Admission()
+    with admission.admit():
+        assert await admission.drain(0.01) == 1
+        with pytest.raises(UnavailableError), admission.admit():
+            pass
+        waiting = asyncio.ensure_future(admission.drain(5))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    assert await waiting == 0
+    assert admission.active == 0
+
+
+async def test_silence_is_filled_with_heartbeats():
+    log = KvEventLog(EPOCH)
+    log.append([BlocksStored(None, (block(1),))])
+    stream = log.follow(2, EPOCH, Follower(log, []).snapshot, heartbeat_s=0.01)
+    async with asyncio.timeout(30):
+        beat = await anext(stream)
+        assert (beat.heartbeat, beat.sequence, beat.epoch, len(beat.events)) == (True, 1, EPOCH, 0)
+        assert (await anext(stream)).heartbeat
+        log.append([BlocksStored(block(1), (block(2),))])
+        news = await anext(stream)
+        assert (news.heartbeat, news.sequence) == (False, 2)
+        beat = await anext(stream)
+        assert (beat.heartbeat, beat.sequence) == (True, 2)
+
+
+async def test_large_snapshots_and_batches_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.worker.events._PART_BLOCKS", 4)
+    log = KvEventLog(EPOCH)
+    names = tuple(block(i) for i in range(11))
+    state: list[KVEvent] = [BlocksStored(None, names[:6]), BlocksStored(None, names[6:], "disk")]
+    follower = Follower(log, state)
+    parts = await follower.take(3)
+    assert [(batch.snapshot, batch.more, batch.sequence) for batch in parts] == [
+        (True, True, 0),
+        (False, True, 0),
+        (False, False, 0),
+    ]
+    assert [(bytes(e.stored.parent_hash), list(e.stored.block_hashes)) for batch in parts for e in batch.events] == [
+        (b"", list(names[:4])),
+        (names[3], list(names[4:6])),
+        (b"", list(names[6:8])),
+        (names[7], list(names[8:])),
+    ]
+    log.append([BlocksRemoved(names[:5], "disk"), CacheCleared("host")])
+    first, second = await follower.take(2)
+    assert (first.sequence, second.sequence) == (1, 2)
+    assert [len(batch.events[0].removed.block_hashes) for batch in (first, second)] == [4, 1]
+    assert second.events[1].cleared.tier == "host"
+
+
+async def test_closing_the_log_ends_every_stream() -> None:
+    log = KvEventLog(EPOCH)
+    streams = [log.follow(0, b"", Follower(log, []).snapshot, heartbeat_s=seconds) for seconds in (0.0, 60.0)]
+    for stream in streams:
+        assert (await anext(stream)).snapshot
+    assert (await anext(streams[1])).heartbeat
+    waiting = [asyncio.ensure_future(anext(stream, None)) for stream in streams]
+    await asyncio.sleep(0)
+    log.close()
+    async with asyncio.timeout(30):
+        assert await asyncio.gather(*waiting) == [None, None]
