@@ -44,8 +44,8 @@ from baton.kv_cache.arena import KVArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.blocks.types import Bytes
 from baton.kv_transfer.connector.store.client import StoreClient
+from baton.kv_transfer.types import Bytes
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.types import BlockHash, BlockId, InstanceId

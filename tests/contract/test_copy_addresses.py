@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from baton.kv_transfer.blocks.types import BlockReads
 from baton.kv_transfer.copy.block_copy import BlockCopier
 from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.types import BlockReads
 
 
 def test_targets_and_sources_that_come_and_go() -> None:

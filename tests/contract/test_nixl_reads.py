@@ -10,7 +10,6 @@ import pytest
 from tests.support.transport_rig import Rig, soon
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.blocks.types import BlockReads
 from baton.kv_transfer.pipes import nixl_read
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
 from baton.kv_transfer.pipes.nixl_about import describe_agent
@@ -21,6 +20,7 @@ from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_hea
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.read_wire import pack_request
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import BlockReads
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from baton.api.v1 import common_pb2, kvstore_pb2, router_pb2, worker_pb2
 from baton.errors import BatonError, PermissionDeniedError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockReads
 from baton.kv_transfer.pipes import gloo_group, lines, nixl_about, nixl_read, stream
 from baton.kv_transfer.protocol import read_wire
 from baton.kv_transfer.protocol.deadline import Wait
@@ -37,6 +36,7 @@ from baton.kv_transfer.protocol.frames import FrameKind, error_from_fields, pack
 from baton.kv_transfer.protocol.handshake import Facts, fingerprint_from_fields, greet_as_server
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.protocol.source_pb import source_from_pb
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads
 from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest

@@ -17,9 +17,9 @@ from baton.kv_cache.connector import LoadRequest, LoadUpdate
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockServer, SequenceBlocks
-from baton.kv_transfer.blocks.types import FetchResult
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PLoader
 from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillEvent
+from baton.kv_transfer.types import FetchResult
 from baton.types import BlockId, InstanceId, RequestId, SamplingParams
 
 BS = 16

@@ -10,7 +10,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import SequenceBlocks
 from baton.kv_transfer.blocks.plan import parts_of
-from baton.kv_transfer.blocks.types import bounds, require_below
+from baton.kv_transfer.types import bounds, require_below
 
 PRINT = Fingerprint.of(model="m", model_digest="d", rope="r", layout=KVLayout((LayerShape(1, 8, 8),), 4, "float32"))
 LOCAL = np.array([30, 31, 32])

@@ -10,9 +10,9 @@ import torch
 from tests.support.transport_rig import soon
 
 from baton.errors import CancelledError, ConfigError
-from baton.kv_transfer.blocks.types import BlockReads
 from baton.kv_transfer.copy.dtype_cast import FORMATS, BlockCaster
 from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.types import BlockReads
 
 PAIRS = [(a, b) for a in FORMATS for b in FORMATS if a != b]
 WAYS = [(True, 512), (True, 256), (True, 64), (False, 0)]

@@ -15,10 +15,10 @@ from tests.support.transport_rig import open_fds
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Ids
 from baton.kv_transfer.copy.block_copy import BATCH_BYTES, BlockCopier, Line, fence, merge_runs
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import BlockReads, Bytes, Ids
 
 COPIERS = {"native": BlockCopier(), "libc": BlockCopier(native=False)}
 

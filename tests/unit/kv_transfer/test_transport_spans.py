@@ -13,12 +13,12 @@ import pytest
 
 from baton.kv_cache.arena import KVArena
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.types import BlockReads
 from baton.kv_transfer.pipes.read_server import ServeLimits, serve_reads
 from baton.kv_transfer.pipes.tcp_read import TcpOptions, request_blocks
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.read_wire import source_spans, target_spans
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import BlockReads
 from baton.native import address_of
 
 BLOCK = 64

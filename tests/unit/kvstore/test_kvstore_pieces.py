@@ -27,10 +27,10 @@ from baton.types import BlockHash, BlockId, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.memory.leases import Lease
 from baton_kvstore.server import KVStoreServer
+from baton_kvstore.tiers import promotion
 from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.disk.tier import DiskTier
 from baton_kvstore.tiers.promotion import Ask
-from baton_kvstore.tiers.tiered_store import promotion
 
 KIND = Fingerprint.of(model="m", model_digest="m", rope="", layout=KVLayout((LayerShape(1, 32, 32),), 16, "float32"))
 BLOCK = KIND.block_bytes

@@ -16,9 +16,9 @@ from baton.errors import ConfigError, TransferError
 from baton.kv_cache.arena import KVArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.blocks.types import Bytes
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import StoreClient
+from baton.kv_transfer.types import Bytes
 from baton.types import BlockHash, BlockId, InstanceId
 
 CALL_S = 120.0

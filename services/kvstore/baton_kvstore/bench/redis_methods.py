@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.errors import TransferError
-from baton.kv_transfer.blocks.types import Bytes
+from baton.kv_transfer.types import Bytes
 from baton.types import BlockHash
 
 TIMEOUT_S = 120.0

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.bench.kv.specs import Shape
-from baton.kv_transfer.blocks.types import Bytes
+from baton.kv_transfer.types import Bytes
 from baton.types import BlockHash
 
 MAX_SAMPLES = 4000

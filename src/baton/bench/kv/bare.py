@@ -15,12 +15,12 @@ import threading
 import time
 
 from baton.errors import BatonError, PipeClosedError
-from baton.kv_transfer.blocks.types import Bytes
 from baton.kv_transfer.pipes.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
 from baton.kv_transfer.protocol.addresses import bind_tcp, join_address
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import PURPOSE_MESSAGES, greet_as_client
 from baton.kv_transfer.protocol.sockets import Stream, connect_tcp
+from baton.kv_transfer.types import Bytes
 
 log = logging.getLogger(__name__)
 _REQUEST = struct.Struct("<QQ")

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from baton.bench.kv.specs import Ids, Shape
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
-from baton.kv_transfer.blocks.types import Bytes
 from baton.kv_transfer.copy.dtype_cast import convert
+from baton.kv_transfer.types import Bytes
 
 Words = npt.NDArray[np.uint64]
 WORD_BYTES = 8

@@ -4,9 +4,9 @@ from baton.kv_transfer.blocks.fetcher import BlockFetcher
 from baton.kv_transfer.blocks.links import LinkOptions
 from baton.kv_transfer.blocks.plan import SequenceBlocks
 from baton.kv_transfer.blocks.server import BlockServer, ServerOptions
-from baton.kv_transfer.blocks.types import BlockReads, BlockSource, Endpoint, FetchResult
 from baton.kv_transfer.pipes.memory import MemoryNetwork
 from baton.kv_transfer.pipes.tcp_read import TcpOptions
+from baton.kv_transfer.types import BlockReads, BlockSource, Endpoint, FetchResult
 
 __all__ = [
     "BlockFetcher",

@@ -15,10 +15,10 @@ import numpy as np
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import BLOCK_ALIGNMENT, DTYPE_BYTES
 from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Generations
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
 from baton.kv_transfer.pipes.base import CastingReadPipe, ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.types import BlockReads, Bytes, Generations
 
 AREA_BYTES = 8 << 20
 """Of one staging area; a power of two. Reads are cut to it."""

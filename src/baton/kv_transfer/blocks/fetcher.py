@@ -30,10 +30,10 @@ from baton.kv_transfer.blocks.links import Connector, Link, LinkCache, LinkOptio
 from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
 from baton.kv_transfer.blocks.plan import Part, SequenceBlocks, followed_parts, parts_of
 from baton.kv_transfer.blocks.server import check_shards
-from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid, bounds, require_below
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, ReadPipe
 from baton.kv_transfer.protocol.deadline import Flag, Wait
 from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid, bounds, require_below
 
 log = logging.getLogger(__name__)
 _PENDING_PER_THREAD = 64

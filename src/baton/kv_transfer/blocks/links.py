@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
-from baton.kv_transfer.blocks.types import BlockSource
 from baton.kv_transfer.copy.block_copy import BlockCopier
 from baton.kv_transfer.pipes.base import ReadPipe
 from baton.kv_transfer.pipes.gloo_read import GlooReadPipe
@@ -20,6 +19,7 @@ from baton.kv_transfer.pipes.tcp_read import TcpOptions, TcpReadPipe
 from baton.kv_transfer.pipes.vm_read import VmReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.types import BlockSource
 from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from baton.errors import InvalidRequestError
 from baton.kv_cache.reshard import ReshardPlan, Segments, ShardCopy, merge_segments
-from baton.kv_transfer.blocks.types import BlockReads, Generations, Ids, Steps, Valid, integers, require_different
+from baton.kv_transfer.types import BlockReads, Generations, Ids, Steps, Valid, integers, require_different
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,6 @@ from baton.kv_cache.arena import KVArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
-from baton.kv_transfer.blocks.types import BlockSource, Endpoint
 from baton.kv_transfer.pipes.gloo_read import serve_gloo
 from baton.kv_transfer.pipes.memory import MemoryNetwork
 from baton.kv_transfer.pipes.nixl_read import NixlSource
@@ -30,6 +29,7 @@ from baton.kv_transfer.protocol.frames import send_error
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_server
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.protocol.tls_stream import tls_from
+from baton.kv_transfer.types import BlockSource, Endpoint
 from baton.rpc.tls import Tls
 from baton.types import Epoch, InstanceId
 

@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from baton.errors import InternalError, PipeClosedError
 from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Generations, Ids, Valid
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, Valid
 from baton.native import COMPILERS, address_of, load_helper
 
 BATCH_BYTES = 32 << 20

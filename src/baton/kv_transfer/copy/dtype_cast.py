@@ -19,9 +19,9 @@ import numpy.typing as npt
 from baton.errors import ConfigError
 from baton.kv_cache.layout import DTYPE_BYTES
 from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Generations, Valid
 from baton.kv_transfer.copy.block_copy import BATCH_BYTES, fence
 from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.types import BlockReads, Bytes, Generations, Valid
 from baton.native import COMPILERS, address_of, load_helper
 
 FORMATS = ("float32", "bfloat16", "float16")

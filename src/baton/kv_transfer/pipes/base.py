@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from baton.errors import InvalidRequestError
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Valid
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
 from baton.kv_transfer.protocol.deadline import Flag, Wait
+from baton.kv_transfer.types import BlockReads, Bytes, Valid
 
 MAX_TENSORS = 4096
 MAX_DIMS = 16

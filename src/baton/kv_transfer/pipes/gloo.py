@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.kv_transfer.blocks.types import Bytes
 from baton.kv_transfer.pipes.base import MAX_MESSAGE_BYTES
 from baton.kv_transfer.pipes.lines import LineReceiver, Lines, LineSender, LinesListener, call_lines, total_bytes
 from baton.kv_transfer.pipes.stream import StreamPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Buffer, Stream
+from baton.kv_transfer.types import Bytes
 
 if TYPE_CHECKING:
     from baton.kv_transfer.pipes.gloo_group import Group

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from baton.errors import BatonError, ConfigError, PipeClosedError
-from baton.kv_transfer.blocks.types import Bytes
 from baton.kv_transfer.pipes.lines import Lines
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_control, send_control
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import Bytes
 
 KV_RANKS = {"prefill": 0, "decode": 1}
 """Ranks by role: the one who listens and whose KV is asked for is 0, the one who calls is 1."""

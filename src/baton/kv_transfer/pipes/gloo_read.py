@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Valid
 from baton.kv_transfer.pipes.gloo import GlooReceiver, GlooSender, require_gloo
 from baton.kv_transfer.pipes.lines import Lines, total_bytes
 from baton.kv_transfer.pipes.pool import PooledReadPipe
@@ -21,6 +20,7 @@ from baton.kv_transfer.pipes.tcp_read import TcpOptions, dial_reader, request_bl
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.sockets import Buffer, Stream
+from baton.kv_transfer.types import BlockReads, Bytes, Valid
 
 if TYPE_CHECKING:
     from baton.kv_transfer.pipes.gloo_group import Group

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from baton.errors import PipeClosedError
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Valid
 from baton.kv_transfer.copy.block_copy import BlockCopier
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
 from baton.kv_transfer.pipes.base import (
@@ -24,6 +23,7 @@ from baton.kv_transfer.pipes.base import (
 )
 from baton.kv_transfer.protocol.deadline import TICK_S, Flag, Wait
 from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.types import BlockReads, Bytes, Valid
 
 QUEUE_BYTES = 64 << 20
 """Bytes one direction holds before ``send`` waits; a bigger message goes alone."""

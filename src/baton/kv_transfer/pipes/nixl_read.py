@@ -26,7 +26,6 @@ import numpy as np
 from baton.errors import ConfigError, InvalidRequestError
 from baton.kv_cache.reshard import merge_segments
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
 from baton.kv_transfer.copy.block_copy import BATCH_BYTES, fence, merge_runs
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
 from baton.kv_transfer.pipes.nixl_about import describe_agent, parse_agent
@@ -46,6 +45,7 @@ from baton.kv_transfer.protocol.frames import (
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.read_wire import pack_bits, pack_request, unpack_bits
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
 
 BATCH_ROWS = 16_384
 """Rows of one NIXL request at most."""

@@ -11,11 +11,11 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from baton.errors import InvalidRequestError, PipeClosedError
-from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid
 from baton.kv_transfer.pipes.base import ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid
 
 WORD = struct.Struct("<Q")
 """A progress, in WAIT and PROGRESS frames."""

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.types import BlockReads, current
 from baton.kv_transfer.copy.block_copy import fence
 from baton.kv_transfer.copy.socket_mover import SpanMover
 from baton.kv_transfer.pipes.pool import WORD
@@ -39,6 +38,7 @@ from baton.kv_transfer.protocol.read_wire import (
     tail_bytes,
 )
 from baton.kv_transfer.protocol.sockets import Buffer, Stream
+from baton.kv_transfer.types import BlockReads, current
 
 _UNDER_WAY_BYTES = 1 << 20
 _LEAST_UNDER_WAY_BYTES = 64 << 10

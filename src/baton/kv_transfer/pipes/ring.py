@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from baton.errors import PipeClosedError
-from baton.kv_transfer.blocks.types import Bytes
 from baton.kv_transfer.pipes.pace import Pace
 from baton.kv_transfer.pipes.stream import ByteChannel
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Buffer, Stream
+from baton.kv_transfer.types import Bytes
 
 MIN_RING_BYTES = 4096
 MAX_RING_BYTES = 256 << 20

@@ -17,7 +17,6 @@ from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError,
 from baton.kv_cache.arena import KVArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Valid
 from baton.kv_transfer.copy.block_copy import BlockCopier, Line
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
 from baton.kv_transfer.pipes.base import CastingReadPipe
@@ -25,6 +24,7 @@ from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.kv_transfer.protocol.sockets import Stream, connect_unix
+from baton.kv_transfer.types import BlockReads, Bytes, Valid
 
 MAX_DESCRIPTORS = 253
 """File descriptors that Linux passes with one message."""

@@ -23,7 +23,6 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from baton.errors import InternalError, InvalidRequestError
-from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
 from baton.kv_transfer.copy.socket_mover import SpanMover
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
 from baton.kv_transfer.pipes.pool import PooledReadPipe
@@ -44,6 +43,7 @@ from baton.kv_transfer.protocol.read_wire import (
 )
 from baton.kv_transfer.protocol.sockets import Stream, connect_tcp
 from baton.kv_transfer.protocol.tls_stream import tls_to
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
 from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)

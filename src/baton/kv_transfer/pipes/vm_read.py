@@ -23,7 +23,6 @@ import numpy.typing as npt
 from baton.errors import PipeClosedError
 from baton.kv_cache.reshard import Segments
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.types import BlockReads, Bytes, Generations, Ids, Valid
 from baton.kv_transfer.copy.block_copy import BATCH_BYTES, merge_runs
 from baton.kv_transfer.pipes.pool import PooledReadPipe
 from baton.kv_transfer.pipes.shm_read import require_same_user, shm_obstacle
@@ -31,6 +30,7 @@ from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_control, send_control
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.kv_transfer.protocol.sockets import Stream, connect_unix
+from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, Valid
 from baton.native import address_of
 
 _IOV_MAX = 1024

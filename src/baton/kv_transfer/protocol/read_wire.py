@@ -30,9 +30,9 @@ import xxhash
 from baton.errors import InvalidRequestError
 from baton.kv_cache.reshard import Segments
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.types import MAX_BLOCKS_PER_READ, MAX_SEGMENTS, MAX_STEPS, BlockReads, Bytes, Ids, Valid
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Buffer
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, MAX_SEGMENTS, MAX_STEPS, BlockReads, Bytes, Ids, Valid
 from baton.native import address_of
 
 _HEAD = struct.Struct("<IIIII")

@@ -25,10 +25,10 @@ from baton.errors import BatonError, DeadlineError, StaleBlockError
 from baton.kv_cache.arena import KVArena
 from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
-from baton.kv_transfer.blocks.types import Valid
 from baton.kv_transfer.connector.background import BackgroundLoads, Outcome, settle
 from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
+from baton.kv_transfer.types import Valid
 from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
 
 log = logging.getLogger(__name__)
