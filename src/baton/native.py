@@ -32,7 +32,7 @@ def load_helper(source: Path, compilers: tuple[str, ...] = COMPILERS) -> ctypes.
     a file on a machine takes as long as the compiler does: services make it before they serve.
 
     Args:
-        source: The file, e.g. ``Path(__file__).with_name("copying.c")``; headers of its own lie beside it.
+        source: The file, e.g. ``Path(__file__).with_name("block_copy.c")``; headers of its own lie beside it.
         compilers: The first of them that is there is used.
     """
     compiler = next((path for each in compilers if (path := shutil.which(each))), None)

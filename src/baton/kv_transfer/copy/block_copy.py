@@ -136,7 +136,7 @@ class BlockCopier:
     """
 
     def __init__(self, *, native: bool = True, compilers: tuple[str, ...] = COMPILERS) -> None:
-        library = load_helper(Path(__file__).with_name("copying.c"), compilers) if native else None
+        library = load_helper(Path(__file__).with_name("block_copy.c"), compilers) if native else None
         self._calls = _NativeCalls(library) if library else _libc_copy()
         self.method = "native" if library else "libc"
 

@@ -118,7 +118,7 @@ class _Side(ctypes.Structure):
 
 
 def _native_cast(source: str, target: str, compilers: tuple[str, ...], vector_bits: int) -> CastBlocks | None:
-    library = load_helper(Path(__file__).with_name("casting.c"), compilers)
+    library = load_helper(Path(__file__).with_name("dtype_cast.c"), compilers)
     if library is None:
         return None
     function = library.baton_cast_blocks

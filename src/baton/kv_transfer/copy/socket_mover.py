@@ -52,7 +52,7 @@ class SpanMover:
     @classmethod
     def load(cls) -> SpanMover | None:
         """Return one, or ``None`` where there is no compiler."""
-        library = load_helper(Path(__file__).with_name("moving.c"))
+        library = load_helper(Path(__file__).with_name("socket_mover.c"))
         if library is None:
             return None
         pointer, number = ctypes.c_void_p, ctypes.c_uint64
