@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVShards
@@ -57,7 +57,7 @@ def main() -> None:
 
 async def _measure(args: argparse.Namespace, folder: Path) -> str:
     count, size = args.blocks, KIND.block_bytes
-    pool = KVShards([KVArena(2 * count, size)])
+    pool = KVShards([HostArena(2 * count, size)])
     arena = pool.primary
     arena.touch()
     arena.blocks[:count] = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import numpy as np
 from tests.support.servers.store_process import store_processes
 
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
@@ -86,7 +86,7 @@ async def _loads(args: argparse.Namespace, units: list[int]) -> dict[int, list[t
     layout = KVLayout((LayerShape(1, args.block_bytes // 128, 1),), 16, "float32")
     kind = Fingerprint.of(model="bench", model_digest="d", rope="", layout=layout)
     count = max(LENGTHS)
-    arena = KVArena(count, kind.block_bytes)
+    arena = HostArena(count, kind.block_bytes)
     arena.touch()
     server, fetcher = BlockServer(arena, kind, InstanceId("bench")), BlockFetcher(arena, kind)
     found: dict[int, list[tuple[float, float]]] = {}

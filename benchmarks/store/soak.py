@@ -40,7 +40,7 @@ import psutil
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import InternalError, QueueFullError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
@@ -309,7 +309,7 @@ class Service:
         self._rng, self._model, self._folder = random.Random(seed), Model(), folder
         self._kind = kind_of(BLOCK_BYTES[-1])
         self._chains = [chain_names(chain) for chain in range(CHAINS // 10)]
-        self._arena = KVArena(2 * WORKERS * CHAIN, self._kind.block_bytes)
+        self._arena = HostArena(2 * WORKERS * CHAIN, self._kind.block_bytes)
 
     async def run(self, operations: int) -> Part:
         """Do so many operations and everything that is to be checked."""

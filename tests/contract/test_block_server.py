@@ -23,7 +23,7 @@ from baton.errors import (
     TransferError,
     UnauthenticatedError,
 )
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import (
     BlockFetcher,
     BlockReads,
@@ -60,7 +60,7 @@ def tcp_rig() -> Iterator[Rig]:
 
 
 def test_auto_prefers_shared_memory_and_tells_of_a_fallback(caplog: pytest.LogCaptureFixture) -> None:
-    arena, target = KVArena(8, LAYOUT.block_bytes), KVArena(8, LAYOUT.block_bytes)
+    arena, target = HostArena(8, LAYOUT.block_bytes), HostArena(8, LAYOUT.block_bytes)
     with_both = BlockServer(arena, PRINT, InstanceId("p0"))
     assert [e.kind for e in with_both.endpoints] == ["shm", "tcp"]
     source = with_both.source
@@ -94,7 +94,7 @@ def test_auto_prefers_shared_memory_and_tells_of_a_fallback(caplog: pytest.LogCa
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_block_servers_want_the_token(kind: str) -> None:
-    arena, target = KVArena(8, LAYOUT.block_bytes), KVArena(8, LAYOUT.block_bytes)
+    arena, target = HostArena(8, LAYOUT.block_bytes), HostArena(8, LAYOUT.block_bytes)
     server = BlockServer(arena, PRINT, InstanceId("p0"), kinds=(kind,), token="secret")
     for token in (None, "other"):
         fetcher = BlockFetcher(target, PRINT, links=LinkOptions(token=token))
@@ -109,7 +109,7 @@ def test_block_servers_want_the_token(kind: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
 def test_off_loopback_needs_a_token(host: str) -> None:
-    arena = KVArena(1, LAYOUT.block_bytes)
+    arena = HostArena(1, LAYOUT.block_bytes)
     with pytest.raises(ConfigError) as caught:
         BlockServer(arena, PRINT, InstanceId("p0"), host=host)
     assert caught.value.field == "token"
@@ -118,7 +118,7 @@ def test_off_loopback_needs_a_token(host: str) -> None:
 
 
 def test_wrong_configuration_is_refused() -> None:
-    arena = KVArena(1, LAYOUT.block_bytes)
+    arena = HostArena(1, LAYOUT.block_bytes)
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     cases: list[tuple[str, dict[str, Any]]] = [
@@ -137,7 +137,7 @@ def test_wrong_configuration_is_refused() -> None:
     assert lets_go(before)
     taken.close()
     with pytest.raises(ConfigError):
-        BlockServer(KVArena(1, 64), PRINT, InstanceId("p0"))
+        BlockServer(HostArena(1, 64), PRINT, InstanceId("p0"))
     wrong: list[dict[str, Any]] = [
         {"kinds": "pigeon"}, {"kinds": ()}, {"max_threads": 0}, {"links": LinkOptions(tcp=TcpOptions(streams=0))}
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from tests.support.transport_faults import Proxy
 from tests.support.transport_rig import KINDS, in_thread, soon, tls_of
 
 from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
@@ -75,7 +75,7 @@ class Side:
         geometry, specs = KVGeometry(layers, dtype), shard_specs(tp, pp)
         self.blocks = TOKENS // self.size
         self.shards = KVShards(
-            [KVArena(self.blocks, shard_layout(geometry, spec, self.size).block_bytes) for spec in specs]
+            [HostArena(self.blocks, shard_layout(geometry, spec, self.size).block_bytes) for spec in specs]
         )
         kind = getattr(torch, dtype)
         arrays = [(bits_of(k.to(kind)), bits_of(v.to(kind))) for k, v in kv]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.contract.test_store import BS, KIND, WAIT_S, Host, T, content, host_gate, prompt
 
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import KVConnector, LoadRequest, LoadUpdate
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -58,7 +58,7 @@ class Engine:
         self.stack = ExitStack()
         specs = shard_specs(fingerprint.tp_size, fingerprint.pp_size)
         layouts = [shard_layout(fingerprint.geometry, spec, fingerprint.block_size) for spec in specs]
-        self.pool = KVShards([KVArena(NUM_BLOCKS, layout.block_bytes) for layout in layouts])
+        self.pool = KVShards([HostArena(NUM_BLOCKS, layout.block_bytes) for layout in layouts])
         self.stack.callback(self.pool.close)
         self.arena = self.pool.primary
         self.server = BlockServer(self.pool, fingerprint, InstanceId("me"))

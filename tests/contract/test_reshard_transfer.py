@@ -12,7 +12,7 @@ from tests.support.kv_shapes import pool_of, whole_kv
 from tests.support.transport_rig import KINDS, in_thread, soon, tls_of
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
@@ -47,7 +47,7 @@ class Side:
         self.specs = shard_specs(tp, pp)
         layouts = [shard_layout(GEOMETRY, spec, self.size) for spec in self.specs]
         self.blocks = TOKENS // self.size
-        self.shards = KVShards([KVArena(self.blocks, layout.block_bytes) for layout in layouts])
+        self.shards = KVShards([HostArena(self.blocks, layout.block_bytes) for layout in layouts])
         self.pools = [pool_of(GEOMETRY, spec, self.size, whole_kv(GEOMETRY, TOKENS)) for spec in self.specs]
 
     def fill(self) -> None:
@@ -97,7 +97,7 @@ class Pair:
         self.target.shards.close()
 
 
-def _used(arena: KVArena, pool: np.ndarray) -> int:
+def _used(arena: HostArena, pool: np.ndarray) -> int:
     return min(arena.block_bytes, int(pool.shape[1]))
 
 

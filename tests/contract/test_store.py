@@ -17,7 +17,7 @@ from tests.support.kvstore_tiers import MAKE_UPS, RedisThread, damage, options_o
 
 from baton.errors import ConfigError
 from baton.hashing import block_hashes, root_hash
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -101,7 +101,7 @@ class Engine:
     def __init__(self, host: Host, address: str, *, kind: Fingerprint = KIND, **options: Any) -> None:
         self.host = host
         self.news = threading.Event()
-        self.arena = KVArena(64, kind.block_bytes)
+        self.arena = HostArena(64, kind.block_bytes)
         self.server = BlockServer(self.arena, kind, InstanceId("prefill-0"))
         self.fetcher = BlockFetcher(self.arena, kind)
         defaults: dict[str, Any] = {

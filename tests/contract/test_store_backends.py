@@ -24,7 +24,7 @@ from tests.support.servers.store_process import store_processes
 
 from baton.errors import BatonError, UnavailableError
 from baton.hashing import block_hashes, root_hash
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
@@ -77,7 +77,7 @@ class Client:
     def __init__(self, options: StoreOptions, kind: Fingerprint = KIND) -> None:
         self.use = StoreUse()
         layouts = [shard_layout(kind.geometry, spec, BS) for spec in shard_specs(kind.tp_size, kind.pp_size)]
-        self.shards = KVShards([KVArena(POOL, layout.block_bytes) for layout in layouts])
+        self.shards = KVShards([HostArena(POOL, layout.block_bytes) for layout in layouts])
         self.arena = self.shards.primary
         self.server = BlockServer(self.shards, kind, InstanceId("prefill-0"))
         self.fetcher = BlockFetcher(self.shards, kind)

@@ -19,7 +19,7 @@ from tests.support.kv_shapes import pool_of, whole_kv
 from tests.support.servers.store_process import StoreProcess
 
 from baton.hashing import block_hashes, root_hash
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import PlannedSave
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -50,7 +50,7 @@ class Prefill:
         self.kind = dataclasses.replace(KIND, tp_size=tp)
         self.specs = shard_specs(tp, 1)
         self.shards = KVShards(
-            [KVArena(2 * COUNT, shard_layout(GEOMETRY, spec, BS).block_bytes) for spec in self.specs]
+            [HostArena(2 * COUNT, shard_layout(GEOMETRY, spec, BS).block_bytes) for spec in self.specs]
         )
         self.arena = self.shards.primary
         self.server = BlockServer(self.shards, self.kind, InstanceId("prefill-0"), kinds=(kinds,))
@@ -129,7 +129,7 @@ async def prefill(address: str, **options: Any) -> AsyncIterator[Prefill]:
 
 async def held(server: KVStoreServer) -> int:
     """Load what a store has of the request, check every byte and return how many blocks that are."""
-    arena = KVArena(COUNT, KIND.block_bytes)
+    arena = HostArena(COUNT, KIND.block_bytes)
     fetcher = BlockFetcher(arena, KIND)
     backend = open_store(
         StoreOptions(server.address, call_timeout_s=WAIT_S), fingerprint=KIND, fetcher=fetcher, use=StoreUse()

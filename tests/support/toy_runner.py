@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from baton.engine.sched.step_plan import ForwardBatch, RunnerLostError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec
@@ -66,7 +66,7 @@ class ToyRunner:
 
     def make_arena(self, num_blocks: int) -> KVShards:
         """Make an arena of this model's layout and bind it."""
-        shards = KVShards([KVArena(num_blocks, self.layout.block_bytes)])
+        shards = KVShards([HostArena(num_blocks, self.layout.block_bytes)])
         self.bind(shards)
         return shards
 

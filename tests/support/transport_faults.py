@@ -37,7 +37,7 @@ BIG = KVLayout((LayerShape(8, 128, 128),) * 8, 16, "float32")  # 1 MiB
 SERVER = """
 import json, sys
 import numpy as np
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockServer
@@ -46,7 +46,7 @@ from baton.types import InstanceId
 num_blocks, heads, dim, layers = (int(a) for a in sys.argv[1:5])
 kinds = sys.argv[5].split(",")
 layout = KVLayout((LayerShape(heads, dim, dim),) * layers, 16, "float32")
-arena = KVArena(num_blocks, layout.block_bytes)
+arena = HostArena(num_blocks, layout.block_bytes)
 arena.blocks[:] = np.arange(num_blocks, dtype=np.uint8)[:, None]
 arena.generations[:] = np.arange(num_blocks) + 1000
 fingerprint = Fingerprint.of(model="m", model_digest="d", rope="r", layout=layout)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tests.support.servers.certificates import Authority
 
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import (
@@ -168,8 +168,8 @@ class Rig:
         self.kind = kind
         self.sockets: list[socket.socket] = []
         self.network = MemoryNetwork()
-        self.source_arena = KVArena(num_blocks, layout.block_bytes)
-        self.target = KVArena(num_blocks + 17, layout.block_bytes)
+        self.source_arena = HostArena(num_blocks, layout.block_bytes)
+        self.target = HostArena(num_blocks + 17, layout.block_bytes)
         rng = np.random.default_rng(7)
         self.source_arena.blocks[:] = rng.integers(0, 256, self.source_arena.blocks.shape, dtype=np.uint8)
         self.source_arena.generations[:] = rng.integers(0, 1 << 63, num_blocks, dtype=np.uint64)

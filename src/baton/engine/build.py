@@ -12,7 +12,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor.model_runner import ModelRunner
 from baton.engine.runner.memory import available_bytes, plan_kv_blocks
 from baton.errors import ConfigError
-from baton.kv_cache.arena import KVArena, arena_bytes
+from baton.kv_cache.arena import HostArena, arena_bytes
 from baton.kv_cache.connector import KVConnector
 from baton.kv_cache.events import KVEvent
 from baton.kv_cache.shards import KVShards, shard_layout
@@ -52,7 +52,7 @@ def make_arena(config: EngineConfig, runner: ModelRunner, *, private: bool = Fal
             field="kv_blocks",
         )
     shards = KVShards(
-        [KVArena(blocks, layout.block_bytes, private=private and len(layouts) == 1) for layout in layouts]
+        [HostArena(blocks, layout.block_bytes, private=private and len(layouts) == 1) for layout in layouts]
     )
     try:
         shards.touch()

@@ -26,7 +26,7 @@ from baton.engine.sched.validation import check_request
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.block_pool import BlockPool
 from baton.kv_cache.connector import KVConnector, LoadUpdate
 from baton.kv_cache.events import BlocksStored, KVEvent
@@ -80,7 +80,7 @@ class EngineCore:
         self._config = config
         self.runner = runner
         self.shards = shards
-        self.arena: KVArena = shards.primary
+        self.arena: Arena = shards.primary
         self._on_events = on_events
         self._events: list[KVEvent] = []
         self._block_size = runner.layout.block_size

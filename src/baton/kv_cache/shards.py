@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.layout import KVLayout, LayerShape
 
 
@@ -125,13 +125,13 @@ class KVShards:
         ConfigError: No arena, or their numbers of blocks differ.
     """
 
-    def __init__(self, arenas: Sequence[KVArena]) -> None:
+    def __init__(self, arenas: Sequence[Arena]) -> None:
         self.arenas = tuple(arenas)
         if len({arena.num_blocks for arena in self.arenas}) != 1:
             raise ConfigError("shards need arenas with the same number of blocks", field="kv_blocks")
 
     @property
-    def primary(self) -> KVArena:
+    def primary(self) -> Arena:
         """The leader's arena: epoch, generations and number of blocks of the instance."""
         return self.arenas[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvalidRequestError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.reshard import Segments
 from baton.types import Epoch, InstanceId
@@ -167,7 +167,7 @@ def _whole(block_bytes: int) -> Segments:
     return segments
 
 
-def current(arena: KVArena, reads: BlockReads) -> Valid:
+def current(arena: Arena, reads: BlockReads) -> Valid:
     """Return, per read, whether the arena's block still has the generation that was offered."""
     same: Valid = arena.generations[reads.remote_ids] == reads.generations
     return same

@@ -20,7 +20,7 @@ from baton.engine.core import EngineCore
 from baton.engine.sched.step_plan import Runner
 from baton.errors import ConfigError
 from baton.hashing import native_chain
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector
 from baton.kv_cache.events import KVEvent
 from baton.kv_cache.shards import KVShards
@@ -64,7 +64,7 @@ class Parts:
     engine_config: EngineConfig
     runner: Runner
     shards: KVShards
-    arena: KVArena
+    arena: Arena
     token: str | None
     loop: asyncio.AbstractEventLoop
     wake: Callable[[], None]

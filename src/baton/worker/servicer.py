@@ -18,7 +18,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.request import EngineStats
 from baton.engine.sched.step_plan import Runner
 from baton.errors import InvalidRequestError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.events import KVEvent
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockServer
@@ -46,7 +46,7 @@ class WorkerContext:
     runner: Runner
     engine: EngineThread
     shards: KVShards
-    arena: KVArena
+    arena: Arena
     block_server: BlockServer
     events: KvEventLog
     tiers: TierBoard

@@ -16,12 +16,12 @@ OWNER = """
 import json, sys
 import numpy as np
 import psutil
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockServer
 from baton.types import InstanceId
 from tests.support.transport_faults import LAYOUT, fingerprint
 
-arena = KVArena(64, LAYOUT.block_bytes)
+arena = HostArena(64, LAYOUT.block_bytes)
 arena.blocks[:] = np.arange(64, dtype=np.uint8)[:, None]
 kinds = sys.argv[2:]
 server = BlockServer(arena, fingerprint(LAYOUT), InstanceId("p0"), kinds=kinds, host=sys.argv[1], token="secret")
@@ -36,7 +36,7 @@ server.close()
 READER = """
 import json, sys
 import numpy as np
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions
 from baton.types import Epoch, InstanceId
 from tests.support.transport_faults import LAYOUT, fingerprint
@@ -45,7 +45,7 @@ from tests.support.transport_rig import soon
 said = json.loads(sys.argv[1])
 endpoints = tuple(Endpoint(*each) for each in said["endpoints"])
 source = BlockSource(InstanceId("p0"), Epoch(bytes.fromhex(said["epoch"])), endpoints, fingerprint(LAYOUT), 64)
-target = KVArena(64, LAYOUT.block_bytes)
+target = HostArena(64, LAYOUT.block_bytes)
 for kind, _ in said["endpoints"]:
     fetcher = BlockFetcher(target, fingerprint(LAYOUT), kinds=(kind,), links=LinkOptions(token="secret"))
     ids = np.random.default_rng(len(kind)).permutation(64)

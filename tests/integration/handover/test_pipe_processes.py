@@ -18,7 +18,7 @@ from tests.support.transport_rig import Media, soon
 
 from baton.config.ucx import infiniband_ports, interface_of, set_nixl_log_level, set_ucx_environment
 from baton.errors import PipeClosedError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint
 from baton.kv_transfer.pipes.base import WireTensor
 from baton.types import Epoch, InstanceId
@@ -26,14 +26,14 @@ from baton.types import Epoch, InstanceId
 OWNER = """
 import json, sys
 import numpy as np
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockServer
 from baton.types import InstanceId
 from tests.support.transport_faults import LAYOUT, fingerprint
 from tests.support.transport_rig import Media, soon
 
 kind = sys.argv[1]
-arena = KVArena(64, LAYOUT.block_bytes)
+arena = HostArena(64, LAYOUT.block_bytes)
 arena.blocks[:] = np.arange(64, dtype=np.uint8)[:, None]
 server = BlockServer(arena, fingerprint(LAYOUT), InstanceId("p0"), kinds=(kind,))
 listener = Media(kind).listen()
@@ -69,7 +69,7 @@ def source_of(kind: str, said: dict[str, Any]) -> BlockSource:
 
 def use(kind: str, said: dict[str, Any]) -> None:
     """Fetch all blocks and have a big message echoed."""
-    target = KVArena(64, LAYOUT.block_bytes)
+    target = HostArena(64, LAYOUT.block_bytes)
     source = source_of(kind, said)
     fetcher = BlockFetcher(target, fingerprint(LAYOUT), kinds=(kind,))
     ids = np.random.default_rng(0).permutation(64)
@@ -139,7 +139,7 @@ def test_nixl_works_over_whatever_ucx_has(transports: str) -> None:
 
 def test_an_owner_killed_in_its_sleep_is_gone_for_its_reader() -> None:
 
-    target = KVArena(64, LAYOUT.block_bytes)
+    target = HostArena(64, LAYOUT.block_bytes)
     owner, said = start("nixl")
     source = BlockSource(
         InstanceId("p0"),

@@ -17,7 +17,7 @@ import pytest
 from tests.support.transport_faults import BIG, LAYOUT, Hook, Process, Proxy, fingerprint, soon
 
 from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError, StaleBlockError, TransferError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import (
     BlockFetcher,
     BlockReads,
@@ -36,8 +36,8 @@ from baton.types import InstanceId
 
 
 @pytest.fixture
-def arena() -> Iterator[KVArena]:
-    arena = KVArena(32, LAYOUT.block_bytes)
+def arena() -> Iterator[HostArena]:
+    arena = HostArena(32, LAYOUT.block_bytes)
     arena.blocks[:] = np.arange(32, dtype=np.uint8)[:, None]
     arena.generations[:] = np.arange(32) + 1000
     yield arena
@@ -45,15 +45,15 @@ def arena() -> Iterator[KVArena]:
 
 
 @pytest.fixture
-def server(arena: KVArena) -> Iterator[BlockServer]:
+def server(arena: HostArena) -> Iterator[BlockServer]:
     server = BlockServer(arena, fingerprint(LAYOUT), InstanceId("p0"), kinds=("tcp",))
     yield server
     server.close()
 
 
 @pytest.fixture
-def target() -> Iterator[KVArena]:
-    target = KVArena(32, LAYOUT.block_bytes)
+def target() -> Iterator[HostArena]:
+    target = HostArena(32, LAYOUT.block_bytes)
     target.blocks[:] = 0xEE
     yield target
     target.close()
@@ -65,7 +65,7 @@ def streams(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def fetcher(streams: int, target: KVArena) -> Iterator[BlockFetcher]:
+def fetcher(streams: int, target: HostArena) -> Iterator[BlockFetcher]:
     fetcher = BlockFetcher(
         target,
         fingerprint(LAYOUT),
@@ -112,7 +112,7 @@ def handshake_bytes(server: BlockServer) -> int:
 
 
 def test_a_connection_cut_anywhere_fails_and_the_next_fetch_works(
-    server: BlockServer, fetcher: BlockFetcher, target: KVArena, streams: int
+    server: BlockServer, fetcher: BlockFetcher, target: HostArena, streams: int
 ) -> None:
     handshake = handshake_bytes(server)
     # The smallest answer on any of the connections: a header, two bitmaps, and a share of the blocks.
@@ -132,7 +132,7 @@ def test_a_connection_cut_anywhere_fails_and_the_next_fetch_works(
 
 
 def test_a_garbled_control_byte_never_makes_a_wrong_block_valid(
-    server: BlockServer, fetcher: BlockFetcher, target: KVArena
+    server: BlockServer, fetcher: BlockFetcher, target: HostArena
 ) -> None:
     handshake = handshake_bytes(server)
     for at_byte in [*range(0, handshake, 41), *range(handshake, handshake + 17)]:
@@ -160,7 +160,7 @@ def test_a_garbled_control_byte_never_makes_a_wrong_block_valid(
 
 @pytest.mark.parametrize("where", [10, 5000, 100_000])
 def test_a_stalled_connection_ends_at_the_deadline(
-    server: BlockServer, fetcher: BlockFetcher, target: KVArena, where: int
+    server: BlockServer, fetcher: BlockFetcher, target: HostArena, where: int
 ) -> None:
     release = threading.Event()
 
@@ -181,7 +181,7 @@ def test_a_stalled_connection_ends_at_the_deadline(
     assert fetch(fetcher, server.source).valid.all()
 
 
-def test_a_cancelled_fetch_stops_writing(server: BlockServer, fetcher: BlockFetcher, target: KVArena) -> None:
+def test_a_cancelled_fetch_stops_writing(server: BlockServer, fetcher: BlockFetcher, target: HostArena) -> None:
     reached, release, flag = threading.Event(), threading.Event(), threading.Event()
 
     def stall(at: int, data: bytes) -> bytes:
@@ -213,7 +213,7 @@ def test_a_cancelled_fetch_stops_writing(server: BlockServer, fetcher: BlockFetc
 
 def test_a_block_recycled_while_it_is_sent_is_not_valid() -> None:
     """The transfer is bigger than all buffers on the way, so the server is still sending when the owner recycles."""
-    arena, target = KVArena(64, BIG.block_bytes), KVArena(64, BIG.block_bytes)
+    arena, target = HostArena(64, BIG.block_bytes), HostArena(64, BIG.block_bytes)
     arena.generations[:] = 7
 
     def recycle(at: int, data: bytes) -> bytes:
@@ -233,7 +233,7 @@ def test_a_block_recycled_while_it_is_sent_is_not_valid() -> None:
 
 
 def test_a_block_recycled_while_it_is_copied_is_not_valid() -> None:
-    arena, target = KVArena(96, BIG.block_bytes), KVArena(96, BIG.block_bytes)
+    arena, target = HostArena(96, BIG.block_bytes), HostArena(96, BIG.block_bytes)
     arena.generations[:] = 7
 
     def recycle() -> None:
@@ -260,7 +260,7 @@ def process() -> Iterator[Process]:
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_fetch_from_another_process(process: Process, kind: str) -> None:
-    target = KVArena(96, BIG.block_bytes)
+    target = HostArena(96, BIG.block_bytes)
     ids = np.random.default_rng(0).permutation(96)
     with contextlib.closing(BlockFetcher(target, fingerprint(BIG), kinds=(kind,))) as fetcher:
         result = fetcher.fetch(process.source, ids, ids + 1000, np.arange(96), deadline=soon())
@@ -277,7 +277,7 @@ def test_sigkill_of_the_server_in_mid_transfer(kind: str, look: int) -> None:
     segments = set(os.listdir("/dev/shm"))
     gc.collect()
     fds = len(os.listdir("/proc/self/fd"))
-    target = KVArena(96, BIG.block_bytes)
+    target = HostArena(96, BIG.block_bytes)
     ids = np.arange(96)
     kinds = ",".join(dict.fromkeys(("shm", kind)))
     process = Process(BIG, 96, kinds=kinds)
@@ -312,9 +312,9 @@ def test_sigkill_of_the_server_in_mid_transfer(kind: str, look: int) -> None:
 
 def warm_up(kind: str) -> None:
     """Have done what a library does once per process, and keeps."""
-    arena = KVArena(4, LAYOUT.block_bytes)
+    arena = HostArena(4, LAYOUT.block_bytes)
     with contextlib.closing(BlockServer(arena, fingerprint(LAYOUT), InstanceId("w"), kinds=(kind,))) as server:
-        target = KVArena(4, LAYOUT.block_bytes)
+        target = HostArena(4, LAYOUT.block_bytes)
         with contextlib.closing(BlockFetcher(target, fingerprint(LAYOUT), kinds=(kind,))) as fetcher:
             assert fetcher.fetch(server.source, [1], [0], [2], deadline=soon()).valid.all()
         target.close()
@@ -329,7 +329,7 @@ def open_unix_sockets() -> str:
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_sigkill_at_random_moments_never_yields_a_wrong_block(kind: str) -> None:
     rng = np.random.default_rng(5)
-    target = KVArena(64, BIG.block_bytes)
+    target = HostArena(64, BIG.block_bytes)
     ids = np.arange(64)
     fetcher = BlockFetcher(target, fingerprint(BIG), kinds=(kind,))
     for _ in range(4):
@@ -348,7 +348,7 @@ def test_sigkill_at_random_moments_never_yields_a_wrong_block(kind: str) -> None
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_stopped_server_costs_the_deadline_and_works_again_afterwards(process: Process, kind: str) -> None:
-    target = KVArena(96, BIG.block_bytes)
+    target = HostArena(96, BIG.block_bytes)
     fetcher = BlockFetcher(target, fingerprint(BIG), kinds=(kind,))
     process.popen.send_signal(signal.SIGSTOP)
     with pytest.raises(DeadlineError):  # and no waiting for a process that says nothing

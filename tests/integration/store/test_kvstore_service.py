@@ -23,7 +23,7 @@ import pytest
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import BatonError, ConfigError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, LinkOptions, SequenceBlocks
@@ -86,7 +86,7 @@ class Instance:
         self, address: str, kind: Fingerprint = KIND, *, pipes: Sequence[str] = ("shm", "tcp"), token: Any = None
     ):
         self.kind = kind
-        self.arena = KVArena(32, kind.block_bytes)
+        self.arena = HostArena(32, kind.block_bytes)
         self.server = BlockServer(self.arena, kind, InstanceId("prefill-0"), kinds=pipes, token=token)
         self.fetcher = BlockFetcher(self.arena, kind, kinds=pipes, links=LinkOptions(token=token))
         self.channel = open_channel(address, token=token)

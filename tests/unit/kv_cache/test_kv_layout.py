@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, FingerprintMismatchError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 
@@ -122,8 +122,8 @@ def test_who_takes_whose_kv_is_up_to_the_reader(reader, reader_casts, source, so
 
 
 def test_an_attached_arena_is_the_same_memory():
-    arena = KVArena(5, 4160)
-    other = KVArena.attach(os.dup(arena.fd))
+    arena = HostArena(5, 4160)
+    other = HostArena.attach(os.dup(arena.fd))
     arena.blocks[4, -1] = 200
     arena.generations[2] = 7
     assert other.blocks[4, -1] == 200
@@ -140,12 +140,12 @@ def test_something_else_is_no_arena():
     fd = os.memfd_create("other")
     os.ftruncate(fd, 8192)
     with pytest.raises(ConfigError):
-        KVArena.attach(fd)
+        HostArena.attach(fd)
     os.close(fd)
 
 
 def test_touching_an_arena_leaves_it_zero():
-    arena = KVArena(3, 8192)
+    arena = HostArena(3, 8192)
     arena.touch()
     assert not np.any(arena.blocks)
     arena.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.support.transport_rig import in_thread
 
-from baton.kv_cache.progress import Progress
+from baton.kv_cache.arena import Progress
 
 FOREVER_S = 60.0
 """Longer than any test waits, and short enough for the threads of one that failed to end."""

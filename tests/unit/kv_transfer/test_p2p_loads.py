@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from baton.errors import StaleBlockError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import LoadRequest, LoadUpdate
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -54,7 +54,7 @@ class Fetcher:
 
 @pytest.mark.parametrize("events", [[EARLY, None, EARLY, FIRST], [EARLY, OTHERS, None, FIRST]])
 async def test_no_copy_runs_any_more_when_a_load_has_ended(events: Sequence[Offer | None]) -> None:
-    arena, fetcher = KVArena(4, KIND.block_bytes), Fetcher()
+    arena, fetcher = HostArena(4, KIND.block_bytes), Fetcher()
     server = BlockServer(arena, KIND, InstanceId("p0"), kinds=("shm",))
     ended: list[LoadUpdate] = []
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.hashing import block_hashes, root_hash
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.kv_transfer.connector.store.backend import ChainPart
 from baton.kv_transfer.connector.store.saver import StoreSaver
@@ -55,7 +55,7 @@ class Lock:
 
 async def test_blocks_that_become_complete_while_a_task_ends_are_saved() -> None:
     """Between a task's last look and the loop's word that it has ended, the engine may begin the next one."""
-    loop, backend, lock, arena = asyncio.get_running_loop(), Backend(), Lock(), KVArena(4, 4096)
+    loop, backend, lock, arena = asyncio.get_running_loop(), Backend(), Lock(), HostArena(4, 4096)
 
     def spawn(call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)

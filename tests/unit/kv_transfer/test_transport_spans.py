@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.pipes.read_server import ServeLimits, serve_reads
 from baton.kv_transfer.pipes.tcp_read import TcpOptions, request_blocks
@@ -51,7 +51,7 @@ def test_no_blocks_have_no_spans() -> None:
 
 @pytest.mark.parametrize(("address", "suited"), [("127.0.0.1", True), ("127.0.0.2", False)])
 def test_only_connections_within_a_host_are_bounded_and_unpaced(address: str, suited: bool) -> None:
-    shards = KVShards((KVArena(2, 4096, private=True),))
+    shards = KVShards((HostArena(2, 4096, private=True),))
     shards.primary.blocks[:] = 7
     shards.primary.generations[:] = 1
     local = np.zeros((2, 4096), np.uint8)

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
@@ -27,7 +27,7 @@ WHICH = st.integers(0, 30)
 def make_pool(block_bytes: int = BLOCK) -> Pool:
     layout = KVLayout((LayerShape(1, 1, 1),), 16, "float32")
     kind = replace(Fingerprint.of(model="m", model_digest="m", rope="", layout=layout), block_bytes=block_bytes)
-    return Pool(kind, KVArena(64, block_bytes))
+    return Pool(kind, HostArena(64, block_bytes))
 
 
 def named(label: int) -> BlockHash:

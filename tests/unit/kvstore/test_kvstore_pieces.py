@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from baton.errors import DeadlineError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
@@ -77,7 +77,7 @@ class Pool:
     """An instance's pool: chains are put from its first half and loaded into the second one."""
 
     def __init__(self, address: str) -> None:
-        self.arena = KVArena(2 * LENGTH, BLOCK)
+        self.arena = HostArena(2 * LENGTH, BLOCK)
         self.server, self.fetcher = BlockServer(self.arena, KIND, InstanceId("one")), BlockFetcher(self.arena, KIND)
         self.client = StoreClient(
             address,

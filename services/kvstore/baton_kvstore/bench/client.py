@@ -12,7 +12,7 @@ from typing import Any
 from baton.bench.kv.agent import serve_agent
 from baton.bench.kv.control import Fields, Handler, from_fields
 from baton.errors import ConfigError, InvalidRequestError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.types import BlockHash
 from baton_kvstore.bench.methods import Contains, Dd, Get, Memcpy, Method, PlainRead, Put, StorePipe
 from baton_kvstore.bench.redis_methods import BareGet, RedisGet, RedisMget, RedisSet, connect
@@ -74,7 +74,7 @@ class _Opened:
         self._fingerprint = spec.shape.fingerprint()
         self._size = self._fingerprint.block_bytes
         self._pattern = Pattern(self._size)
-        self._arena = KVArena(2 * spec.blocks, self._size)
+        self._arena = HostArena(2 * spec.blocks, self._size)
         self._arena.touch()
         self._loaded, self._source = self._arena.blocks[: spec.blocks], self._arena.blocks[spec.blocks :]
         self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.blocks), self._source)

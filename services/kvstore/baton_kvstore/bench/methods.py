@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.errors import ConfigError, TransferError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
@@ -52,7 +52,7 @@ class StorePipe:
         name: Of the client.
     """
 
-    def __init__(self, address: str, arena: KVArena, fingerprint: Fingerprint, kind: str, name: str) -> None:
+    def __init__(self, address: str, arena: HostArena, fingerprint: Fingerprint, kind: str, name: str) -> None:
         self._arena, self._half = arena, arena.num_blocks // 2
         self._server = BlockServer(arena, fingerprint, InstanceId(name), kinds=(kind,))
         self._fetcher = BlockFetcher(arena, fingerprint, kinds=(kind,), max_threads=1)
@@ -154,9 +154,9 @@ class Memcpy:
         source_bytes: How much there is to copy from.
     """
 
-    def __init__(self, arena: KVArena, source_bytes: int) -> None:
+    def __init__(self, arena: HostArena, source_bytes: int) -> None:
         self._size = arena.block_bytes
-        self._from = KVArena(max(arena.num_blocks, source_bytes // arena.block_bytes), arena.block_bytes)
+        self._from = HostArena(max(arena.num_blocks, source_bytes // arena.block_bytes), arena.block_bytes)
         self._from.touch()
         self._to, self._start = arena.blocks.ctypes.data, self._from.blocks.ctypes.data
 

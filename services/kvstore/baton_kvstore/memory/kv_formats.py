@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from baton.errors import InvalidRequestError, QueueFullError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton_kvstore.memory.pool import MAX_SLOTS, Pool
 
@@ -63,7 +63,7 @@ class Kinds:
                 )
             if len(self) >= self._max_pools:
                 self._drop_oldest()
-            pool = self._pools[key] = Pool(fingerprint, KVArena(num_slots, fingerprint.block_bytes))
+            pool = self._pools[key] = Pool(fingerprint, HostArena(num_slots, fingerprint.block_bytes))
         self.touch(pool)
         return pool
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.errors import InternalError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.format import Kind
@@ -68,7 +68,7 @@ class Pool:
     """Slots and index of one fingerprint. Slots are free and cold (no memory), free and warm (memory kept), or used."""
 
     fingerprint: Fingerprint
-    arena: KVArena
+    arena: HostArena
     index: dict[BlockHash, Entry] = field(default_factory=dict)
     num_used: int = 0
     num_pinned: int = 0

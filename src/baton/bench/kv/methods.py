@@ -15,7 +15,7 @@ import numpy as np
 from baton.bench.kv.bare import BareReader
 from baton.bench.kv.specs import Ids, Shape, SourceFacts, TargetSpec, sequence_numbers
 from baton.errors import PipeClosedError, TransferError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import (
     BlockFetcher,
@@ -186,7 +186,7 @@ class SocketMethod(Method):
     They move the first rank's blocks, as often as it takes to move as much as all ranks have.
     """
 
-    def __init__(self, arena: KVArena, sources: Sequence[SourceFacts], streams: int, token: str | None) -> None:
+    def __init__(self, arena: Arena, sources: Sequence[SourceFacts], streams: int, token: str | None) -> None:
         self._arena, self._streams = arena, streams
         self._block_bytes = [[layout.block_bytes for layout in source.shape.layouts()] for source in sources]
         self._readers: list[list[BareReader]] = [[] for _ in sources]

@@ -22,7 +22,7 @@ from baton.bench.kv.agent import serve_agent
 from baton.bench.kv.control import Fields, Handler, Line, from_fields
 from baton.bench.kv.specs import RunSpec, chosen
 from baton.errors import ConfigError, InvalidRequestError, TransferError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 
 NATIVE = {"UCX_MODULES": "^ib", "UCX_NET_DEVICES": "lo", "UCX_MM_ERROR_HANDLING": "y"}
 """UCX as it chooses on one host: shared memory and CMA."""
@@ -50,7 +50,7 @@ class Rival:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._arena: KVArena | None = None
+        self._arena: HostArena | None = None
         self._end: NixlEnd | GlooEnd | None = None
         self._seed = 0
 
@@ -74,7 +74,7 @@ class Rival:
         count, size, self._seed = (_integer(order, name) for name in ("num_blocks", "block_bytes", "seed"))
         if not 0 < count * size <= _MAX_BYTES:
             raise InvalidRequestError("a rival's memory is bounded to 4 GiB", field="num_blocks")
-        self._arena = KVArena(count, size)
+        self._arena = HostArena(count, size)
         self._arena.touch()
         self._end = (NixlEnd if order.get("kind") == "nixl" else GlooEnd)(self._arena, str(order.get("role")))
         return {"card": self._end.card()}
@@ -127,7 +127,7 @@ class NixlEnd:
         ConfigError: NIXL is not installed, or UCX does not start.
     """
 
-    def __init__(self, arena: KVArena, role: str) -> None:
+    def __init__(self, arena: HostArena, role: str) -> None:
         self._arena, self._peer = arena, ""
         self._prepared: dict[RunSpec, Any] = {}
         try:
@@ -207,7 +207,7 @@ class GlooEnd:
         ConfigError: torch was built without gloo.
     """
 
-    def __init__(self, arena: KVArena, role: str) -> None:
+    def __init__(self, arena: HostArena, role: str) -> None:
         try:
             self._torch: Any = importlib.import_module("torch")
             self._c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
-from baton.kv_cache.arena import KVArena, arena_bytes
+from baton.kv_cache.arena import HostArena, arena_bytes
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import BLOCK_ALIGNMENT, DTYPE_BYTES, KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
@@ -93,7 +93,7 @@ class Shape:
 
     def new_shards(self, num_blocks: int) -> KVShards:
         """Allocate the arenas of all ranks; nothing in them is touched."""
-        return KVShards([KVArena(num_blocks, layout.block_bytes) for layout in self.layouts()])
+        return KVShards([HostArena(num_blocks, layout.block_bytes) for layout in self.layouts()])
 
     def memory(self, num_blocks: int) -> int:
         """Bytes of the arenas of all ranks."""

@@ -26,7 +26,7 @@ from baton.engine.executor.peers import CONNECT_TIMEOUT_S, Peers, is_echo
 from baton.engine.executor.step_buffer import StepBuffer
 from baton.engine.runner.rank_model import RankModel, load_whole
 from baton.errors import BatonError, ConfigError, InternalError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.shards import ShardSpec
 
 log = logging.getLogger("baton.engine.executor.follower")  # as a module that is run, it is called something else
@@ -79,7 +79,7 @@ class Follower:
 
     def do_bind(self, _: Message, descriptors: list[int]) -> Message:
         """Take this rank's part of the KV pool."""
-        self._rank.bind(KVArena.attach(_only(descriptors), writable=True))
+        self._rank.bind(HostArena.attach(_only(descriptors), writable=True))
         return {}
 
     def do_step(self, message: Message, _: list[int]) -> Message:

@@ -20,7 +20,7 @@ from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.share import cut
 from baton.engine.sched.step_plan import ForwardBatch
 from baton.errors import ConfigError, InternalError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, ShardSpec, shard_layout
 from baton_kernels.linear import PlainLinear
@@ -93,7 +93,7 @@ class RankModel:
         self._pools: list[LayerPool] = []
         self._scratch: list[LayerPool] = []
         self._scratch_blocks = 0
-        self._arena: KVArena | None = None
+        self._arena: Arena | None = None
         self._replaced: dict[str, torch.nn.Module] = {}
 
     @property
@@ -131,7 +131,7 @@ class RankModel:
         """Have a function called with a layer's index as soon as all ranks of this stage have written its KV."""
         self._decoder.on_layer = on_layer
 
-    def bind(self, arena: KVArena) -> None:
+    def bind(self, arena: Arena) -> None:
         """Use an arena of ``layout`` as the KV pool.
 
         Raises:

@@ -21,7 +21,7 @@ from baton.errors import (
     PipeClosedError,
     QueueFullError,
 )
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.reshard import ReshardPlan
 from baton.kv_cache.shards import KVShards
@@ -55,7 +55,7 @@ class BlockFetcher:
 
     def __init__(
         self,
-        pool: KVShards | KVArena,
+        pool: KVShards | Arena,
         fingerprint: Fingerprint,
         *,
         kinds: Sequence[str] | str = "auto",

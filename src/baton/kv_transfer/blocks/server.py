@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
@@ -86,7 +86,7 @@ class BlockServer:
 
     def __init__(
         self,
-        pool: KVShards | KVArena,
+        pool: KVShards | Arena,
         fingerprint: Fingerprint,
         instance_id: InstanceId,
         *,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, UnauthenticatedError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.copy.block_copy import BlockCopier, Line
@@ -177,7 +177,7 @@ def recv_descriptors(stream: Stream, count: int, wait: Wait) -> list[int]:
 
 
 def _attach_all(fds: list[int], theirs: Fingerprint, facts: Facts) -> KVShards:
-    arenas: list[KVArena] = []
+    arenas: list[HostArena] = []
     try:
         for spec, fd in zip(shard_specs(theirs.tp_size, theirs.pp_size), fds, strict=True):
             block_bytes = shard_layout(theirs.geometry, spec, theirs.block_size).block_bytes
@@ -190,10 +190,10 @@ def _attach_all(fds: list[int], theirs: Fingerprint, facts: Facts) -> KVShards:
     return KVShards(arenas)
 
 
-def _attach(fd: int, num_blocks: int, block_bytes: int) -> KVArena:
+def _attach(fd: int, num_blocks: int, block_bytes: int) -> HostArena:
     """Map an arena; its descriptor is closed where that succeeds, the mapping keeps the memory."""
     try:
-        arena = KVArena.attach(fd)
+        arena = HostArena.attach(fd)
     except (ConfigError, OSError, ValueError) as error:
         raise BadFrameError(f"the peer passed something that is no arena: {error}") from error
     for name, expected in (("num_blocks", num_blocks), ("block_bytes", block_bytes)):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import DeadlineError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import (
@@ -48,7 +48,7 @@ class SideArena:
 
     def __init__(self, pool: KVShards, fingerprint: Fingerprint, num_blocks: int) -> None:
         whole = fingerprint.undivided()
-        self.arena = KVArena(num_blocks, whole.block_bytes, private=True)
+        self.arena = HostArena(num_blocks, whole.block_bytes, private=True)
         network = MemoryNetwork()
         kinds, served, links = ("memory",), ServerOptions(memory=network), LinkOptions(memory=network)
         self._pool_server = BlockServer(pool, fingerprint, InstanceId("pool"), kinds=kinds, options=served)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from baton.errors import BatonError, DeadlineError, StaleBlockError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.kv_transfer.connector.background import BackgroundLoads, Outcome, settle
@@ -114,7 +114,7 @@ class OwnPool:
     """
 
     fetcher: BlockFetcher
-    arena: KVArena
+    arena: Arena
     block_size: int
     source: Callable[[], BlockSource]
 

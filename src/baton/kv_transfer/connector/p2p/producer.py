@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from baton.errors import BatonError, InvalidRequestError, QueueFullError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector, PlannedSave
 from baton.kv_transfer.connector.p2p.prefill_stream import Offer
 from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
@@ -62,7 +62,7 @@ class P2POfferer(KVConnector):
     def __init__(
         self,
         *,
-        arena: KVArena,
+        arena: Arena,
         buffer: LookupBuffer[Offer],
         wake: Callable[[], None],
         block_size: int,

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import QueueFullError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
 from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.background import BackgroundLoads, Outcome
@@ -58,7 +58,7 @@ class SavedPool:
         source: Returns where its blocks can be read, asked with every save; ``None``: nothing is saved.
     """
 
-    arena: KVArena
+    arena: Arena
     block_size: int
     source: Callable[[], BlockSource] | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource
 from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
@@ -33,7 +33,7 @@ class StoreConnector(BackedConnector):
         self,
         options: StoreOptions,
         *,
-        arena: KVArena,
+        arena: Arena,
         fingerprint: Fingerprint,
         fetcher: BlockFetcher,
         loop: asyncio.AbstractEventLoop,

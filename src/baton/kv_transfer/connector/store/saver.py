@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from baton.errors import BatonError, DeadlineError, QueueFullError
-from baton.kv_cache.arena import KVArena
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import PlannedSave
 from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.background import settle
@@ -44,7 +44,7 @@ class StoreSaver:
         self,
         options: StoreOptions,
         *,
-        arena: KVArena,
+        arena: Arena,
         client: StoreBackend,
         breaker: CircuitBreaker,
         use: StoreUse,
