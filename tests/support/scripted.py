@@ -12,10 +12,11 @@ from baton.api.v1 import common_pb2
 from baton.errors import BatonError
 from baton.tokenizer import TextModel
 from baton.types import FinishReason, InstanceId, Role, SamplingParams, TokenLogprob
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.policies import Ratings, Scores, Side
 from baton_router.scheduler.policies.choice import Choice
-from baton_router.types import ChunkSink, ModelInfo, RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.types import ModelInfo, RoutedRequest
 
 TINY = Path(__file__).parents[2] / "models" / "baton-tiny"
 MODEL = TextModel.load(TINY)

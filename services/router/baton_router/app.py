@@ -21,19 +21,21 @@ from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
-from baton_router.accounts.accounts import AccountFile
-from baton_router.accounts.credential_reload import Renewal
-from baton_router.accounts.redis_source import IN_REDIS, AccountRedis
+from baton_router.accounts.accounts import FileAccounts
+from baton_router.accounts.credential_reload import CredentialReload
+from baton_router.accounts.redis_source import IN_REDIS, RedisAccounts
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.turn_batching import Steps
+from baton_router.frontend.app import create_app
+from baton_router.frontend.console.debug import add_replicas, watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
-from baton_router.frontend.http import HttpOptions, add_replicas, create_app, watch
+from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.http.protocol import BoundedProtocol
-from baton_router.metrics.generation_metrics import GenerationMetrics
 from baton_router.metrics.router_metrics import RouterMetrics
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.generation_metrics import GenerationMetrics
+from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.preload import Preload
 from baton_router.registry.discovery.sources import discoveries
 from baton_router.registry.registry import Registry
@@ -81,7 +83,7 @@ class RouterApp:
         self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)
         self._preload = Preload(self._tokenizers, self.registry)
-        self.pipeline = TextPipeline(
+        self.pipeline = InputProcessor(
             self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
         )
         self.tickets = TicketDesk(read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics)
@@ -102,7 +104,7 @@ class RouterApp:
         watch(http, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)
         add_replicas(http, self.replica.describe if self.replica is not None else None)
         https = self._tls.http_context() if self._tls is not None and config.http_tls else None
-        self._renewal = Renewal(accounts, self._tls, https)
+        self._reload = CredentialReload(accounts, self._tls, https)
         self._http = _HttpServer(
             _HttpConfig(
                 http,
@@ -134,7 +136,7 @@ class RouterApp:
         """
         if self._config.model:
             await self._tokenizers.get(self._config.model)
-        await self._renewal.start()
+        await self._reload.start()
         sock = listen(self._config.host, self._config.port)
         self.http_port = sock.getsockname()[1]
         try:
@@ -186,7 +188,7 @@ class RouterApp:
         time_is_up.cancel()
         await self._preload.close()
         await self.tickets.close()
-        await self._renewal.close()
+        await self._reload.close()
         for discovery in self.discoveries:
             await discovery.close()
         if self.replica is not None:
@@ -194,12 +196,12 @@ class RouterApp:
         await self.registry.close()
 
 
-def _accounts(config: RouterConfig) -> AccountFile | AccountRedis | None:
+def _accounts(config: RouterConfig) -> FileAccounts | RedisAccounts | None:
     if config.api_keys == IN_REDIS:
-        return AccountRedis(config.redis, config.redis_prefix, config.tenant_secret_file)
+        return RedisAccounts(config.redis, config.redis_prefix, config.tenant_secret_file)
     if not config.api_keys:
         return None
-    return AccountFile(config.api_keys, config.tenant_secret_file, shared=bool(config.redis))
+    return FileAccounts(config.api_keys, config.tenant_secret_file, shared=bool(config.redis))
 
 
 class _HttpConfig(uvicorn.Config):

@@ -1,21 +1,85 @@
-"""The seam of the router: above it text (HTTP, gRPC, tokenizer), below it placement (index, policy, streams).
-
-What is made per request or token is a ``msgspec.Struct``: a dataclass takes two to four times as long to make.
-"""
+"""What several parts of the router share: the holder of an API key, the model that is served, a request in tokens."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import msgspec
 
 from baton.api.v1 import common_pb2
+from baton.errors import InvalidRequestError
 from baton.token_ids import TokenIds
-from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
-from baton_router.accounts.accounts import Account
-from baton_router.scheduler.decision import Decision
+from baton.types import RequestId, SamplingParams, Tenant
+
+MAX_SALT_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Account:
+    """The holder of API keys.
+
+    Attributes:
+        tenant: As services tell each other.
+        weight: Share of the queue beside others'.
+        max_in_flight: Requests that may run or wait at once; 0: any number.
+        requests_per_minute: 0: any number.
+        tokens_per_minute: Prompt tokens and expected output tokens; 0: any number.
+        admin: Whether it may see everybody's requests.
+        salt_key: Key of its salts.
+    """
+
+    tenant: Tenant
+    weight: float
+    max_in_flight: int
+    requests_per_minute: int
+    tokens_per_minute: int
+    admin: bool
+    salt_key: bytes = field(repr=False)
+    message: common_pb2.Tenant | None = field(repr=False)
+    own_salt: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """The tenant's id."""
+        return self.tenant.id
+
+    @property
+    def limited(self) -> bool:
+        """Whether it has limits of its own."""
+        return bool(self.max_in_flight or self.requests_per_minute or self.tokens_per_minute)
+
+    def salt(self, cache_salt: str) -> str:
+        """Return the salt of block hashes for a request.
+
+        Args:
+            cache_salt: The client's own; empty: none.
+
+        Raises:
+            InvalidRequestError: It is too long.
+        """
+        if not cache_salt:
+            return self.own_salt
+        if len(cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
+        return salt_of(self.salt_key, cache_salt)
+
+
+def salt_of(key: bytes, cache_salt: str) -> str:
+    """Return the salt of block hashes that a tenant's key and a client's own salt make."""
+    return hmac.digest(key, cache_salt.encode("utf-8", "surrogatepass"), "sha256").hex()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that the instances serve, as they report it."""
+
+    name: str
+    path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
 
 
 class RoutedRequest(msgspec.Struct):
@@ -42,84 +106,3 @@ class RoutedRequest(msgspec.Struct):
     arrived: float = 0.0
     output_token_ids: Sequence[int] = ()
     account: Account | None = None
-
-
-class RoutedDelta(msgspec.Struct):
-    """New tokens of one of the request's sequences."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-
-
-class RoutedChunk(msgspec.Struct):
-    """What one message of the decode instance brought.
-
-    Attributes:
-        trace: With the first chunk and with the last one.
-        decision: With the first chunk.
-        prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
-    """
-
-    deltas: list[RoutedDelta]
-    trace: common_pb2.RequestTrace | None = None
-    decision: Decision | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The model that the instances serve, as they report it."""
-
-    name: str
-    path: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-
-
-class ChunkSink(Protocol):
-    """Takes what a request brings, in order. It may cancel the request from inside of these calls."""
-
-    def on_chunk(self, chunk: RoutedChunk) -> None:
-        """Take a chunk."""
-
-    def on_end(self, error: Exception | None) -> None:
-        """Take the end, the last thing there is; ``None``: every sequence has ended."""
-
-
-class Running(Protocol):
-    """A request that was begun."""
-
-    def cancel(self) -> None:
-        """End it everywhere; the sink gets nothing more. One that has ended is not disturbed."""
-
-    def hold(self, held: bool) -> None:
-        """Keep what comes from now on, or go on handing it on."""
-
-
-class Dispatcher(Protocol):
-    """Places requests on instances and carries their streams, over the death of instances too."""
-
-    def model_info(self) -> ModelInfo:
-        """Return what is served.
-
-        Raises:
-            UnavailableError: No instance is ready.
-        """
-
-    def start(self, request: RoutedRequest, sink: ChunkSink) -> Running:
-        """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.
-
-        Errors are:
-            QueueFullError: Everybody is full; says when to try again.
-            OverloadedError: It would wait too long, or longer than it allows; says when to try again.
-            UnavailableError: No decode instance is left.
-            InvalidRequestError: An instance refused the request; names the field.
-        """
-        ...
-
-    async def route(self, request: RoutedRequest) -> Decision:
-        """Say where the request would go, and reserve nothing."""

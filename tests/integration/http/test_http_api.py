@@ -24,11 +24,12 @@ from baton.errors import InternalError, InvalidRequestError, QueueFullError, Una
 from baton.tokenizer import TextModelCache, Tokenizer
 from baton_router.accounts.accounts import Accounts
 from baton_router.dispatch.turn_batching import Steps
-from baton_router.frontend.http import HttpOptions, create_app
+from baton_router.frontend.app import create_app
 from baton_router.frontend.http.direct import RouterHttp
+from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.http.protocol import BoundedProtocol
-from baton_router.metrics.generation_metrics import GenerationMetrics
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.generation_metrics import GenerationMetrics
+from baton_router.processor.input_processor import InputProcessor
 
 CHAT: list[Any] = [{"role": "user", "content": "write add"}]
 KEYS = ("key-one", "key-two")
@@ -44,7 +45,7 @@ class Served:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()
         self.cors = bool(options.get("cors_origins"))
-        pipeline = TextPipeline(self.dispatcher, TextModelCache(), GenerationMetrics(self.registry))
+        pipeline = InputProcessor(self.dispatcher, TextModelCache(), GenerationMetrics(self.registry))
         app = create_app(pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options), steps=steps)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"

@@ -16,7 +16,7 @@ from tests.support.scripted import ANSWER, ModelInfo, encode
 from baton_router.accounts.accounts import Accounts
 from baton_router.dispatch.turn_batching import PREPARE, RESPOND, START, Steps
 from baton_router.frontend.http.protocol import BoundedProtocol
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.input_processor import InputProcessor
 
 LONG = ANSWER * 1000
 
@@ -233,7 +233,7 @@ def test_nothing_goes_on_for_a_client_that_left_between_two_steps(
     before: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepared: list[str] = []
-    monkeypatch.setattr(TextPipeline, "prepare_now", noting(TextPipeline.prepare_now, prepared))
+    monkeypatch.setattr(InputProcessor, "prepare_now", noting(InputProcessor.prepare_now, prepared))
     steps = Meddling(before, leave)
     with Served(steps=steps) as api:
         api.completion()  # loads the tokenizer

@@ -11,8 +11,8 @@ import pytest
 from tests.support.servers.certificates import Authority, Certificate
 
 from baton.rpc.tls import Tls
-from baton_router.accounts.accounts import AccountFile
-from baton_router.accounts.credential_reload import Renewal
+from baton_router.accounts.accounts import FileAccounts
+from baton_router.accounts.credential_reload import CredentialReload
 
 
 def content(path: str) -> str:
@@ -32,8 +32,8 @@ async def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, monkeypatch
     shown = Tls(files.cert, files.key, files.ca)
     context = shown.http_context()
     (tmp_path / "keys").write_text("key\n")
-    accounts = AccountFile(str(tmp_path / "keys"), "", shared=False)
-    renewal = Renewal(accounts, shown, context)
+    accounts = FileAccounts(str(tmp_path / "keys"), "", shared=False)
+    renewal = CredentialReload(accounts, shown, context)
     refresh = shown.refresh
 
     def replaced_meanwhile() -> bool:

@@ -46,16 +46,16 @@ async def test_keys_come_go_and_stay_while_redis_is_away(tmp_path: Path) -> None
             assert app._accounts is not None
             assert await statuses(app, "one", "two") == [503, 401]
             await redis.set(key, tenants(a="one", b="two"))
-            await app._renewal.look()
+            await app._reload.look()
             assert await statuses(app, "one", "two") == [503, 503]
             await redis.set(key, "broken")
-            await app._renewal.look()
+            await app._reload.look()
             assert await statuses(app, "one", "two") == [503, 503]
             await redis.set(key, tenants(b="two"))
-            await app._renewal.look()
+            await app._reload.look()
             assert await statuses(app, "one", "two") == [401, 503]
             await server.kill()
-            await app._renewal.look()
+            await app._reload.look()
             assert await statuses(app, "one", "two") == [401, 503]
         finally:
             await app.stop()

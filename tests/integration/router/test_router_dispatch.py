@@ -28,11 +28,12 @@ from baton.token_ids import token_ids
 from baton.types import FinishReason, RequestId, Role, SamplingParams
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
+from baton_router.dispatch.interface import RoutedChunk
 from baton_router.indexer.event_applier import IndexState
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, Status
 from baton_router.registry.registry import Registry
-from baton_router.types import RoutedChunk, RoutedRequest
+from baton_router.types import RoutedRequest
 
 PROMPT = list(range(100, 132))
 

@@ -17,10 +17,11 @@ from baton.client.request import build_generate
 from baton.tokenizer import TextModelCache
 from baton.types import PrefillPath
 from baton_router.accounts.accounts import Accounts
+from baton_router.frontend.app import create_app
 from baton_router.frontend.grpc import generate as grpc_generate
-from baton_router.frontend.http import HttpOptions, create_app
-from baton_router.metrics.generation_metrics import GenerationMetrics
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.frontend.http.options import HttpOptions
+from baton_router.processor.generation_metrics import GenerationMetrics
+from baton_router.processor.input_processor import InputProcessor
 
 
 @pytest.fixture
@@ -35,11 +36,11 @@ def dispatcher() -> ScriptedDispatcher:
 
 
 @pytest.fixture
-def pipeline(dispatcher: ScriptedDispatcher) -> TextPipeline:
-    return TextPipeline(dispatcher, TextModelCache(), GenerationMetrics(CollectorRegistry()))
+def pipeline(dispatcher: ScriptedDispatcher) -> InputProcessor:
+    return InputProcessor(dispatcher, TextModelCache(), GenerationMetrics(CollectorRegistry()))
 
 
-async def test_header_and_field_name_the_session(dispatcher: ScriptedDispatcher, pipeline: TextPipeline) -> None:
+async def test_header_and_field_name_the_session(dispatcher: ScriptedDispatcher, pipeline: InputProcessor) -> None:
     app = create_app(pipeline, dispatcher, registry=CollectorRegistry(), options=HttpOptions())
     body = {"model": "baton-tiny", "prompt": "def", "max_tokens": 2}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
@@ -52,7 +53,7 @@ async def test_header_and_field_name_the_session(dispatcher: ScriptedDispatcher,
     assert [request.session for request in dispatcher.requests] == ["", "a", "b"]
 
 
-async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, pipeline: TextPipeline) -> None:
+async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, pipeline: InputProcessor) -> None:
     request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
     responses = [response async for response in grpc_generate.generate(pipeline, request, None)]
     assert dispatcher.requests[0].session == "c"
@@ -62,7 +63,7 @@ async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, 
     assert answer.decision.decode_instance == "decode-1"
 
 
-async def test_sessions_of_tenants_are_apart(dispatcher: ScriptedDispatcher, pipeline: TextPipeline) -> None:
+async def test_sessions_of_tenants_are_apart(dispatcher: ScriptedDispatcher, pipeline: InputProcessor) -> None:
     accounts = Accounts.of_keys("one", "two")
     request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
     for key in ("one", "two", "one"):

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
-from baton_router.accounts.accounts import Account, AccountFile, Accounts, read_secret
+from baton_router.accounts.accounts import Accounts, FileAccounts, read_secret
 from baton_router.accounts.file_source import entries_of_lines, entries_of_tenants, read_entries
 from baton_router.admission.limits import TenantLimits
+from baton_router.types import Account
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECRET = b"0123456789abcdef"
@@ -179,7 +180,7 @@ def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
     path, secret = tmp_path / "keys", tmp_path / "secret"
     path.write_text("one\n")
     secret.write_bytes(SECRET)
-    file = AccountFile(str(path), str(secret), shared=True)
+    file = FileAccounts(str(path), str(secret), shared=True)
     before = file.accounts.identify("Bearer one")
     assert before is not None
     assert not file.refresh()
@@ -201,7 +202,7 @@ def test_routers_that_share_tenants_need_one_secret(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n")
     with pytest.raises(ConfigError) as caught:
-        AccountFile(str(path), "", shared=True)
+        FileAccounts(str(path), "", shared=True)
     assert caught.value.field == "tenant_secret_file"
     (tmp_path / "short").write_text("short")
     for bad in ("short", "absent"):

@@ -9,9 +9,9 @@ from tests.support.scripted import INFO, ScriptedDispatcher
 from baton.api.v1 import common_pb2
 from baton.tokenizer import TextModelCache
 from baton.types import SamplingParams
-from baton_router.metrics.generation_metrics import GenerationMetrics
 from baton_router.metrics.router_metrics import RouterMetrics
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.generation_metrics import GenerationMetrics
+from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import ChatPrompt, TextRequest
 
 
@@ -37,7 +37,7 @@ def test_names_in_traces_are_bounded() -> None:
 async def test_a_long_text_is_not_tokenized_at_once_wherever_it_stands(where: str) -> None:
     tokenizers = TextModelCache()
     await tokenizers.get(INFO.path)
-    pipeline = TextPipeline(ScriptedDispatcher(), tokenizers, GenerationMetrics(CollectorRegistry()))
+    pipeline = InputProcessor(ScriptedDispatcher(), tokenizers, GenerationMetrics(CollectorRegistry()))
 
     def request(chars: int) -> TextRequest:
         message = {"role": "user", "content": "x", "name": "n", where: "x" * chars}

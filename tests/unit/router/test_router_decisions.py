@@ -14,8 +14,8 @@ from baton.api.v1 import common_pb2
 from baton.types import InstanceId, PrefillPath, Role
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.flows import Flow, Flows
-from baton_router.frontend.console.window_stats import Pulse, quantile
-from baton_router.metrics.generation_metrics import GenerationClock, GenerationMetrics
+from baton_router.frontend.console.window_stats import WindowStats, quantile
+from baton_router.processor.generation_metrics import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextDelta
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
@@ -113,7 +113,8 @@ def test_found_by_every_name(name: str) -> None:
 
 
 def test_explanation_of_a_whole_request() -> None:
-    clock, log = Clock(), DecisionLog()
+    clock, log, flows = Clock(), DecisionLog(), Flows()
+    log.on_trace = flows.add
     timer = GenerationClock(GenerationMetrics(CollectorRegistry()), arrived=0.0)
     record = log.begin(f"cmpl-a-{UUID}", 100, timer)
     log.placed(record.request_id, decide())
@@ -136,8 +137,7 @@ def test_explanation_of_a_whole_request() -> None:
     assert math.isclose(sum(placement["terms"].values()), placement["score"])
     assert any("800 bytes over shm" in line for line in told["why"])
     assert summary(record).items() <= {**told, "placements": 1}.items()
-    flows = log.flows.recent()
-    assert flows == {Flow("remote", "prefill-1", "decode-1", "shm"): (2, 800)}
+    assert flows.recent() == {Flow("remote", "prefill-1", "decode-1", "shm"): (2, 800)}
 
 
 def test_explanation_of_what_cannot_be_had_is_json() -> None:
@@ -218,13 +218,13 @@ def test_terms_of_a_busy_second_are_a_sample() -> None:
 def test_pulse_is_what_happened_in_the_window() -> None:
     clock, registry = Clock(), CollectorRegistry()
     metrics = GenerationMetrics(registry)
-    pulse = Pulse(registry, now=clock)
-    assert pulse.window()["ttft_ms"] is None
-    assert pulse.window()["hit_rate"] is None
+    stats = WindowStats(registry, now=clock)
+    assert stats.window()["ttft_ms"] is None
+    assert stats.window()["hit_rate"] is None
     for _ in range(100):
         metrics.ttft.observe(0.02)
     clock.now += 100
-    pulse.beat()  # all of that is over
+    stats.sample()  # all of that is over
     metrics.prompt_tokens.inc(200)
     metrics.cached_tokens.inc(50)
     metrics.finished.labels(outcome="done").inc(9)
@@ -232,21 +232,21 @@ def test_pulse_is_what_happened_in_the_window() -> None:
     for _ in range(10):
         metrics.ttft.observe(0.2)
     clock.now += 20
-    pulse.beat()
+    stats.sample()
     clock.now += 30
-    seen = pulse.window()
+    seen = stats.window()
     assert 100 <= seen["ttft_ms"]["p50"] <= 250
     assert seen["hit_rate"] == 0.25
     assert (seen["failed"], seen["window_s"]) == (1, 50)
     assert seen["requests_per_s"] == pytest.approx(10 / 50)
     clock.now += 100
-    assert pulse.window()["ttft_ms"] is None
+    assert stats.window()["ttft_ms"] is None
     for _ in range(1000):
         clock.now += 1
-        pulse.beat()
-    assert len(pulse._samples) <= 183
-    assert len(pulse.history()) == len(pulse._samples) - 1
-    assert [piece["ago_s"] for piece in pulse.history()[-3:]] == [2, 1, 0]
+        stats.sample()
+    assert len(stats._samples) <= 183
+    assert len(stats.history()) == len(stats._samples) - 1
+    assert [piece["ago_s"] for piece in stats.history()[-3:]] == [2, 1, 0]
 
 
 @given(st.lists(st.floats(0.001, 5.0), min_size=1, max_size=80), st.floats(0.01, 0.99))

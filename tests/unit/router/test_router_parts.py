@@ -19,9 +19,9 @@ from baton.types import Role
 from baton_router.app import RouterApp, listen
 from baton_router.config import RouterConfig
 from baton_router.dispatch.backoff import Backoff
+from baton_router.dispatch.chunk_queue import ChunkQueue
 from baton_router.dispatch.trace import TraceMerge
 from baton_router.metrics.router_metrics import RouterMetrics
-from baton_router.processor.chunk_queue import ChunkQueue
 from baton_router.registry.leases import Leases
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, Hold, LoadBook
 

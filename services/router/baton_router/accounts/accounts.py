@@ -7,75 +7,25 @@ further; it cannot lead into another's.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.api.v1 import common_pb2
-from baton.errors import ConfigError, InvalidRequestError
+from baton.errors import ConfigError
 from baton.rpc.convert import tenant_to_pb
-from baton.types import Tenant
 from baton_router.accounts.file_source import AccountEntry, entries_of_lines, read_entries
+from baton_router.types import Account, salt_of
 
 log = logging.getLogger(__name__)
 
-MAX_SALT_CHARS = 512
 MIN_SECRET_BYTES = 16
 _PURPOSE = b"baton tenant salt 1\0"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Account:
-    """The holder of API keys.
-
-    Attributes:
-        tenant: As services tell each other.
-        weight: Share of the queue beside others'.
-        max_in_flight: Requests that may run or wait at once; 0: any number.
-        requests_per_minute: 0: any number.
-        tokens_per_minute: Prompt tokens and expected output tokens; 0: any number.
-        admin: Whether it may see everybody's requests.
-        salt_key: Key of its salts.
-    """
-
-    tenant: Tenant
-    weight: float
-    max_in_flight: int
-    requests_per_minute: int
-    tokens_per_minute: int
-    admin: bool
-    salt_key: bytes = field(repr=False)
-    message: common_pb2.Tenant | None = field(repr=False)
-    own_salt: str = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        """The tenant's id."""
-        return self.tenant.id
-
-    @property
-    def limited(self) -> bool:
-        """Whether it has limits of its own."""
-        return bool(self.max_in_flight or self.requests_per_minute or self.tokens_per_minute)
-
-    def salt(self, cache_salt: str) -> str:
-        """Return the salt of block hashes for a request.
-
-        Args:
-            cache_salt: The client's own; empty: none.
-
-        Raises:
-            InvalidRequestError: It is too long.
-        """
-        if not cache_salt:
-            return self.own_salt
-        if len(cache_salt) > MAX_SALT_CHARS:
-            raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
-        return _salt(self.salt_key, cache_salt)
+_REMEMBERED = 1024
+"""So many salts and users, of at most 512 characters each, have names that are not worked out again."""
 
 
 class Accounts:
@@ -117,7 +67,28 @@ class Accounts:
         return self._known.get(hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest())
 
 
-class AccountFile:
+class Tenants:
+    """Names tenants. A salt is a secret and a user may be a person: their names say nothing to those who see them."""
+
+    def __init__(self) -> None:
+        self._digest = functools.lru_cache(_REMEMBERED)(functools.partial(_digest, secrets.token_bytes(16)))
+
+    def name(self, account: Account | None, cache_salt: str, user: str) -> str:
+        """Return a request's tenant: whose API key it showed, else its cache salt, else its user; else all share one.
+
+        Args:
+            account: The API key's holder; ``None``: there are no API keys.
+            cache_salt: As in the request.
+            user: As in the request.
+        """
+        if account is not None:
+            return account.name
+        if cache_salt:
+            return f"salt-{self._digest(cache_salt)}"
+        return f"user-{self._digest(user)}" if user else ""
+
+
+class FileAccounts:
     """Keeps accounts as a file has them.
 
     Args:
@@ -218,9 +189,9 @@ def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
         admin=entry.admin or alone,  # with nobody else there is nothing to hide
         salt_key=key,
         message=tenant_to_pb(entry.tenant),
-        own_salt=_salt(key, ""),
+        own_salt=salt_of(key, ""),
     )
 
 
-def _salt(key: bytes, cache_salt: str) -> str:
-    return hmac.digest(key, cache_salt.encode("utf-8", "surrogatepass"), "sha256").hex()
+def _digest(key: bytes, text: str) -> str:
+    return hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=6, key=key).hexdigest()

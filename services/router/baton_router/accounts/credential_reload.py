@@ -7,15 +7,15 @@ import logging
 import ssl
 
 from baton.rpc.tls import Tls
-from baton_router.accounts.accounts import AccountFile
-from baton_router.accounts.redis_source import AccountRedis
+from baton_router.accounts.accounts import FileAccounts
+from baton_router.accounts.redis_source import RedisAccounts
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
 
 
-class Renewal:
+class CredentialReload:
     """Looks at the files every :data:`INTERVAL_S` seconds.
 
     Args:
@@ -25,7 +25,7 @@ class Renewal:
     """
 
     def __init__(
-        self, accounts: AccountFile | AccountRedis | None, tls: Tls | None, https: ssl.SSLContext | None
+        self, accounts: FileAccounts | RedisAccounts | None, tls: Tls | None, https: ssl.SSLContext | None
     ) -> None:
         self._accounts, self._tls, self._https = accounts, tls, https
         self._shown = tls.generation if tls is not None else 0

@@ -24,7 +24,7 @@ def accounts_key(prefix: str) -> str:
     return f"{prefix}:api-keys"
 
 
-class AccountRedis:
+class RedisAccounts:
     """Keeps accounts as Redis has them. While it is away they stay as they were.
 
     Args:

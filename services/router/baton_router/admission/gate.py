@@ -21,7 +21,6 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
-from baton_router.accounts.accounts import Account
 from baton_router.admission.drain import DrainRate
 from baton_router.admission.estimates import Estimates, Outlook
 from baton_router.admission.limits import TenantLimits
@@ -29,7 +28,7 @@ from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue
 from baton_router.admission.room import Room
 from baton_router.admission.waiting import Waiting
-from baton_router.types import RoutedRequest
+from baton_router.types import Account, RoutedRequest
 
 _TICK_S = 0.01
 """How often the queue looks for room that nobody told it of: reports of instances, instances that come back."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import QueueFullError
-from baton_router.accounts.accounts import Account
+from baton_router.types import Account
 
 _MINUTE_S = 60.0
 _BUSY_S = 1.0

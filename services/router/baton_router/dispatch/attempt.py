@@ -20,9 +20,9 @@ from baton.errors import (
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
 from baton.types import FinishReason, TokenLogprob
 from baton_router.dispatch.calls import CallEnded
+from baton_router.dispatch.interface import RoutedDelta
 from baton_router.dispatch.worker_stream import Sessions
 from baton_router.registry.instance import Instance
-from baton_router.types import RoutedDelta
 
 _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
 """Trying elsewhere would give the same answer, or there is no time left for it."""

@@ -13,13 +13,14 @@ from baton_router.admission import Admission, Limits, Ticket
 from baton_router.admission.estimates import Estimates
 from baton_router.admission.room import Room
 from baton_router.config import RouterConfig
+from baton_router.dispatch.chunk_queue import ChunkQueue
 from baton_router.dispatch.deadlines import Deadlines
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk, Running
 from baton_router.dispatch.recovery import Breakers, RetryBudget
 from baton_router.dispatch.run import RequestRun
 from baton_router.dispatch.run_context import RunContext
 from baton_router.dispatch.turn_batching import PLACE
 from baton_router.metrics.router_metrics import RouterMetrics
-from baton_router.processor.chunk_queue import ChunkQueue
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
@@ -27,7 +28,7 @@ from baton_router.scheduler.placement import Ask, LowerTiers, Placement, Placer
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.policies.registry import parse_tier_weights
 from baton_router.scheduler.speeds import Speeds
-from baton_router.types import ChunkSink, ModelInfo, RoutedChunk, RoutedRequest, Running
+from baton_router.types import ModelInfo, RoutedRequest
 
 
 @dataclass(eq=False, slots=True)

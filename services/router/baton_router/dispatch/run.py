@@ -26,13 +26,14 @@ from baton.types import FinishReason, Role, SamplingParams
 from baton_router.dispatch.attempt import AttemptFailed, Message
 from baton_router.dispatch.backoff import Backoff
 from baton_router.dispatch.group import Group, GroupAttempt, Sequence
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.dispatch.run_context import RunContext
 from baton_router.dispatch.run_message import encoded, message_of, sampling_of
 from baton_router.dispatch.trace import TraceMerge
 from baton_router.dispatch.turn_batching import SEND
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.placement import Ask, Placement
-from baton_router.types import ChunkSink, RoutedChunk, RoutedDelta, RoutedRequest
+from baton_router.types import RoutedRequest
 
 log = logging.getLogger(__name__)
 

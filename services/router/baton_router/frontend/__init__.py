@@ -1,1 +1,1 @@
-"""What clients of the router speak to: HTTP, gRPC, and the console."""
+"""The router's interfaces: OpenAI's HTTP interface, gRPC, the console."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -131,6 +131,26 @@ class Gauge(_Family[Amount]):
 
     def _metric(self) -> Metric:
         return GaugeMetricFamily(self._name, self._text, labels=self._labels)
+
+
+class GaugeFunction(Collector):
+    """A number that is read when the metrics are scraped.
+
+    Args:
+        read: Returns it.
+    """
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry, read: Callable[[], float]) -> None:
+        self._name, self._text, self._read = name, text, read
+        registry.register(self)
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield the family without a value."""
+        yield GaugeMetricFamily(self._name, self._text)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present value."""
+        yield GaugeMetricFamily(self._name, self._text, value=self._read())
 
 
 class Histogram(_Family[Distribution]):

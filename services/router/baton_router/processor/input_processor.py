@@ -21,16 +21,15 @@ from baton.errors import (
 from baton.token_ids import TokenIds, max_id, token_ids
 from baton.tokenizer import StopStrings, TextModel
 from baton.types import RequestId, SamplingParams
-from baton_router.accounts.accounts import MAX_SALT_CHARS
-from baton_router.admission.tenant import Tenants
-from baton_router.dispatch.direct_run import DirectRun
-from baton_router.metrics.generation_metrics import GenerationClock, GenerationMetrics
-from baton_router.processor.chunk_queue import ChunkQueue
-from baton_router.processor.output_processor import TextRun, TextSink
+from baton_router.accounts.accounts import Tenants
+from baton_router.dispatch.chunk_queue import ChunkQueue
+from baton_router.dispatch.interface import Dispatcher, Running
+from baton_router.processor.generation_metrics import GenerationClock, GenerationMetrics
+from baton_router.processor.output_processor import OutputProcessor, TextSink
 from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
-from baton_router.types import Dispatcher, ModelInfo, RoutedRequest, Running
+from baton_router.types import MAX_SALT_CHARS, ModelInfo, RoutedRequest
 
 _ids = random.Random()
 """Of ids and seeds, which are to differ and are no secrets."""
@@ -59,7 +58,7 @@ class TokenizerProvider(Protocol):
         """Return what :meth:`get` returns if it need not wait for that."""
 
 
-class TextPipeline:
+class InputProcessor:
     """Tokenizes a request once, has it placed, and turns the tokens that come back into text."""
 
     def __init__(
@@ -72,7 +71,7 @@ class TextPipeline:
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._metrics = metrics
-        self._decisions = decisions or DecisionLog()
+        self.decisions = decisions or DecisionLog()
         self._large = asyncio.Semaphore(1)
         self._tenants = Tenants()
 
@@ -207,13 +206,13 @@ class TextPipeline:
             UnavailableError: No instance is left to do it.
             InvalidRequestError: An instance refused the request.
         """
-        run = TextRun(prepared, sink, GenerationClock(self._metrics, prepared.arrived), self._decisions)
+        run = OutputProcessor(prepared, sink, self.clock(prepared), self.decisions)
         run.start(self._dispatcher)
         return run
 
-    def follow(self, prepared: PreparedRequest) -> DirectRun:
-        """Begin to keep the books of a request that somebody else runs; :meth:`DirectRun.end` it."""
-        return DirectRun(prepared, GenerationClock(self._metrics, prepared.arrived), self._decisions)
+    def clock(self, prepared: PreparedRequest) -> GenerationClock:
+        """Return what times a request and counts its tokens."""
+        return GenerationClock(self._metrics, prepared.arrived)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[TextChunk, None]:
         """Run a request. Closing the generator cancels it everywhere at once.

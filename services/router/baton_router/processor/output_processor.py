@@ -6,10 +6,10 @@ from typing import Protocol
 
 from baton.errors import BatonError, InternalError, UnavailableError
 from baton.types import FinishReason
-from baton_router.metrics.generation_metrics import GenerationClock, cached_tokens
+from baton_router.dispatch.interface import Dispatcher, RoutedChunk, RoutedDelta, Running
+from baton_router.processor.generation_metrics import GenerationClock, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
 from baton_router.scheduler.decision_log import DecisionLog
-from baton_router.types import Dispatcher, RoutedChunk, RoutedDelta, Running
 
 _ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
 
@@ -24,7 +24,7 @@ class TextSink(Protocol):
         """Take the end, the last thing there is; ``None``: every sequence has ended."""
 
 
-class TextRun:
+class OutputProcessor:
     """One running request: what its tokens say, and what is counted of it.
 
     Args:

@@ -12,9 +12,8 @@ from baton.token_ids import TokenIds
 from baton.tokenizer import StopStrings, TextModel
 from baton.tokenizer.sequence import SequenceText, TextDelta
 from baton.types import SamplingParams, TokenLogprob
-from baton_router.accounts.accounts import Account
 from baton_router.scheduler.decision import Decision
-from baton_router.types import ModelInfo, RoutedRequest
+from baton_router.types import Account, ModelInfo, RoutedRequest
 
 __all__ = ["ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest"]
 

@@ -11,12 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Protocol
 
 import msgspec
 
 from baton.api.v1 import common_pb2
-from baton_router.frontend.console.flows import Flows
-from baton_router.metrics.generation_metrics import GenerationClock
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_terms import DecisionTerms
 
@@ -25,6 +24,18 @@ _MAX_RECORDS = 1000
 _MAX_NUMBERS = 500_000
 """What the policies said of candidates and pairs, in all decisions kept; some 30 bytes each. With hundreds of instances
 there are fewer decisions."""
+
+
+class Clock(Protocol):
+    """What times a request.
+
+    Attributes:
+        first_token_s: Seconds from its arrival to its first token; ``None``: there is none yet.
+        generated: Tokens so far.
+    """
+
+    first_token_s: float | None
+    generated: int
 
 
 class DecisionRecord(msgspec.Struct):
@@ -49,7 +60,7 @@ class DecisionRecord(msgspec.Struct):
     prompt_tokens: int
     placements: list[tuple[float, Decision]] = msgspec.field(default_factory=list)
     trace: common_pb2.RequestTrace | None = None
-    clock: GenerationClock | None = None
+    clock: Clock | None = None
     tenant: str = ""
     outcome: str = RUNNING
     duration_s: float | None = None
@@ -73,7 +84,7 @@ class DecisionLog:
     """A bounded memory of requests, newest last.
 
     Attributes:
-        flows: Which ways prompts took in the last seconds.
+        on_trace: Called with a request's trace and the KV bytes that are new in it.
         on_end: Called whenever a request has ended.
 
     Args:
@@ -91,7 +102,7 @@ class DecisionLog:
         max_numbers: int = _MAX_NUMBERS,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.flows = Flows()
+        self.on_trace: Callable[[common_pb2.RequestTrace, int], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self._terms = terms
         self._max_records = max_records
@@ -108,7 +119,7 @@ class DecisionLog:
         return len(self._running)
 
     def begin(
-        self, request_id: str, prompt_tokens: int, clock: GenerationClock | None = None, *, tenant: str = ""
+        self, request_id: str, prompt_tokens: int, clock: Clock | None = None, *, tenant: str = ""
     ) -> DecisionRecord:
         """Remember a request until it has been pushed out by others; tell of its end with :meth:`end`."""
         record = self._running[request_id] = self._append(request_id, prompt_tokens)
@@ -129,8 +140,8 @@ class DecisionLog:
     def answered(self, record: DecisionRecord, trace: common_pb2.RequestTrace) -> None:
         """Take a request's trace; a later one is more complete."""
         known = record.trace.kv_bytes if record.trace is not None else 0
-        if record.trace is None or trace.kv_bytes > known:
-            self.flows.add(trace, trace.kv_bytes - known)
+        if self.on_trace is not None and (record.trace is None or trace.kv_bytes > known):
+            self.on_trace(trace, trace.kv_bytes - known)
         record.trace = trace
 
     def end(self, record: DecisionRecord, outcome: str) -> None:

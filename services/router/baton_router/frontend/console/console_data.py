@@ -10,7 +10,8 @@ import orjson
 
 from baton.version import __version__
 from baton_router.frontend.console.explanation import summary
-from baton_router.frontend.console.window_stats import Pulse
+from baton_router.frontend.console.flows import Flows
+from baton_router.frontend.console.window_stats import WindowStats
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.decision_log import DecisionLog
 
@@ -24,7 +25,8 @@ class ConsoleData:
     Args:
         instances: Returns the instances.
         decisions: What is remembered of requests.
-        pulse: Rates and percentiles.
+        stats: Rates and percentiles.
+        flows: Which ways prompts took in the last seconds.
         policy: Name of the placement policy.
         now: Monotonic clock, in seconds.
     """
@@ -33,14 +35,16 @@ class ConsoleData:
         self,
         instances: Callable[[], list[Instance]],
         decisions: DecisionLog,
-        pulse: Pulse,
+        stats: WindowStats,
+        flows: Flows,
         *,
         policy: str,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instances = instances
         self._decisions = decisions
-        self._pulse = pulse
+        self._stats = stats
+        self._flows = flows
         self._policy = policy
         self._now = now
         self._started = now()
@@ -65,15 +69,15 @@ class ConsoleData:
             "policy": self._policy,
             "running": self._decisions.num_running,
             "seen": self._decisions.num_begun,
-            "now": self._pulse.window(),
-            "history": self._pulse.history(),
+            "now": self._stats.window(),
+            "history": self._stats.history(),
             "instances": [describe(x) for x in instances],
-            "flows": self._flows(),
+            "flows": self._recent_flows(),
             "decisions": [summary(record) for record in self._decisions.recent(_DECISIONS)],
         }
 
-    def _flows(self) -> dict[str, Any]:
-        flows = self._decisions.flows
+    def _recent_flows(self) -> dict[str, Any]:
+        flows = self._flows
         rows = [
             {
                 "path": flow.path,

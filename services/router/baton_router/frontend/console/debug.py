@@ -19,8 +19,9 @@ from baton.errors import InvalidRequestError, NotFoundError, PermissionDeniedErr
 from baton_router.frontend.console.console import ConsoleFiles
 from baton_router.frontend.console.console_data import ConsoleData
 from baton_router.frontend.console.explanation import explanation, summary
-from baton_router.frontend.console.window_stats import Pulse
-from baton_router.frontend.openai.request_headers import account_of
+from baton_router.frontend.console.flows import Flows
+from baton_router.frontend.console.window_stats import WindowStats
+from baton_router.frontend.http.middleware import account_of
 from baton_router.indexer.stores import Store, Stores
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.decision_log import DecisionLog
@@ -92,9 +93,10 @@ def watch(
         registry: Has the router's metrics.
         policy: Name of the placement policy.
     """
-    pulse = Pulse(registry)
-    decisions.on_end = pulse.beat
-    console = ConsoleData(instances.instances, decisions, pulse, policy=policy)
+    stats = WindowStats(registry)
+    flows = Flows()
+    decisions.on_end, decisions.on_trace = stats.sample, flows.add
+    console = ConsoleData(instances.instances, decisions, stats, flows, policy=policy)
     endpoints = DebugEndpoints(decisions, instances, console)
     for path, endpoint in (
         ("/debug/decisions", endpoints.decisions),

@@ -40,7 +40,7 @@ class Sample:
     histograms: dict[str, Buckets] = field(default_factory=dict)
 
 
-class Pulse:
+class WindowStats:
     """Samples of the last minutes.
 
     Args:
@@ -65,7 +65,7 @@ class Pulse:
         self._samples: deque[Sample] = deque([self._read()])
         self._pieces: deque[tuple[float, dict[str, Any]]] = deque()
 
-    def beat(self) -> None:
+    def sample(self) -> None:
         """Take a sample if the last one is a second old."""
         if self._now() - self._samples[-1].at >= 1.0:
             before, after = self._samples[-1], self._read()
@@ -89,7 +89,7 @@ class Pulse:
 
     def window(self) -> dict[str, Any]:
         """Return what happened in the window: rates, hit rate, percentiles in milliseconds; ``None``: nothing did."""
-        self.beat()
+        self.sample()
         newest = self._samples[-1]
         inside = (x for x in self._samples if x.at >= newest.at - self._window_s and x is not newest)
         oldest = next(inside, self._samples[-2] if len(self._samples) > 1 else newest)

@@ -10,13 +10,13 @@ from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError
 from baton.rpc.convert import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb, sampling_from_pb
 from baton.types import SamplingParams
-from baton_router.accounts.accounts import Account
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextDelta, TextRequest
+from baton_router.types import Account
 
 
 async def generate(
-    pipeline: TextPipeline, request: router_pb2.RouterGenerateRequest, account: Account | None
+    pipeline: InputProcessor, request: router_pb2.RouterGenerateRequest, account: Account | None
 ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
     """Serve ``RouterService.Generate``; a call that is cancelled cancels the request everywhere.
 
@@ -26,7 +26,7 @@ async def generate(
         account: Whose API key the call showed, if any.
 
     Raises:
-        BatonError: Whatever :meth:`TextPipeline.prepare` and :meth:`TextPipeline.stream` raise.
+        BatonError: Whatever :meth:`InputProcessor.prepare` and :meth:`InputProcessor.stream` raise.
     """
     asked = text_request(request, account)
     prepared = await pipeline.prepare(asked)
@@ -73,12 +73,12 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
 
 
 async def route(
-    pipeline: TextPipeline, request: router_pb2.RouteRequest, account: Account | None
+    pipeline: InputProcessor, request: router_pb2.RouteRequest, account: Account | None
 ) -> router_pb2.RouteResponse:
     """Serve ``RouterService.Route``.
 
     Raises:
-        BatonError: Whatever :meth:`TextPipeline.prepare` raises.
+        BatonError: Whatever :meth:`InputProcessor.prepare` raises.
     """
     asked = TextRequest(
         prompt=_prompt(request),
@@ -94,7 +94,7 @@ async def route(
     return router_pb2.RouteResponse(decision=(await pipeline.route(prepared)).to_pb())
 
 
-def list_models(pipeline: TextPipeline) -> router_pb2.ListModelsResponse:
+def list_models(pipeline: InputProcessor) -> router_pb2.ListModelsResponse:
     """Serve ``RouterService.ListModels``.
 
     Raises:

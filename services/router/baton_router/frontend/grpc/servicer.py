@@ -8,11 +8,12 @@ from typing import Any
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.rpc.auth import HEADER, Admits, admits_services
-from baton_router.accounts.accounts import Account, Accounts
+from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.grpc import generate as grpc_generate
 from baton_router.frontend.grpc.ticket import TicketDesk
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.input_processor import InputProcessor
 from baton_router.registry.registry import Registry
+from baton_router.types import Account
 
 SERVICE = "baton.api.v1.RouterService"
 _FOR_CLIENTS = frozenset(f"/{SERVICE}/{name}" for name in ("Generate", "Route", "NoteDirect", "ListModels"))
@@ -29,7 +30,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """
 
     def __init__(
-        self, pipeline: TextPipeline, registry: Registry, tickets: TicketDesk, accounts: Accounts | None = None
+        self, pipeline: InputProcessor, registry: Registry, tickets: TicketDesk, accounts: Accounts | None = None
     ) -> None:
         self._accounts = accounts
         self._tickets = tickets

@@ -11,23 +11,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
 from baton.api.v1 import router_pb2
-from baton.errors import InvalidRequestError, UnavailableError
+from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
-from baton_router.accounts.accounts import Account
-from baton_router.dispatch.direct_run import DirectRun
 from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
 from baton_router.frontend.grpc.generate import text_request
+from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.metrics.router_metrics import RouterMetrics
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.generation_metrics import GenerationClock, cached_tokens
+from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.text_request import PreparedRequest
+from baton_router.scheduler.decision import Decision
+from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.types import Account
 
 START_S = 30.0
 """How long a ticket counts: the client asks for it when it is about to use it."""
 LEASE_S = 30.0
 MAX_RESERVATIONS = 65536
 _TICK_S = 1.0
+_MAX_GAPS = 4096
+"""Times between tokens that are taken from one notice; the rest is dropped."""
 _CODES = {
     "failed": UnavailableError.code,  # what remained was asked of a router, as a request of its own
     "router_ended": UnavailableError.code,
@@ -36,12 +40,63 @@ _CODES = {
 """What the outcomes of direct requests are called where those of all requests are counted."""
 
 
+class _DirectRun:
+    """Times and remembers one request, from its arrival to its end, by what its client reports.
+
+    An :class:`~baton_router.processor.output_processor.OutputProcessor` sees the tokens of its request; here the client
+    reports when the first one came, how long the times between messages were, and how the KV got where it was needed.
+
+    Args:
+        prepared: The request.
+        clock: Times it.
+        log: Remembers it.
+    """
+
+    __slots__ = ("_arrived", "_clock", "_log", "_placed_s", "_prompt_tokens", "_record", "_traced")
+
+    def __init__(self, prepared: PreparedRequest, clock: GenerationClock, log: DecisionLog) -> None:
+        routed = prepared.routed
+        self._log, self._clock, self._arrived = log, clock, prepared.arrived
+        self._prompt_tokens = prepared.prompt_tokens
+        self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
+        self._record.direct = True
+        self._placed_s = 0.0
+        self._traced = False
+
+    def placed(self, decision: Decision) -> None:
+        """Take where it was placed: from here on its client's clock runs."""
+        self._log.placed(self._record.request_id, decision)
+        self._placed_s = time.perf_counter() - self._arrived
+
+    def note(self, notice: router_pb2.NoteDirectRequest, generated: int) -> None:
+        """Take a notice of its client; ``generated``: its tokens so far."""
+        first = self._placed_s + notice.first_token_us / 1e6 if notice.HasField("first_token_us") else None
+        self._clock.told(first, [x / 1e6 for x in notice.itl_us[:_MAX_GAPS]], generated)
+        if notice.HasField("trace"):
+            self._log.answered(self._record, notice.trace)
+            if not self._traced:
+                self._traced = True
+                self._clock.prompt(self._prompt_tokens, cached_tokens(notice.trace))
+
+    def fail(self, error: BaseException) -> None:
+        """It could not be placed, or its client gave up before it was."""
+        if isinstance(error, Exception):
+            self.end(error.code if isinstance(error, BatonError) else InternalError.code)
+        else:
+            self.end("cancelled")
+
+    def end(self, outcome: str) -> None:
+        """Take its end: ``done``, ``cancelled`` or an error's code."""
+        self._clock.end(outcome)
+        self._log.end(self._record, outcome)
+
+
 @dataclass(slots=True)
 class _Open:
     """A reservation; ``most``: tokens that its request can have at all, whatever its client says."""
 
     reserved: Reserved
-    run: DirectRun
+    run: _DirectRun
     ends_at: float
     most: int
     tokens: int = 0
@@ -52,7 +107,7 @@ class TicketDesk:
 
     Args:
         key: Shared with the decode instances; ``None``: there is no direct mode.
-        pipeline: Checks and tokenizes.
+        processor: Checks and tokenizes.
         dispatcher: Places.
         metrics: Where requests are counted.
         now: Monotonic clock.
@@ -61,24 +116,26 @@ class TicketDesk:
     def __init__(
         self,
         key: bytes | None,
-        pipeline: TextPipeline,
+        processor: InputProcessor,
         dispatcher: PlacingDispatcher,
         metrics: RouterMetrics,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._key, self._pipeline, self._dispatcher, self._now = key, pipeline, dispatcher, now
+        self._key, self._processor, self._dispatcher, self._now = key, processor, dispatcher, now
         self._metrics = metrics
         self._open: dict[str, _Open] = {}
         self._ticker: asyncio.Task[None] | None = None
-        r: CollectorRegistry = metrics.registry
         self._ended = Counter(
             "baton_router_direct_requests",
             "Requests that ran by a ticket, by how they ended",
             ["outcome"],
-            registry=r,
+            metrics.registry,
         )
-        Gauge("baton_router_direct_open", "Reservations of requests that run by a ticket", registry=r).set_function(
-            lambda: len(self._open)
+        GaugeFunction(
+            "baton_router_direct_open",
+            "Reservations of requests that run by a ticket",
+            metrics.registry,
+            lambda: len(self._open),
         )
 
     def start(self) -> None:
@@ -112,8 +169,8 @@ class TicketDesk:
             raise InvalidRequestError("this router gives no tickets: it has no --ticket-key-file", field="direct")
         if len(self._open) >= MAX_RESERVATIONS:
             raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
-        prepared = await self._pipeline.prepare(text_request(request, account))
-        run = self._pipeline.follow(prepared)
+        prepared = await self._processor.prepare(text_request(request, account))
+        run = _DirectRun(prepared, self._processor.clock(prepared), self._processor.decisions)
         try:
             reserved = await self._dispatcher.reserve(prepared.routed)
         except BaseException as error:
@@ -164,7 +221,7 @@ class TicketDesk:
         found = self._open.pop(name)
         found.reserved.end()
         found.run.end(_CODES.get(outcome, outcome))
-        self._ended.labels(outcome=outcome).inc()
+        self._ended.labels(outcome).inc()
 
     async def _tick(self) -> None:
         while True:

@@ -14,13 +14,14 @@ from baton.errors import BatonError, InternalError, UnauthenticatedError
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.http.errors import baton_error_response
 from baton_router.frontend.http.metrics import HttpMetrics
-from baton_router.frontend.openai.request_headers import set_account
+from baton_router.types import Account
 
 log = logging.getLogger(__name__)
 
 _ids = random.Random()
 """Of ids, which are to differ and are no secrets."""
 _ID = "baton_request_id"
+_ACCOUNT = "baton_account"
 _MAX_ID_CHARS = 128
 _OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/metrics", "/version", "/console", "/console/{file}"})
 """What probes, scrapers and browsers on their way to the console call, without a key."""
@@ -46,6 +47,17 @@ def name_request(scope: MutableMapping[str, Any]) -> str:
     ident = _request_id(_header(scope, b"x-request-id"))
     scope.setdefault("state", {})[_ID] = ident
     return ident
+
+
+def set_account(scope: MutableMapping[str, Any], account: Account) -> None:
+    """Note whose API key a request showed."""
+    scope["state"][_ACCOUNT] = account
+
+
+def account_of(scope: MutableMapping[str, Any]) -> Account | None:
+    """Return whose API key a request showed; ``None``: there are no API keys."""
+    account: Account | None = scope["state"].get(_ACCOUNT)
+    return account
 
 
 class Front:

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import PreparedRequest, TextChunk
 
 _QUEUED_CHUNKS = 64
 
 
 async def run_all(
-    pipeline: TextPipeline, prepared: Sequence[PreparedRequest]
+    pipeline: InputProcessor, prepared: Sequence[PreparedRequest]
 ) -> AsyncGenerator[tuple[int, TextChunk], None]:
     """Run all requests at the same time; the first error ends them all.
 
@@ -48,7 +48,7 @@ async def run_all(
 
 
 async def _pump(
-    pipeline: TextPipeline,
+    pipeline: InputProcessor,
     prepared: PreparedRequest,
     at: int,
     queue: asyncio.Queue[tuple[int, TextChunk | Exception | None]],

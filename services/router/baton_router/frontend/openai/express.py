@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from baton.errors import BatonError, DeadlineError, InternalError
 from baton_router.dispatch.deadlines import Deadlines
+from baton_router.dispatch.interface import Running
 from baton_router.dispatch.turn_batching import PREPARE, RESPOND, START, Steps
 from baton_router.frontend.http.body import decode
 from baton_router.frontend.http.errors import baton_error_response
@@ -33,7 +34,6 @@ from baton_router.frontend.openai.openai_request import Job
 from baton_router.frontend.openai.request_headers import with_headers
 from baton_router.frontend.openai.response_headers import Route, route_lines
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextRequest
-from baton_router.types import Running
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from baton_router.frontend.openai.openai_request import Job, chat_job, completio
 from baton_router.frontend.openai.request_headers import with_headers
 from baton_router.frontend.openai.response_headers import Route, route_headers
 from baton_router.frontend.openai.unsupported_params import check_strict, header_value
-from baton_router.processor.input_processor import TextPipeline
+from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import PreparedRequest, TextChunk
 
 CLIENT_GONE_STATUS = 499
@@ -36,7 +36,7 @@ CLIENT_GONE_STATUS = 499
 class Generations:
     """Serves ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(self, pipeline: TextPipeline, options: HttpOptions, metrics: HttpMetrics) -> None:
+    def __init__(self, pipeline: InputProcessor, options: HttpOptions, metrics: HttpMetrics) -> None:
         self.pipeline = pipeline
         self._options = options
         self._metrics = metrics
@@ -101,7 +101,7 @@ class GenerationRun:
 
     def __init__(
         self,
-        pipeline: TextPipeline,
+        pipeline: InputProcessor,
         prepared: Sequence[PreparedRequest],
         options: HttpOptions,
         headers: dict[str, str],

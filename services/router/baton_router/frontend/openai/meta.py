@@ -18,12 +18,12 @@ from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.frontend.http.body import read_json
 from baton_router.frontend.http.metrics import HttpMetrics
+from baton_router.frontend.http.middleware import account_of
 from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.openai.messages import parse_messages
-from baton_router.frontend.openai.request_headers import account_of
 from baton_router.frontend.openai.schemas import Body, DetokenizeBody, TokenizeBody, parse_body
 from baton_router.frontend.openai.unsupported_params import check_strict, header_value
-from baton_router.processor.input_processor import TextPipeline, count_chars
+from baton_router.processor.input_processor import InputProcessor, count_chars
 from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest
 from baton_router.types import ModelInfo
 
@@ -35,7 +35,7 @@ _LEAST_BOUND = 2**20
 class Models:
     """Serves ``/v1/models``."""
 
-    def __init__(self, pipeline: TextPipeline) -> None:
+    def __init__(self, pipeline: InputProcessor) -> None:
         self._pipeline = pipeline
         self._created = int(time.time())
 
@@ -61,7 +61,7 @@ class Models:
 class TokenizerEndpoints:
     """Serves ``/tokenize`` and ``/detokenize``."""
 
-    def __init__(self, pipeline: TextPipeline, options: HttpOptions, metrics: HttpMetrics) -> None:
+    def __init__(self, pipeline: InputProcessor, options: HttpOptions, metrics: HttpMetrics) -> None:
         self._pipeline = pipeline
         self._options = options
         self._metrics = metrics

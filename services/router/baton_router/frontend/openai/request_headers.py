@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from baton.errors import InvalidRequestError, shown
-from baton_router.accounts.accounts import Account
+from baton_router.frontend.http.middleware import account_of
 from baton_router.processor.text_request import TextRequest
 
 SESSION_HEADER = b"x-baton-session"
@@ -17,19 +17,7 @@ SESSION_HEADER = b"x-baton-session"
 TTFT_HEADER = b"x-baton-ttft-ms"
 ITL_HEADER = b"x-baton-itl-ms"
 PRIORITY_HEADER = b"x-baton-priority"
-_WISHES = frozenset((SESSION_HEADER, TTFT_HEADER, ITL_HEADER, PRIORITY_HEADER))
-_ACCOUNT = "baton_account"
-
-
-def set_account(scope: MutableMapping[str, Any], account: Account) -> None:
-    """Note whose API key a request showed."""
-    scope["state"][_ACCOUNT] = account
-
-
-def account_of(scope: MutableMapping[str, Any]) -> Account | None:
-    """Return whose API key a request showed; ``None``: there are no API keys."""
-    account: Account | None = scope["state"].get(_ACCOUNT)
-    return account
+_HEADERS = frozenset((SESSION_HEADER, TTFT_HEADER, ITL_HEADER, PRIORITY_HEADER))
 
 
 def with_headers(scope: MutableMapping[str, Any], items: list[TextRequest]) -> list[TextRequest]:
@@ -40,7 +28,7 @@ def with_headers(scope: MutableMapping[str, Any], items: list[TextRequest]) -> l
     """
     changes: dict[str, Any] = {}
     for name, value in scope["headers"]:
-        if name in _WISHES:
+        if name in _HEADERS:
             _read(name, value.decode("latin-1").strip(), changes)
     account = account_of(scope)
     if account is not None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Generic, TypeVar
 
-from baton_router.types import Running
+from baton_router.dispatch.interface import Running
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from baton.version import __version__
+from baton_router.dispatch.interface import Dispatcher
 from baton_router.dispatch.turn_batching import Steps
 from baton_router.frontend.http import errors
 from baton_router.frontend.http.direct import DirectApp, Endpoint, RouterHttp
@@ -20,12 +21,11 @@ from baton_router.frontend.openai.express import Express
 from baton_router.frontend.openai.generation import Generations
 from baton_router.frontend.openai.meta import Health, Models, TokenizerEndpoints
 from baton_router.frontend.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from baton_router.processor.input_processor import TextPipeline
-from baton_router.types import Dispatcher
+from baton_router.processor.input_processor import InputProcessor
 
 
 def create_app(
-    pipeline: TextPipeline,
+    pipeline: InputProcessor,
     dispatcher: Dispatcher,
     *,
     registry: CollectorRegistry,

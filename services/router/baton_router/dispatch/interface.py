@@ -1,0 +1,85 @@
+"""What dispatch offers to the text side: requests in tokens go in, chunks of tokens come back through callbacks.
+
+What is made per request or token is a ``msgspec.Struct``: a dataclass takes two to four times as long to make.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from baton.api.v1 import common_pb2
+from baton.types import FinishReason, TokenLogprob
+from baton_router.scheduler.decision import Decision
+from baton_router.types import ModelInfo, RoutedRequest
+
+
+class RoutedDelta(msgspec.Struct):
+    """New tokens of one of the request's sequences."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class RoutedChunk(msgspec.Struct):
+    """What one message of the decode instance brought.
+
+    Attributes:
+        trace: With the first chunk and with the last one.
+        decision: With the first chunk.
+        prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
+    """
+
+    deltas: list[RoutedDelta]
+    trace: common_pb2.RequestTrace | None = None
+    decision: Decision | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+class ChunkSink(Protocol):
+    """Takes what a request brings, in order. It may cancel the request from inside of these calls."""
+
+    def on_chunk(self, chunk: RoutedChunk) -> None:
+        """Take a chunk."""
+
+    def on_end(self, error: Exception | None) -> None:
+        """Take the end, the last thing there is; ``None``: every sequence has ended."""
+
+
+class Running(Protocol):
+    """A request that was begun."""
+
+    def cancel(self) -> None:
+        """End it everywhere; the sink gets nothing more. One that has ended is not disturbed."""
+
+    def hold(self, held: bool) -> None:
+        """Keep what comes from now on, or go on handing it on."""
+
+
+class Dispatcher(Protocol):
+    """Places requests on instances and carries their streams, over the death of instances too."""
+
+    def model_info(self) -> ModelInfo:
+        """Return what is served.
+
+        Raises:
+            UnavailableError: No instance is ready.
+        """
+
+    def start(self, request: RoutedRequest, sink: ChunkSink) -> Running:
+        """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.
+
+        Errors are:
+            QueueFullError: Everybody is full; says when to try again.
+            OverloadedError: It would wait too long, or longer than it allows; says when to try again.
+            UnavailableError: No decode instance is left.
+            InvalidRequestError: An instance refused the request; names the field.
+        """
+        ...
+
+    async def route(self, request: RoutedRequest) -> Decision:
+        """Say where the request would go, and reserve nothing."""
