@@ -27,7 +27,6 @@ import uvloop
 from baton.api.v1 import common_pb2, events_pb2, worker_pb2, worker_pb2_grpc
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
-from baton.rpc.call_stream import CallServer
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.multiplex import Outbox
 from baton.rpc.server import GrpcServer
@@ -118,7 +117,6 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, name: str, model: str, clock: Clock) -> None:
         self._name, self._model, self.clock = name, model, clock
-        self.calls_port = 0
         tokenizer = Tokenizer.load(model)
         self._vocab_size = tokenizer.vocab_size
         (self._token,) = tokenizer.encode("a", add_special_tokens=False)
@@ -136,7 +134,6 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
             served_model_name="canned",
             vocab_size=self._vocab_size,
             model_path=self._model,
-            calls_port=self.calls_port,
         )
 
     async def StreamLoad(
@@ -295,8 +292,6 @@ async def main() -> None:
         kind: Any = BatonWorker  # the calls that it lacks nobody makes
         worker = kind(args.name, args.model, clock)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
-        calls = CallServer(lambda: CannedCalls(worker), lambda: b"0" * 16, None)
-        worker.calls_port = await calls.start("127.0.0.1")
         sys.stdout.write(f"{await server.start()}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()

@@ -14,10 +14,8 @@ from prometheus_client import start_http_server
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import ConfigError
 from baton.rpc.auth import read_token, require_clear_pipes
-from baton.rpc.frame_server import FrameServer
 from baton.rpc.server import GrpcServer
 from baton.rpc.tls import read_tls
-from baton.rpc.unary import UnaryServer, methods_of
 from baton.types import Epoch, InstanceId
 from baton.worker.redis_registration import RedisNode
 from baton_kvstore.config import KVStoreConfig
@@ -33,8 +31,7 @@ from baton_kvstore.transfer.pool_io import Lanes
 
 log = logging.getLogger(__name__)
 
-_SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KvStoreService"]
-SERVICE = _SERVICE.full_name
+SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 EXPIRY_INTERVAL_S = 0.5
 
 
@@ -85,8 +82,6 @@ class KVStoreServer:
             events=self.events,
         )
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self._servicer, self._grpc.server)
-        self._calls = UnaryServer(methods_of(self._servicer, _SERVICE))
-        self._frames = FrameServer(self._calls.connection, lambda: self.epoch, token) if tls is None else None
         self._expiry: asyncio.Task[None] | None = None
         self._presence: RedisNode | None = None
         self._scrapes: tuple[WSGIServer, threading.Thread] | None = None
@@ -110,12 +105,11 @@ class KVStoreServer:
             self._presence = RedisNode(config.register_redis, config.register_prefix, self.instance_id, name)
             self._presence.start()
         log.info(
-            "kvstore instance %s listening on %s, %d bytes for blocks, pipes %s, calls as frames %s",
+            "kvstore instance %s listening on %s, %d bytes for blocks, pipes %s",
             self.instance_id,
             self.address,
             config.capacity_bytes,
             ",".join(self._lanes.kinds),
-            f"on port {self._servicer.calls_port}" if self._frames is not None else "not with TLS",
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -123,7 +117,7 @@ class KVStoreServer:
         if self._presence is not None:
             await self._presence.stop()
         self.events.close()
-        await self._hang_up(grace_s)
+        await self._grpc.stop(grace_s)
         self.metrics.stop()
         if self._expiry is not None:
             self._expiry.cancel()
@@ -140,30 +134,15 @@ class KVStoreServer:
     async def _listen(self) -> int:
         """Open every port and return that of gRPC."""
         config = self._config
-        if self._frames is not None:
-            self._servicer.calls_port = await self._frames.start(config.host)
-        try:
-            port = await self._grpc.start()
-        except ConfigError:
-            if self._frames is not None:
-                await self._frames.stop()
-            raise
+        port = await self._grpc.start()
         if config.metrics_port:
             try:
                 self._scrapes = start_http_server(config.metrics_port, addr=config.host, registry=self.metrics.registry)
             except OSError as error:
-                await self._hang_up(0)
+                await self._grpc.stop(0)
                 message = f"cannot serve metrics on {config.host}:{config.metrics_port}: {error.strerror}"
                 raise ConfigError(message, field="metrics_port") from error
         return port
-
-    async def _hang_up(self, grace_s: float) -> None:
-        """Refuse new calls, over either way, and end the running ones."""
-        if self._frames is not None:
-            self._frames.close_port()
-        await asyncio.gather(self._calls.stop(grace_s), self._grpc.stop(grace_s))
-        if self._frames is not None:
-            await self._frames.stop()
 
     async def _expire(self) -> None:
         """End leases in time also while nobody calls, so that metrics are true."""

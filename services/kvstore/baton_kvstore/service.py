@@ -50,8 +50,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._config, self._instance_id, self._epoch = config, instance_id, epoch
         self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
         self._events, self._sources = events, Sources(lanes)
-        self.calls_port = 0
-        """Where calls are served without gRPC; 0: nowhere."""
         self._turns, self._following = asyncio.Semaphore(config.pull_workers), Following(config.capacity_bytes)
         self._num_puts = 0
 
@@ -200,7 +198,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             num_misses=stats.misses,
             num_evictions=stats.evictions,
             num_leases=stats.num_leases,
-            calls_port=self.calls_port,
         )
 
     async def _put(

@@ -76,9 +76,9 @@ class RouterApp:
         self._accounts = accounts.accounts if accounts is not None else None
         self.metrics = RouterMetrics()
         steps = Steps()
-        self.registry = Registry(config, self.metrics, token=token, tls=self._tls, steps=steps)
+        self.registry = Registry(config, self.metrics, token=token, tls=self._tls)
         decisions = DecisionLog(self.metrics.decision_terms)
-        self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions)
+        self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions, steps)
         self.replica = Replica(config, self.registry, ReplicaMetrics(self.metrics.registry)) if config.redis else None
         self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)

@@ -1,23 +1,30 @@
-"""The server's half of ``GenerateMany``: many calls of ``Generate`` on one stream.
+"""``GenerateMany``, both ends: many calls of ``Generate`` on one gRPC stream.
 
-Each call runs in a task of its own, exactly as it would on a stream of its own. What the calls send in one turn of the
-event loop leaves as one message: an engine hands out the tokens of a step in one turn, so a step is one message.
+A call begins with a message instead of a stream of its own, and the tokens that a step of the engine brings to all of
+its requests come in one message. When the stream breaks, every call on it fails with what broke it.
+
+The server runs each call in a task of its own, exactly as it would on a stream of its own (:func:`generate_many`). What
+the calls send in one turn of the event loop leaves as one message: an engine hands out the tokens of a step in one
+turn, so a step is one message. The client (:class:`CallStream`) hands what comes to one :class:`Reader` per call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
+import grpc.aio
 
 from baton.api.v1 import worker_pb2
-from baton.errors import BatonError, QueueFullError
-from baton.rpc.errors import status_code, status_details
+from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
+from baton.rpc.errors import from_rpc_error, from_status, status_code, status_details
 from baton.rpc.server import MAX_MESSAGE_BYTES
+from baton.token_ids import varint
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +35,13 @@ MAX_CALLS = 65536
 
 _TOKEN_BYTES = 8
 """Of a call and a token, about."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_MAX_BATCH_BYTES = 4 * 2**20
+"""Starts are sent together up to this size: one message must stay below gRPC's limit."""
+
+
+# --- the server's end ---
 
 
 async def generate_many(
@@ -40,7 +54,7 @@ async def generate_many(
         requests: What the caller sends; when that ends, running calls still go to their end.
         context: The stream's context, handed on.
     """
-    calls = Calls(generate, context)
+    calls = _ServerCalls(generate, context)
     reader = asyncio.create_task(calls.read(requests))
     try:
         while (message := await calls.outbox.next()) is not None:
@@ -57,17 +71,17 @@ class Outbox:
 
     What a caller leaves untaken is bounded by what one message may hold. Beyond that the outbox is overfull: it drops
     what it has, and takes nothing more.
+
+    Args:
+        on_overfull: Called once when more is untaken than may be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_overfull: Callable[[], None] | None = None) -> None:
         self._message = worker_pb2.GenerateManyResponse()
         self._with_message: set[int] = set()
         self._filled = asyncio.Event()
         self._closed = False
-        self.on_filled: Callable[[], None] | None = None
-        """Called, instead of waking :meth:`next`, when there is something to :meth:`take`."""
-        self.on_overfull: list[Callable[[], None]] = []
-        """Called once when more is untaken than may be."""
+        self._on_overfull = on_overfull
         self._bytes = 0
         self._overfull = False
 
@@ -102,18 +116,6 @@ class Outbox:
         self._closed = True
         self._fill()
 
-    def take(self) -> worker_pb2.GenerateManyResponse | None:
-        """Return all that there is to send; ``None``: nothing."""
-        message = self._message
-        if not (message.token_calls or message.messages or message.ends):
-            return None
-        self._empty()
-        return message
-
-    def _empty(self) -> None:
-        self._message, self._bytes = worker_pb2.GenerateManyResponse(), 0
-        self._with_message.clear()
-
     def _fill(self, size: int = 0) -> None:
         self._bytes += size
         if self._overfull or self._bytes > MAX_MESSAGE_BYTES:
@@ -121,12 +123,13 @@ class Outbox:
             if not self._overfull:
                 self._overfull = True
                 log.warning("a stream of calls ends: its caller left more than %d bytes unread", MAX_MESSAGE_BYTES)
-                for call in self.on_overfull:
-                    call()
-        if self.on_filled is not None:
-            self.on_filled()
-        else:
-            self._filled.set()
+                if self._on_overfull is not None:
+                    self._on_overfull()
+        self._filled.set()
+
+    def _empty(self) -> None:
+        self._message, self._bytes = worker_pb2.GenerateManyResponse(), 0
+        self._with_message.clear()
 
     async def next(self) -> worker_pb2.GenerateManyResponse | None:
         """Wait for something to send and return all of it; ``None`` once closed and empty.
@@ -138,14 +141,17 @@ class Outbox:
         await self._filled.wait()
         if self._overfull:
             raise QueueFullError(f"more than {MAX_MESSAGE_BYTES} bytes of answers were left unread")
-        message = self.take()
-        if message is not None and not self._closed:
+        message = self._message
+        if not (message.token_calls or message.messages or message.ends):
+            return None
+        self._empty()
+        if not self._closed:
             self._filled.clear()
         return message
 
 
-class Calls:
-    """The calls of one stream.
+class _ServerCalls:
+    """The calls of one stream, as the server has them.
 
     Args:
         generate: Serves one call.
@@ -156,38 +162,31 @@ class Calls:
         self._generate, self._context = generate, context
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._reading = True
-        self.outbox = Outbox()
-        self.outbox.on_overfull.append(self.close)
+        self.outbox = Outbox(self._cancel)
 
     async def read(self, requests: AsyncIterator[worker_pb2.GenerateManyRequest]) -> None:
         """Start and cancel calls as they are told."""
         try:
             async for message in requests:
-                self.take(message)
+                for start in message.starts:
+                    self._start(start.call, start.request)
+                for call in message.cancels:
+                    task = self._tasks.get(call)
+                    if task is not None:
+                        task.cancel()
         finally:
             self._reading = False
             self._close_if_done()
 
-    def take(self, message: worker_pb2.GenerateManyRequest) -> None:
-        """Start and cancel calls."""
-        for start in message.starts:
-            self._start(start.call, start.request)
-        for call in message.cancels:
-            task = self._tasks.get(call)
-            if task is not None:
-                task.cancel()
-
-    def close(self) -> None:
-        """Cancel what still runs, and wait for nothing."""
-        for task in self._tasks.values():
-            task.cancel()
-
     async def abort(self) -> None:
         """Cancel what still runs, and wait for it."""
         tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
+        self._cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _cancel(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
 
     def _start(self, call: int, request: worker_pb2.GenerateRequest) -> None:
         if call in self._tasks or len(self._tasks) >= MAX_CALLS:
@@ -233,3 +232,272 @@ def _only_a_token(response: worker_pb2.GenerateResponse) -> int | None:
     if len(delta.token_ids) != 1 or delta.index or delta.finish_reason or delta.logprobs or delta.error:
         return None
     return None if delta.HasField("stop_token_id") else delta.token_ids[0]
+
+
+# --- the client's end ---
+
+
+class CallEnded(Exception):
+    """A call ended otherwise than well.
+
+    Attributes:
+        error: What happened, in Baton's own words.
+        code: The status it ended with.
+    """
+
+    def __init__(self, error: BatonError, code: grpc.StatusCode) -> None:
+        super().__init__(error.message)
+        self.error, self.code = error, code
+
+
+class Reader(Protocol):
+    """Takes what a call brings, in order, while the event loop reads the instance's stream: must not block or raise."""
+
+    def on_tokens(self, token_ids: list[int]) -> None:
+        """Take tokens of sequence 0 that came with nothing else."""
+
+    def on_message(self, response: worker_pb2.GenerateResponse) -> None:
+        """Take a message."""
+
+    def on_end(self, failure: CallEnded | None) -> None:
+        """Take the end, the last thing there is; ``None``: the call ended well."""
+
+
+class Call:
+    """One running ``Generate``. What came in one turn of the event loop is handed on together."""
+
+    __slots__ = ("_failure", "_held", "_items", "_reader", "_stream", "ended", "key")
+
+    def __init__(self, stream: CallStream, key: int, reader: Reader) -> None:
+        self._stream = stream
+        self.key = key
+        self._reader: Reader | None = reader
+        self._items: list[int | worker_pb2.GenerateResponse] = []
+        self._failure: CallEnded | None = None
+        self._held = False
+        self.ended = False
+        """Whether the end has come, or the reader does not wait for it any more."""
+
+    def put(self, item: int | worker_pb2.GenerateResponse) -> None:
+        """Take what came; :meth:`flush` hands it on."""
+        self._items.append(item)
+
+    def end(self, failure: CallEnded | None = None) -> None:
+        """Take the end; what came before it is handed on first."""
+        if not self.ended:
+            self.ended, self._failure = True, failure
+
+    def flush(self) -> None:
+        """Hand on what came."""
+        if self._held:
+            return
+        while self._items and self._reader is not None and not self._held:
+            items, self._items = self._items, []
+            count = 0
+            while count < len(items) and type(items[count]) is int:
+                count += 1
+            if count:
+                self._items = items[count:]
+                self._reader.on_tokens(items[:count])  # type: ignore[arg-type]
+            else:
+                self._items = items[1:]
+                self._reader.on_message(items[0])  # type: ignore[arg-type]
+        if self.ended and self._reader is not None:
+            if self._failure is None:
+                self._stream.deliver_end(self)
+            else:
+                self.tell_end()
+
+    def tell_end(self) -> None:
+        """Hand on the end, unless the reader has left or holds the call."""
+        if self._reader is not None and not self._held:
+            reader, self._reader = self._reader, None
+            reader.on_end(self._failure)
+
+    def hold(self, held: bool) -> None:
+        """Keep what comes from now on, or go on handing it on: for a reader whose own reader is slow."""
+        self._held = held
+        if not held:
+            self.flush()
+
+    def fail(self, failure: CallEnded) -> None:
+        """Abort the call; its reader gets ``failure`` behind what came."""
+        if not self.ended:
+            self._stream.cancel(self.key)
+            self.end(failure)
+            self._held = False
+            self.flush()
+
+    def close(self) -> None:
+        """Abort the call, unless it has ended. Nothing is handed on any more."""
+        self._reader = None
+        if not self.ended:
+            self.ended = True
+            self._stream.cancel(self.key)
+
+
+class CallStream:
+    """A stream to one instance; ends when it or its channel breaks, and is not used again.
+
+    Args:
+        channel: To the instance.
+        name: Of the instance, for errors.
+        deliver: Has :meth:`Call.flush` called soon, for a call to which something came.
+        deliver_end: Has :meth:`Call.tell_end` called soon, for a call that has ended well.
+
+    Attributes:
+        broken: Whether it has ended.
+    """
+
+    _METHOD = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/GenerateMany"
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        name: str,
+        deliver: Callable[[Call], None],
+        deliver_end: Callable[[Call], None],
+    ) -> None:
+        self._name, self._deliver, self.deliver_end = name, deliver, deliver_end
+        self.broken = False
+        self._calls: dict[int, Call] = {}
+        self._next = 0
+        self._cancels: list[int] = []
+        self._later: deque[tuple[int, bytes]] = deque()
+        self._filled = asyncio.Event()
+        open_stream: Any = channel.stream_stream(
+            self._METHOD,
+            request_serializer=None,  # bytes as they are
+            response_deserializer=worker_pb2.GenerateManyResponse.FromString,
+        )
+        self._stream = open_stream()
+        self._task = asyncio.create_task(self._run(), name=f"calls of {name}")
+
+    def start(self, request: bytes, reader: Reader) -> Call:
+        """Begin a call.
+
+        Args:
+            request: A ``GenerateRequest``, serialized.
+            reader: Takes what comes, from the next turn of the event loop on.
+        """
+        self._next += 1
+        call = self._calls[self._next] = Call(self, self._next, reader)
+        self._later.append((self._next, request))
+        self._filled.set()
+        return call
+
+    def cancel(self, key: int) -> None:
+        """Abort a call; the instance is told at once."""
+        if self._calls.pop(key, None) is not None:
+            self._cancels.append(key)
+            self._filled.set()
+
+    def close(self) -> None:
+        """End the stream; its calls fail."""
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        """Hand out what comes until the stream breaks, then fail what still runs."""
+        writer = asyncio.create_task(self._write())
+        failure = CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE)
+        try:
+            read = self._stream.read
+            while (message := await read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                self._take(message)
+        except grpc.aio.AioRpcError as error:
+            failure = self._failed(error)
+        except ValueError as error:
+            failure = CallEnded(InternalError(f"{self._name}: {error}"), grpc.StatusCode.INTERNAL)
+        except asyncio.CancelledError:  # the channel was closed, or this task was cancelled
+            failure = CallEnded(UnavailableError("the connection was closed"), grpc.StatusCode.CANCELLED)
+        finally:
+            writer.cancel()
+            self._stream.cancel()
+            self.broken = True
+            calls, self._calls = self._calls, {}
+            for call in calls.values():
+                call.end(CallEnded(failure.error, failure.code))
+                call.flush()
+
+    async def _write(self) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while message := self._gather():
+                try:
+                    await self._stream.write(message)
+                except (grpc.RpcError, asyncio.InvalidStateError):
+                    return  # the reader learns why
+
+    def _gather(self) -> bytes:
+        """Return starts and cancellations, as many as one message may have; empty: there are none."""
+        parts: list[bytes] = []
+        size = 0
+        while self._later and size < _MAX_BATCH_BYTES:
+            key, request = self._later.popleft()
+            if key in self._calls:  # not cancelled meanwhile
+                parts += (_start(key, len(request)), request)
+                size += len(request)
+        if self._cancels:
+            cancels, self._cancels = self._cancels, []
+            parts.append(worker_pb2.GenerateManyRequest(cancels=cancels).SerializeToString())
+        return b"".join(parts)
+
+    def _take(self, message: worker_pb2.GenerateManyResponse | None) -> None:
+        """Keep what a message brings, to hand it on with what others bring.
+
+        Raises:
+            ValueError: It makes no sense.
+        """
+        if message is None:  # gRPC could not parse it, and has logged why
+            raise ValueError("a message of GenerateMany cannot be read")
+        touched: dict[int, Call] = {}
+        calls = self._calls
+        try:
+            # Lists of what repeated fields hold are quicker to walk than the fields.
+            for key, token_id in zip(message.token_calls[:], message.token_ids[:], strict=True):
+                call = calls.get(key)
+                if call is not None:
+                    touched[key] = call
+                    call.put(token_id)
+            for item in message.messages[:]:
+                call = calls.get(item.call)
+                if call is not None:
+                    touched[item.call] = call
+                    call.put(item.response)
+            for end in message.ends[:]:
+                call = calls.pop(end.call, None)
+                if call is not None:
+                    touched[end.call] = call
+                    call.end(_failure(end) if end.code else None)
+        finally:
+            for call in touched.values():
+                self._deliver(call)
+
+    def _failed(self, error: grpc.aio.AioRpcError) -> CallEnded:
+        """Why the stream is gone. Errors of single calls come in their ends: this one is no request's fault."""
+        code = error.code()
+        if code in {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}:
+            # gRPC's core says so, now and then, where a connection breaks.
+            return CallEnded(UnavailableError(f"the stream broke: {error.details()}"), grpc.StatusCode.UNAVAILABLE)
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            # The caller can do nothing about the token between router and instance.
+            return CallEnded(UnavailableError(f"{self._name} refuses this router's token"), code)
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            text = f"{self._name} does not know GenerateMany: it is of another version"
+            return CallEnded(UnavailableError(text), code)
+        return CallEnded(from_rpc_error(error), code)
+
+
+def _start(key: int, size: int) -> bytes:
+    """Return what goes before a request of so many bytes.
+
+    With it, it is a ``GenerateManyRequest`` with one start; the bytes of several, joined, are one with all of them.
+    """
+    call = b"\x08" + varint(key) + b"\x12" + varint(size)
+    return b"\x0a" + varint(len(call) + size) + call
+
+
+def _failure(end: worker_pb2.CallEnd) -> CallEnded:
+    code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)
+    return CallEnded(from_status(code, end.message, end.details), code)

@@ -26,7 +26,6 @@ from baton.kv_cache.events import KVEvent
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockServer, BlockSource, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
-from baton.rpc.call_stream import CallServer
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.tls import Tls, read_tls
 from baton.tokenizer.digest import tokenizer_digest
@@ -129,7 +128,6 @@ class WorkerInstance:
         self._registrations: list[Registration | RedisRegistration] = []
         self._stack = contextlib.AsyncExitStack()
         self._server: GrpcServer | None = None
-        self._calls: CallServer | None = None
 
     @property
     def address(self) -> str:
@@ -244,12 +242,7 @@ class WorkerInstance:
             tls=tls,
             admits=admits_services(token, open_to_all=parts.open_calls),
         )
-        servicer = parts.servicer(context)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
-        if context.role is Role.DECODE and tls is None:
-            self._calls = CallServer(servicer.calls, lambda: context.arena.epoch, token)
-            self._stack.push_async_callback(self._calls.stop)
-            servicer.calls_port = await self._calls.start(config.host)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(parts.servicer(context), server.server)
         self.port = await server.start()
         self._server = server
         if config.metrics_port:
@@ -282,8 +275,6 @@ class WorkerInstance:
             left = await admission.drain(drain_s)
             if left:
                 log.warning("%d calls did not end within %g s and are cut off", left, drain_s)
-            if self._calls is not None:
-                await self._calls.stop()
             await self._server.stop(0.5)
         await self._stack.aclose()
 

@@ -23,7 +23,7 @@ from baton.kv_cache.events import KVEvent
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockServer
 from baton.rpc.convert import fingerprint_to_pb, role_to_pb
-from baton.rpc.multiplex import Calls, generate_many
+from baton.rpc.multiplex import generate_many
 from baton.types import InstanceId, RequestId, Role
 from baton.version import __version__
 from baton.worker.admission import Admission
@@ -61,12 +61,6 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, context: WorkerContext) -> None:
         self._worker = context
         self._rates = _Rates()
-        self.calls_port = 0
-        """Where calls are served without gRPC; 0: nowhere."""
-
-    def calls(self) -> Calls:
-        """Return what serves a router's calls that come without gRPC."""
-        return Calls(self._generate, None)
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
@@ -124,7 +118,6 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
             model_path=worker.engine_config.model,
             tokenizer_digest=worker.tokenizer_digest,
             kvstore=_store_nodes(worker.config.kvstore),
-            calls_port=self.calls_port,
         )
 
     async def StreamKvEvents(

@@ -75,9 +75,6 @@ class Router:
                 <= {x.instance_id for x in self.registry.instances() if x.ready and x.feed.state is IndexState.EXACT}
             )
         )
-        framed = {w.instance_id for w in workers if w.calls_port and w.role is Role.DECODE}
-        over = self.registry.sessions.over_frames
-        await self.until(lambda: framed <= {x.instance_id for x in self.registry.instances() if over(x)})
 
     def assert_nothing_held(self) -> None:
         assert self.dispatcher.num_in_flight == 0
@@ -90,18 +87,13 @@ class Router:
 
 @dataclass
 class World:
-    """Workers and routers of one test.
-
-    Attributes:
-        frames: Whether workers serve calls without gRPC, too.
-    """
+    """Workers and routers of one test."""
 
     stack: contextlib.AsyncExitStack
-    frames: bool = True
     workers: list[FakeWorker] = field(default_factory=list)
 
     async def worker(self, role: Role, name: str, **options: object) -> FakeWorker:
-        worker = FakeWorker(role, name, **{"frames": self.frames, **options})  # type: ignore[arg-type]
+        worker = FakeWorker(role, name, **options)  # type: ignore[arg-type]
         await worker.start()
         self.stack.push_async_callback(worker.stop)
         self.workers.append(worker)
@@ -115,7 +107,6 @@ class World:
 
     async def proxy(self, worker: FakeWorker) -> TcpProxy:
         proxy = TcpProxy(worker.port)
-        worker.calls_port = 0  # which would lead past it
         await proxy.start()
         self.stack.push_async_callback(proxy.stop)
         return proxy
@@ -146,10 +137,10 @@ class World:
         return router
 
 
-@pytest.fixture(params=[True, False], ids=["frames", "grpc"])
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
     async with contextlib.AsyncExitStack() as stack:
-        yield World(stack, frames=request.param)
+        yield World(stack)
 
 
 def make_request(name: str = "r", prompt: list[int] | None = None, **sampling: object) -> RoutedRequest:

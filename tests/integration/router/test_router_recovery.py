@@ -46,7 +46,7 @@ async def test_an_instance_that_fails_everything_gets_a_trial_now_and_then(world
 
 
 async def test_a_stream_that_breaks_in_the_core_of_grpc_is_a_broken_stream(world: World) -> None:
-    decodes = await world.decodes(2, caches=False, frames=False)
+    decodes = await world.decodes(2, caches=False)
     router = await world.cluster([], decodes)
     for worker in decodes:
         worker.state.break_after = 0  # messages

@@ -31,10 +31,10 @@ class Sink:
         self.ended.set()
 
 
-@pytest.fixture(params=[True, False], ids=["frames", "grpc"])
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
     async with contextlib.AsyncExitStack() as stack:
-        yield World(stack, frames=request.param)
+        yield World(stack)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def test_a_request_that_is_cancelled_between_place_and_call_makes_no_call(
     cluster: tuple[Router, FakeWorker],
 ) -> None:
     router, decode = cluster
-    sink, steps = Sink(), router.registry.sessions.steps
+    sink, steps = Sink(), router.dispatcher._context.steps
     running = router.dispatcher.start(make_request(), sink)
     held: list[int] = []
 
@@ -90,7 +90,7 @@ async def test_a_request_whose_time_ends_between_place_and_call_fails(cluster: t
         for item in list(router.dispatcher._context.deadlines._due):
             item.expire()
 
-    router.registry.sessions.steps.later(PLACE, expire, None)
+    router.dispatcher._context.steps.later(PLACE, expire, None)
     await asyncio.sleep(0)
     (error,) = sink.ends
     assert isinstance(error, DeadlineError)

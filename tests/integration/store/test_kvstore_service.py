@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -27,7 +27,6 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, LinkOptions, SequenceBlocks
-from baton.kv_transfer.connector.store.calls import StoreCalls
 from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import fingerprint_to_pb
@@ -48,37 +47,6 @@ def names(*labels: object) -> list[bytes]:
     return [hashlib.sha256(str(label).encode()).digest() for label in labels]
 
 
-_WAY = {"frames": False}
-
-
-@pytest.fixture
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_WAY, "frames", request.param == "frames")
-
-
-def both_ways(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a test's calls go over gRPC, and once more as frames."""
-    twice = pytest.mark.parametrize("way", ["grpc", "frames"], indirect=True)
-    return cast("Callable[..., Any]", pytest.mark.usefixtures("way")(twice(test)))
-
-
-class FrameStub:
-    """The stub's methods, as frames."""
-
-    def __init__(self, address: str, token: str | None) -> None:
-        self._calls = StoreCalls(address, token=token, tls=None)
-        self.close = self._calls.close
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda request, *, timeout: asyncio.ensure_future(self._call(name, request, timeout))
-
-    async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
-        if not self._calls.over_frames:
-            await self._calls.begin("GetStoreInfo", kvstore_pb2.GetStoreInfoRequest(), WAIT_S)
-            await eventually(lambda: self._calls.over_frames)
-        return await self._calls.begin(name, request, timeout_s)
-
-
 class Instance:
     """An instance's pool with a stub of the store."""
 
@@ -90,8 +58,7 @@ class Instance:
         self.server = BlockServer(self.arena, kind, InstanceId("prefill-0"), kinds=pipes, token=token)
         self.fetcher = BlockFetcher(self.arena, kind, kinds=pipes, links=LinkOptions(token=token))
         self.channel = open_channel(address, token=token)
-        self.frames = FrameStub(address, token)
-        self.stub: Any = self.frames if _WAY["frames"] else kvstore_pb2_grpc.KvStoreServiceStub(self.channel)
+        self.stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(self.channel)
 
     def fill(self, hashes: Sequence[bytes], first: int = 0) -> None:
         for i, name in enumerate(hashes):
@@ -134,7 +101,6 @@ class Instance:
         return [bytes(block) for block in blocks] == list(hashes)
 
     async def close(self) -> None:
-        await self.frames.close()
         await self.channel.close(None)
         self.server.close()
         self.fetcher.close()
@@ -188,7 +154,6 @@ def silent_listener() -> Iterator[common_pb2.KvEndpoint]:
 
 
 @pytest.mark.parametrize("pipe", ["shm", "tcp"])
-@both_ways
 async def test_bytes_come_back_as_they_went(pipe: str) -> None:
     async with store(pipes=(pipe,)) as server, connected(server, pipes=(pipe,)) as instance:
         response = await instance.stub.Put(instance.put_request(names(*range(5))), timeout=WAIT_S)
@@ -224,7 +189,6 @@ async def test_blocks_that_changed_at_their_source_are_not_stored() -> None:
         assert len((await instance.get(1, 2, 3)).block_ids) == 1
 
 
-@both_ways
 async def test_eviction_fences_late_readers() -> None:
     async with store() as server, connected(server) as instance:
         await instance.put(*range(8))
@@ -236,7 +200,6 @@ async def test_eviction_fences_late_readers() -> None:
         assert server.store.stats().evictions == 3
 
 
-@both_ways
 async def test_a_store_whose_blocks_are_all_leased_says_so() -> None:
     async with store() as server, connected(server) as instance:
         await instance.put(*range(8))
@@ -279,7 +242,6 @@ async def test_leases_end_by_themselves_and_are_capped() -> None:
         assert not released.found
 
 
-@both_ways
 async def test_contains_delete_and_info() -> None:
     async with store(instance_id="kv-7") as server, connected(server) as instance:
         await instance.put(1, 2, 3)
@@ -335,7 +297,6 @@ async def test_a_source_that_is_gone_costs_nothing() -> None:
         assert server.store.used_bytes == 0
 
 
-@both_ways
 async def test_a_put_that_is_cancelled_or_too_late_gives_its_slots_back() -> None:
     async with store() as server, connected(server) as instance:
         with silent_listener() as endpoint:
@@ -353,7 +314,6 @@ async def test_a_put_that_is_cancelled_or_too_late_gives_its_slots_back() -> Non
             await eventually(lambda: server.store.used_bytes == 0)
 
 
-@both_ways
 async def test_waiting_puts_are_bounded() -> None:
     options = {"pull_workers": 1, "max_pending_puts": 2, "pull_timeout_s": 1.5}
     async with store(**options) as server, connected(server) as instance:
@@ -371,7 +331,6 @@ async def test_waiting_puts_are_bounded() -> None:
         assert await instance.put("later") == [True]
 
 
-@both_ways
 async def test_bad_requests_name_their_field() -> None:
     async with store(max_blocks_per_call=4) as server, connected(server) as instance:
         put, kind = instance.put_request, fingerprint_to_pb(KIND)
@@ -412,7 +371,6 @@ async def test_bad_requests_name_their_field() -> None:
         assert server.store.used_bytes == 0
 
 
-@both_ways
 async def test_the_token_guards_control_and_data(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret\n")

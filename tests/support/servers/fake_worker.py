@@ -20,9 +20,8 @@ from baton.errors import BatonError, InvalidRequestError, QueueFullError, Unavai
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
-from baton.rpc.call_stream import CallServer
 from baton.rpc.convert import fingerprint_to_pb, finish_to_pb, role_to_pb
-from baton.rpc.multiplex import Calls, generate_many
+from baton.rpc.multiplex import generate_many
 from baton.rpc.ports import free_port
 from baton.rpc.server import GrpcServer
 from baton.rpc.ticket import Bearer, TicketCheck
@@ -91,7 +90,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         token: Shared token that callers must show.
         ticket_key: Key of the tickets that calls of Generate must show.
         caches: Whether the prompts of its requests appear in its cache and its events.
-        frames: Whether it serves calls without gRPC, too.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         token: str | None = None,
         ticket_key: bytes | None = None,
         caches: bool = True,
-        frames: bool = True,
     ) -> None:
         self.role, self.instance_id, self.fingerprint = role, instance_id, fingerprint
         self.state = FakeWorkerState()
@@ -112,9 +109,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._token, self._ticket_key = token, ticket_key
         self._tickets: TicketCheck | None = None
         self._caches = caches
-        self._frames = frames
-        self._calls: CallServer | None = None
-        self.calls_port = 0
         self._changed = asyncio.Event()
         self._log: list[events_pb2.KvEventBatch] = []
         self._first_kept = 1
@@ -134,9 +128,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._server = GrpcServer(host="127.0.0.1", port=port or free_port(), services=[SERVICE], token=self._token)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()
-        if self._frames:
-            self._calls = CallServer(lambda: Calls(self._run, None), lambda: self.epoch, self._token)
-            self.calls_port = await self._calls.start("127.0.0.1")
         await self._server.set_serving(True)
         return self.address
 
@@ -144,8 +135,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Stop at once; running calls break off."""
         if self._server is not None:
             server, self._server = self._server, None
-            if self._calls is not None:
-                await self._calls.stop()
             await server.stop(0)
 
     async def restart(self) -> None:
@@ -221,7 +210,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             instance_id=self.instance_id,
             role=role_to_pb(self.role),
             epoch=self.epoch,
-            calls_port=self.calls_port,
             fingerprint=fingerprint_to_pb(self.fingerprint),
             num_blocks=1024,
             max_model_len=self.state.max_model_len,

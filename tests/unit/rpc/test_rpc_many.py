@@ -10,6 +10,7 @@ import pytest
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import QueueFullError
+from baton.rpc import multiplex
 from baton.rpc.errors import from_status
 from baton.rpc.multiplex import Outbox, generate_many
 
@@ -129,6 +130,50 @@ async def test_cancel_ends_one_call_and_closing_the_stream_all() -> None:
     assert engine.running == {"a", "c"}
     await stream.answers.aclose()
     assert engine.running == set()
+
+
+async def test_a_call_that_is_cancelled_before_it_began_is_forgotten() -> None:
+    engine = Engine()
+    stream = Stream(engine)
+    message = worker_pb2.GenerateManyRequest(cancels=[1])
+    message.starts.add(call=1, request=worker_pb2.GenerateRequest(request_id="a"))
+    stream.requests.put_nowait(message)
+    stream.requests.put_nowait(None)
+    async with asyncio.timeout(30):  # the stream ends when the last call has
+        assert [message async for message in stream.answers] == []
+
+
+async def test_a_caller_that_reads_nothing_is_told_the_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(multiplex, "MAX_MESSAGE_BYTES", 100_000)
+    ended = asyncio.Event()
+
+    async def generate(request: worker_pb2.GenerateRequest, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        try:
+            for at in range(10**9):
+                if at % 1000 == 999:
+                    await asyncio.sleep(0)  # as an engine's steps do
+                yield token(at)
+        finally:
+            ended.set()
+
+    requests: asyncio.Queue[worker_pb2.GenerateManyRequest] = asyncio.Queue()
+    message = worker_pb2.GenerateManyRequest()
+    message.starts.add(call=1, request=worker_pb2.GenerateRequest(request_id="a"))
+    requests.put_nowait(message)
+
+    async def sent() -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        while True:
+            yield await requests.get()
+
+    stream = generate_many(generate, sent(), None)
+    async with asyncio.timeout(30):
+        await anext(stream)  # and takes no more
+        await ended.wait()
+        with pytest.raises(QueueFullError, match="more than 100000 bytes"):
+            await anext(stream)
+    assert "its caller left more than 100000 bytes unread" in caplog.text
 
 
 async def test_what_one_call_sends_keeps_its_order() -> None:

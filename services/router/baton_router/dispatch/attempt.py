@@ -18,10 +18,10 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
+from baton.rpc.multiplex import CallEnded
 from baton.types import FinishReason, TokenLogprob
-from baton_router.dispatch.calls import CallEnded
 from baton_router.dispatch.interface import RoutedDelta
-from baton_router.dispatch.worker_stream import Sessions
+from baton_router.dispatch.worker_stream import WorkerStreams
 from baton_router.registry.instance import Instance
 
 _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
@@ -79,7 +79,7 @@ class Attempt:
     """A running ``Generate``; :meth:`close` it, whatever happens.
 
     Args:
-        sessions: Where calls run.
+        streams: Where calls run.
         instance: The decode instance.
         request: What to send, serialized.
         indices: The request's sequence number of each of the call's sequences.
@@ -90,7 +90,7 @@ class Attempt:
 
     def __init__(
         self,
-        sessions: Sessions,
+        streams: WorkerStreams,
         instance: Instance,
         request: bytes,
         indices: list[int],
@@ -98,11 +98,11 @@ class Attempt:
     ) -> None:
         self._instance, self._indices, self._first = instance, indices, indices[0]
         self._listener = listener
-        self._call = sessions.start(instance, request, self)
+        self._call = streams.start(instance, request, self)
         instance.began(self)
         self._grace: asyncio.TimerHandle | None = None
 
-    # --- what the session calls ---
+    # --- what the stream calls ---
 
     def on_tokens(self, token_ids: list[int]) -> None:
         """Take tokens of the first sequence."""

@@ -19,7 +19,8 @@ from baton_router.dispatch.interface import ChunkSink, RoutedChunk, Running
 from baton_router.dispatch.recovery import Breakers, RetryBudget
 from baton_router.dispatch.run import RequestRun
 from baton_router.dispatch.run_context import RunContext
-from baton_router.dispatch.turn_batching import PLACE
+from baton_router.dispatch.turn_batching import PLACE, Steps
+from baton_router.dispatch.worker_stream import WorkerStreams
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
@@ -75,11 +76,18 @@ class PlacingDispatcher:
         registry: The instances.
         metrics: Where requests are counted.
         decisions: Where placements are remembered.
+        steps: Of this router's requests; ``None``: this dispatcher has its own.
     """
 
     def __init__(
-        self, config: RouterConfig, registry: Registry, metrics: RouterMetrics, decisions: DecisionLog | None = None
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        metrics: RouterMetrics,
+        decisions: DecisionLog | None = None,
+        steps: Steps | None = None,
     ) -> None:
+        steps = steps or Steps()
         self._registry = registry
         self._metrics = metrics
         self._config = config
@@ -115,9 +123,9 @@ class PlacingDispatcher:
             breakers=Breakers(config.breaker_failures, config.breaker_open_s, metrics.registry),
             budget=RetryBudget(config.retry_budget, metrics.registry),
             decisions=decisions or DecisionLog(metrics.decision_terms),
-            sessions=registry.sessions,
+            streams=WorkerStreams(steps),
             deadlines=Deadlines(config.request_timeout_s),
-            steps=registry.sessions.steps,
+            steps=steps,
             slow=estimates.slow,
         )
         self._running: set[_Running] = set()

@@ -8,7 +8,7 @@ import msgspec
 
 from baton.errors import QueueFullError
 from baton_router.dispatch.attempt import Attempt, AttemptFailed, Message, out_of_time
-from baton_router.dispatch.worker_stream import Sessions
+from baton_router.dispatch.worker_stream import WorkerStreams
 from baton_router.scheduler.placement import Placement
 
 
@@ -110,15 +110,15 @@ class GroupAttempt:
         self._attempt: Attempt | None = None
         self.closed = False
 
-    def start(self, sessions: Sessions, request: bytes) -> None:
+    def start(self, streams: WorkerStreams, request: bytes) -> None:
         """Begin the call.
 
         Args:
-            sessions: Where calls run.
+            streams: Where calls run.
             request: What to send, serialized.
         """
         indices = [s.index for s in self.group.sequences]
-        self._attempt = Attempt(sessions, self.placement.decode, request, indices, self)
+        self._attempt = Attempt(streams, self.placement.decode, request, indices, self)
 
     def hold(self, held: bool) -> None:
         """Keep what comes from now on, or go on handing it on."""

@@ -90,7 +90,7 @@ class RequestRun:
             self._end()
 
     def hold(self, held: bool) -> None:
-        """Let what comes wait with the sessions, or go on: for a client who does not read."""
+        """Let what comes wait with the streams, or go on: for a client who does not read."""
         self._held = held
         for attempt in list(self._attempts):
             attempt.hold(held)
@@ -168,7 +168,7 @@ class RequestRun:
             self._context.decisions.placed(self._request.request_id, attempt.placement.decision)
             message = self._message(attempt.group, attempt.placement)
             prompt = self._request.prompt_token_ids
-            attempt.start(self._context.sessions, encoded(message, self._sampling(attempt.group), prompt))
+            attempt.start(self._context.streams, encoded(message, self._sampling(attempt.group), prompt))
         except Exception as error:
             self._finish(error)
             return

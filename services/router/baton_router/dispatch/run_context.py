@@ -9,7 +9,7 @@ from baton_router.config import RouterConfig
 from baton_router.dispatch.deadlines import Deadlines
 from baton_router.dispatch.recovery import Breakers, RetryBudget
 from baton_router.dispatch.turn_batching import Steps
-from baton_router.dispatch.worker_stream import Sessions
+from baton_router.dispatch.worker_stream import WorkerStreams
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
@@ -28,7 +28,7 @@ class RunContext:
     config: RouterConfig
     breakers: Breakers
     budget: RetryBudget
-    sessions: Sessions
+    streams: WorkerStreams
     deadlines: Deadlines
     steps: Steps
     decisions: DecisionLog = field(default_factory=DecisionLog)

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
-from baton.types import Role
 from baton_router.metrics import fast_metrics as tally
 from baton_router.scheduler.decision import scores_of
 from baton_router.scheduler.decision_terms import DecisionTerms
@@ -135,11 +134,10 @@ class InstanceCollector(Collector):
 
     Args:
         instances: Returns the instances.
-        over_frames: Whether calls of an instance go over frames now.
     """
 
-    def __init__(self, instances: Callable[[], Iterable[Instance]], over_frames: Callable[[Instance], bool]) -> None:
-        self._instances, self._over_frames = instances, over_frames
+    def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
+        self._instances = instances
 
     def describe(self) -> Iterator[Metric]:
         """Nothing in advance: the values are gathered when they are asked for."""
@@ -168,9 +166,6 @@ class InstanceCollector(Collector):
             "Terms of the latest score",
             labels=[*labels, "term"],
         )
-        frames = GaugeMetricFamily(
-            "baton_router_instance_frames", "1: calls go there as frames; 0: over gRPC", labels=["instance"]
-        )
         for x in {x.instance_id: x for x in self._instances()}.values():
             key = [x.instance_id, x.role.value]
             families["instance_healthy"].add_metric(key, float(x.status == "ready"))
@@ -181,11 +176,8 @@ class InstanceCollector(Collector):
             families["index_age_seconds"].add_metric(key, x.feed.age_s)
             families["index_decided_prompts"].add_metric(key, x.feed.num_decided)
             state.add_metric([*key, x.feed.state.value], 1.0)
-            if x.role is Role.DECODE:  # nobody else is called for tokens
-                frames.add_metric([x.instance_id], float(self._over_frames(x)))
             for term, value in scores_of(x.last_score, x.role):
                 terms.add_metric([*key, term], value)
         yield from families.values()
-        yield frames
         yield state
         yield terms

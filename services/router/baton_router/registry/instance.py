@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,7 +52,6 @@ class InstanceInfo:
     tokenizer_digest: str = ""
     max_num_seqs: int = 0
     kvstore: str = ""
-    calls_port: int = 0
     content_key: bytes = field(init=False)
     kind: str = field(init=False)
 
@@ -82,7 +80,6 @@ class InstanceInfo:
             tokenizer_digest=message.tokenizer_digest,
             max_num_seqs=message.max_num_seqs,
             kvstore=message.kvstore,
-            calls_port=message.calls_port if message.calls_port < 2**16 else 0,
         )
 
 
@@ -114,8 +111,6 @@ class Instance:
         self.generation = 0
         self.last_score: tuple[Decision, int] | None = None
         self._running: set[Lost] = set()
-        self._closing: set[Callable[[], None]] = set()
-        self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -150,20 +145,8 @@ class Instance:
         for call in list(self._running):
             call.lose()
 
-    def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have something closed together with the channel, at once if that is closed; returns what takes this back."""
-        if self._closed:
-            callback()
-        else:
-            self._closing.add(callback)
-        return lambda: self._closing.discard(callback)
-
     async def close(self) -> None:
         """Close every connection to it."""
-        self._closed = True
-        closing, self._closing = self._closing, set()
-        for callback in closing:
-            callback()
         await self.channel.close(None)
 
     async def wait_idle(self) -> None:

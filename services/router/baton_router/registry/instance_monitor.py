@@ -47,7 +47,6 @@ class Link:
         metrics: Where events and gaps are counted.
         admit: Checks who answers.
         changed: Called whenever the instance became more or less usable.
-        entered: Called with the instance when it has been admitted, before it gets requests.
     """
 
     def __init__(
@@ -58,14 +57,12 @@ class Link:
         *,
         admit: Admit,
         changed: Callable[[], None],
-        entered: Callable[[Instance], None],
     ) -> None:
         self._instance = instance
         self._config = config
         self._metrics = metrics
         self._admit = admit
         self._changed = changed
-        self._entered = entered
         self._rng = random.Random()
 
     async def run(self) -> None:
@@ -113,7 +110,6 @@ class Link:
             log.info("instance %s restarted", info.instance_id)
         instance.info, instance.admitted = info, True
         instance.generation += 1
-        self._entered(instance)
         events = asyncio.create_task(self._follow_events(info.epoch), name=f"events {instance.address}")
         watchers = [
             asyncio.create_task(self._follow_load(info, backoff), name=f"load {instance.address}"),

@@ -18,8 +18,6 @@ from baton.rpc.tls import Tls
 from baton.tokenizer.digest import tokenizer_digest
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
-from baton_router.dispatch.turn_batching import Steps
-from baton_router.dispatch.worker_stream import Sessions
 from baton_router.indexer.event_applier import EventFeed
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
@@ -53,7 +51,6 @@ class Registry:
         token: Shared token to show to instances.
         tls: Certificates, if the services use some.
         now: Monotonic clock, in seconds; tests bring their own.
-        steps: Of this router's requests.
     """
 
     def __init__(
@@ -64,12 +61,10 @@ class Registry:
         token: str | None = None,
         tls: Tls | None = None,
         now: Callable[[], float] = time.monotonic,
-        steps: Steps | None = None,
     ) -> None:
         self._config = config
         self._metrics = metrics
         self._token, self._tls = token, tls
-        self.sessions = Sessions(token, frames=tls is None, steps=steps)
         self._now = now
         self.index = PrefixIndex(config.index_max_blocks)
         self.stores = Stores(config, self.index, metrics, self._open, now)
@@ -93,7 +88,7 @@ class Registry:
         tokenizer = tokenizer_digest(config.model) if config.model else ""
         self._identity = IdentityCheck(tokenizer, config.block_size)
         self._ticker: asyncio.Task[None] | None = None
-        metrics.registry.register(InstanceCollector(self.instances, self.sessions.over_frames))
+        metrics.registry.register(InstanceCollector(self.instances))
         metrics.registry.register(UnitsCollector(self))
 
     def start(self) -> None:
@@ -117,7 +112,6 @@ class Registry:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.stores.close()
-        await self.sessions.close()
         await asyncio.gather(*(x.close() for x in self._instances.values()))
         self._instances.clear()
         self._links.clear()
@@ -306,7 +300,6 @@ class Registry:
             *(instance, self._config, self._metrics),
             admit=self._admit,
             changed=self._changed,
-            entered=self.sessions.dial,
         )
         self._instances[address] = instance
         self._links[address] = link, asyncio.create_task(link.run(), name=f"link {address}")

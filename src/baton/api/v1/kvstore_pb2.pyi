@@ -503,7 +503,6 @@ class GetStoreInfoResponse(_message.Message):
     NUM_MISSES_FIELD_NUMBER: _builtins.int
     NUM_EVICTIONS_FIELD_NUMBER: _builtins.int
     NUM_LEASES_FIELD_NUMBER: _builtins.int
-    CALLS_PORT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.bytes
     capacity_bytes: _builtins.int
@@ -515,8 +514,6 @@ class GetStoreInfoResponse(_message.Message):
     num_evictions: _builtins.int
     num_leases: _builtins.int
     """live"""
-    calls_port: _builtins.int
-    """where it serves these calls without gRPC, on the same host (see baton.rpc.unary); 0: nowhere"""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvEndpoint]: ...
     def __init__(
@@ -532,11 +529,10 @@ class GetStoreInfoResponse(_message.Message):
         num_misses: _builtins.int = ...,
         num_evictions: _builtins.int = ...,
         num_leases: _builtins.int = ...,
-        calls_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls_port", b"calls_port", "capacity_bytes", b"capacity_bytes", "endpoints", b"endpoints", "epoch", b"epoch", "instance_id", b"instance_id", "num_blocks", b"num_blocks", "num_evictions", b"num_evictions", "num_hits", b"num_hits", "num_leases", b"num_leases", "num_misses", b"num_misses", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "endpoints", b"endpoints", "epoch", b"epoch", "instance_id", b"instance_id", "num_blocks", b"num_blocks", "num_evictions", b"num_evictions", "num_hits", b"num_hits", "num_leases", b"num_leases", "num_misses", b"num_misses", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

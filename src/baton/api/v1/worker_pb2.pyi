@@ -687,7 +687,6 @@ class GetInfoResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
-    CALLS_PORT_FIELD_NUMBER: _builtins.int
     KVSTORE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -706,8 +705,6 @@ class GetInfoResponse(_message.Message):
     """where tokenizer files can be found, as the instance sees it"""
     tokenizer_digest: _builtins.str
     """hex digest of the model's tokenizer.json; empty: it has none"""
-    calls_port: _builtins.int
-    """where it serves GenerateMany without gRPC, on the same host (see baton.rpc.call_stream); 0: nowhere"""
     kvstore: _builtins.str
     """nodes of the KV store it loads from, host:port separated by commas, or "discover"; empty: none"""
     @_builtins.property
@@ -735,12 +732,11 @@ class GetInfoResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         model_path: _builtins.str = ...,
         tokenizer_digest: _builtins.str = ...,
-        calls_port: _builtins.int = ...,
         kvstore: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "calls_port", b"calls_port", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The KV store as its clients see it: calls as frames or over gRPC (``store_calls``), bytes over pipes."""
+"""The KV store as its clients see it: calls over gRPC, bytes over pipes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+import grpc.aio
 import numpy as np
 import numpy.typing as npt
 
-from baton.api.v1 import common_pb2, kvstore_pb2
+from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import DeadlineError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
-from baton.kv_transfer.connector.store.calls import StoreCalls
 from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
+from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, tenant_to_pb
+from baton.rpc.errors import from_rpc_error
 from baton.rpc.tls import Tls
 from baton.types import BlockHash, BlockId, Tenant
 
@@ -53,6 +56,79 @@ class StoreLease:
         return len(self.block_ids)
 
 
+class StoreCalls:
+    """Calls of one store, each a future; used in one event loop. The connection is made with the first call.
+
+    Args:
+        address: ``host:port`` of the store.
+        token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
+    """
+
+    def __init__(self, address: str, *, token: str | None, tls: Tls | None) -> None:
+        self._address, self._token, self._tls = address, token, tls
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+        self._posts: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    def begin(self, method: str, request: Any, timeout_s: float) -> asyncio.Future[Any]:
+        """Begin a call; cancelling the future cancels the call.
+
+        Args:
+            method: Its name.
+            request: Its message.
+            timeout_s: Seconds until both sides give up.
+
+        Returns:
+            The response, or a BatonError: what the store raised, or that it was not reached in time.
+        """
+        return asyncio.get_running_loop().create_task(self._call(method, request, timeout_s))
+
+    def post(self, method: str, request: Any, timeout_s: float) -> None:
+        """Make a call whose answer is not needed; a failure is logged."""
+        if not self._closed:
+            call = self.begin(method, request, timeout_s)
+            self._posts.add(call)
+            call.add_done_callback(self._posted)
+
+    async def close(self) -> None:
+        """Close the connection; running calls fail, and later ones, too."""
+        self._closed = True
+        posts = list(self._posts)
+        for call in posts:
+            call.cancel()
+        if posts:
+            await asyncio.wait(posts)
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        if self._closed:
+            raise TransferError(f"the connection to the store {self._address} was closed")
+        if self._channel is None:
+            self._channel = open_channel(self._address, token=self._token, tls=self._tls)
+            self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        except grpc.aio.UsageError as error:  # the channel was closed under us
+            raise TransferError(f"the connection to the store was closed: {error}") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or not self._closed:
+                raise
+            # Closing the channel cancels its calls; who waits for this one goes on with another node.
+            raise TransferError(f"the connection to the store {self._address} was closed") from None
+
+    def _posted(self, call: asyncio.Future[Any]) -> None:
+        self._posts.discard(call)
+        if not call.cancelled() and (error := call.exception()) is not None:
+            log.info("the store %s was not told: %s", self._address, error)
+
+
 class StoreClient:
     """Speaks to one store. All methods run in one event loop; the connection is made with the first call.
 
@@ -83,11 +159,6 @@ class StoreClient:
         self._call_timeout_s, self._blocks_per_call = call_timeout_s, blocks_per_call
         self._forgone: set[asyncio.Future[Any]] = set()
         self._source: tuple[bytes, BlockSource] | None = None  # the latest; a store of one kind of KV has only one
-
-    @property
-    def over_frames(self) -> bool:
-        """Whether calls go over frames now; else over gRPC."""
-        return self._calls.over_frames
 
     async def save(
         self,
@@ -186,7 +257,7 @@ class StoreClient:
             tenant=tenant_to_pb(tenant),
             ready=ready,
         )
-        response = await self._calls.begin("Put", request, _left(deadline), posts_first=True)
+        response = await self._calls.begin("Put", request, _left(deadline))
         if len(response.stored) != len(hashes):
             raise TransferError(f"the store answered of {len(response.stored)} blocks for {len(hashes)}")
         return list(response.stored), response.bytes

@@ -1,0 +1,165 @@
+"""The router's streams to decode instances: what breaks one, and what a message that cannot be read takes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.integration.router.test_router_dispatch import World, assert_right, make_request, run
+
+from baton.api.v1 import common_pb2, worker_pb2
+from baton.errors import InternalError
+from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
+from baton_router.dispatch.attempt import Attempt, AttemptFailed, Message
+from baton_router.dispatch.turn_batching import END, TAKE, Steps
+from baton_router.registry.instance import Instance
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield World(stack)
+
+
+async def test_a_stream_that_broke_is_opened_again(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    for at in range(3):
+        decode.state.break_after = 0
+        request = make_request(f"r{at}")
+        assert_right(await run(router, request), request)
+    assert len(router.dispatcher._context.streams._streams) == 1
+    router.assert_nothing_held()
+
+
+class Wire:
+    """A channel whose stream brings what a test puts into it, and takes what is sent to nowhere."""
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[Any] = asyncio.Queue()
+        self.read = self.answers.get
+
+    def stream_stream(self, method: str, **options: Any) -> Any:
+        return lambda: self
+
+    async def write(self, message: bytes) -> None:
+        """It is lost."""
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[tuple[CallStream, Wire, Steps]]:
+    steps, wire = Steps(), Wire()
+    channel: Any = wire
+    stream = CallStream(
+        channel,
+        "d0",
+        functools.partial(steps.later, TAKE, Call.flush),
+        functools.partial(steps.later, END, Call.tell_end),
+    )
+    yield stream, wire, steps
+    stream.close()
+    await asyncio.wait([stream._task])
+
+
+Opened = tuple[CallStream, Wire, Steps]
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ends: list[CallEnded | None] = []
+
+    def on_tokens(self, token_ids: list[int]) -> None:
+        self.tokens += token_ids
+
+    def on_message(self, response: worker_pb2.GenerateResponse) -> None:
+        raise AssertionError("nobody sent one")
+
+    def on_end(self, failure: CallEnded | None) -> None:
+        self.ends.append(failure)
+
+
+@pytest.mark.parametrize("behind", [None, worker_pb2.GenerateManyResponse(token_calls=[1])], ids=["garbage", "odd"])
+async def test_what_cannot_be_read_takes_nothing_with_it_that_could(opened: Opened, behind: Any) -> None:
+    (stream, wire, _), first, second = opened, Notes(), Notes()
+    stream.start(b"", first)
+    stream.start(b"", second)
+    good = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
+    good.ends.add(call=1)
+    wire.answers.put_nowait(good)
+    wire.answers.put_nowait(behind)  # None: what gRPC could not parse
+    await asyncio.wait([stream._task], timeout=20)
+    await asyncio.sleep(0)  # the turn's end
+    assert (first.tokens, first.ends) == ([7], [None])
+    (failure,) = second.ends
+    assert failure is not None
+    assert isinstance(failure.error, InternalError)
+    assert stream.broken
+
+
+async def test_a_reader_that_leaves_between_its_tokens_and_its_end_gets_no_end(opened: Opened) -> None:
+    (stream, _, steps), failures = opened, list[str]()
+
+    class Fickle(Notes):
+        def on_tokens(self, token_ids: list[int]) -> None:
+            super().on_tokens(token_ids)
+            steps.later(END, Call.close, call)  # before the call's own, which is put behind it
+
+    notes = Fickle()
+    call = stream.start(b"", notes)
+    message = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
+    message.ends.add(call=1)
+    stream._take(message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton_router.dispatch.turn_batching.log.exception", failures.append)
+        await asyncio.sleep(0)
+    assert (notes.tokens, notes.ends, failures) == ([7], [], [])
+
+
+class Alone:
+    """Streams of which there is one."""
+
+    def __init__(self, stream: CallStream) -> None:
+        self.stream = stream
+
+    def start(self, instance: Instance, request: bytes, reader: Reader) -> Call:
+        return self.stream.start(request, reader)
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.ends: list[AttemptFailed | None] = []
+
+    def on_message(self, message: Message) -> None:
+        raise AssertionError("it makes no sense")
+
+    def on_end(self, failure: AttemptFailed | None) -> None:
+        self.ends.append(failure)
+
+
+async def test_a_message_that_makes_no_sense_ends_its_own_call_alone(world: World, opened: Opened) -> None:
+    (decode,) = await world.decodes(1)
+    instance = (await world.cluster([], [decode])).instance(decode)
+    (stream, _, _), wrong, fine = opened, Ends(), Notes()
+    streams: Any = Alone(stream)
+    attempt = Attempt(streams, instance, b"", [0], wrong)
+    stream.start(b"", fine)
+    odd = common_pb2.TokenLogprob(token_id=5, top_token_ids=[5, 6], top_logprobs=[-1.0])
+    delta = worker_pb2.SequenceDelta(token_ids=[5], logprobs=[odd])
+    message = worker_pb2.GenerateManyResponse(token_calls=[2], token_ids=[7])
+    message.messages.add(call=1, response=worker_pb2.GenerateResponse(deltas=[delta]))
+    message.ends.add(call=2)
+    stream._take(message)
+    await asyncio.sleep(0)  # the turn's end
+    attempt.close()
+    assert (fine.tokens, fine.ends) == ([7], [None])
+    (failure,) = wrong.ends
+    assert failure is not None
+    assert failure.reason == "protocol"
