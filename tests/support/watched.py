@@ -81,5 +81,7 @@ async def watched_router(directory: Path, prefills: int = 1, decodes: int = 2) -
         http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=20)
         await stack.enter_async_context(http)
         watched = Watched(app, http, workers, str(keys))
-        await watched.until(lambda: all(x.ready and x.feed.state is IndexState.EXACT for x in app.registry.instances()))
+        await watched.until(
+            lambda: all(x.ready and x.events.state is IndexState.EXACT for x in app.registry.instances())
+        )
         yield watched

@@ -1,4 +1,4 @@
-"""Baton's index: events through :class:`EventFeed`, as the router's links feed it; look-ups through PrefixIndex."""
+"""Baton's index: events through :class:`EventApplier`, as the router's links feed it; look-ups through PrefixIndex."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workload import HASH, INSTANCES, Side, serve
 
 from baton.api.v1 import events_pb2
 from baton.hashing import HashChain
-from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 
 EPOCH = b"e" * 16
@@ -21,7 +21,7 @@ class Baton(Side):
     def __init__(self, chains: list[bytes]) -> None:
         super().__init__(chains)
         self.index = PrefixIndex()
-        self.feeds = [EventFeed(self.index, now=time.monotonic) for _ in range(INSTANCES)]
+        self.feeds = [EventApplier(self.index, now=time.monotonic) for _ in range(INSTANCES)]
         for feed in self.feeds:
             feed.apply(events_pb2.KvEventBatch(epoch=EPOCH, sequence=0, snapshot=True))
         self.instances = {feed.slot: at for at, feed in enumerate(self.feeds)}

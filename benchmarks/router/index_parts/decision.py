@@ -18,11 +18,11 @@ from workload import CHAIN, SYSTEM
 from baton.api.v1 import events_pb2
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.types import Epoch, InstanceId, Role
-from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, InstanceInfo, Status
-from baton_router.scheduler.placement import Ask, Placement, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 
 BLOCK, SIDE, IN_FLIGHT = 16, 16, 64
@@ -57,7 +57,7 @@ class Fleet:
 
     def _instance(self, role: Role, at: int) -> Instance:
         address = f"127.0.0.1:{at + (1000 if role is Role.PREFILL else 2000)}"
-        feed = EventFeed(self.index, now=time.monotonic)
+        feed = EventApplier(self.index, now=time.monotonic)
         feed.apply(events_pb2.KvEventBatch(epoch=EPOCH, sequence=0, snapshot=True))
         instance = Instance(address, role, grpc.aio.insecure_channel(address), feed)
         name = InstanceId(address)
@@ -101,9 +101,9 @@ async def _measure(chains: int, count: int, lengths: Iterable[int]) -> dict[str,
 
 def _store(instance: Instance, hashes: HashChain) -> None:
     stored = events_pb2.KvBlocksStored(block_hashes=list(hashes), tier="device")
-    sequence = instance.feed.resume_from(EPOCH) + 1
+    sequence = instance.events.resume_from(EPOCH) + 1
     event = events_pb2.KvEvent(stored=stored)
-    instance.feed.apply(events_pb2.KvEventBatch(epoch=EPOCH, sequence=sequence, events=[event]))
+    instance.events.apply(events_pb2.KvEventBatch(epoch=EPOCH, sequence=sequence, events=[event]))
 
 
 def _place_all(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, float]:
@@ -113,7 +113,7 @@ def _place_all(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, 
     whole: list[float] = []
     release: list[float] = []
     for at, prompt in enumerate(prompts(chains, blocks, IN_FLIGHT + count)):
-        ask = Ask(prompt[:])  # copied just now: in the processor's cache, as a tokenizer leaves it
+        ask = PlacementRequest(prompt[:])  # copied just now: in the processor's cache, as a tokenizer leaves it
         began = time.perf_counter()
         placement = placer.place(ask)
         whole.append(time.perf_counter() - began)
@@ -139,7 +139,7 @@ def _place_all(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, 
 def _parts(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, float]:
     """Time hashing and look-up by themselves."""
     hashing, finding = Clocked(hash_chain), Clocked(fleet.index.match)
-    slots = sum(1 << x.feed.slot for side in fleet.by_role.values() for x in side)
+    slots = sum(1 << x.events.slot for side in fleet.by_role.values() for x in side)
     for prompt in prompts(chains, blocks, count):
         finding(hashing(prompt[:], BLOCK, ROOT), slots)
     return {f"{name}_us": 1e6 * statistics.median(x.times) for name, x in (("hash", hashing), ("find", finding))}

@@ -80,7 +80,7 @@ async def test_index_tells_how_far_it_can_be_trusted(watched: Watched) -> None:
     await watched.complete("one")
     decode = next(x for x in watched.workers[1:] if x.state.requests)
     instance = next(x for x in watched.app.registry.instances() if x.instance_id == decode.instance_id)
-    await watched.until(lambda: instance.feed.num_blocks == 2)
+    await watched.until(lambda: instance.events.num_blocks == 2)
     seen = await watched.get("/debug/index")
     rows = {x["instance"]: x for x in seen["instances"]}
     assert set(rows) == {"p0", "d0", "d1"}
@@ -91,7 +91,7 @@ async def test_index_tells_how_far_it_can_be_trusted(watched: Watched) -> None:
     assert row["sequence"] == decode.state.event_position
     assert seen["groups"][row["group"]] == {"block_size": 4, "instances": ["p0", "d0", "d1"]}
     await decode.stop()
-    await watched.until(lambda: instance.feed.state is IndexState.STALE)
+    await watched.until(lambda: instance.events.state is IndexState.STALE)
     row = {x["instance"]: x for x in (await watched.get("/debug/index"))["instances"]}[decode.instance_id]
     assert (row["state"], row["status"]) == ("stale", "down")
     assert row["age_s"] > 0

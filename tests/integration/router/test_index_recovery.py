@@ -132,7 +132,7 @@ class Router:
 
     async def until_equal(self, worker: Worker) -> None:
         """Wait until the index holds what the worker holds, block by block, and no other."""
-        index, feed, truth = self.registry.index, self.instance.feed, await worker.truth()
+        index, feed, truth = self.registry.index, self.instance.events, await worker.truth()
         assert truth
 
         def equal() -> bool:
@@ -201,7 +201,7 @@ async def test_a_cut_is_seen_and_made_up_for(path: str, starter: WarmStarter) ->
         silent.freeze()
         for router in routers:
             await router.until(lambda router=router: router.states() == {"stale"})
-        feeds = [router.instance.feed for router in routers]
+        feeds = [router.instance.events for router in routers]
         known = [(feed.slot, feed.num_events) for feed in feeds]
         await worker.generate(some_prompts(6, seed=2))
         assert not before <= await worker.truth(), "nothing was evicted meanwhile"
@@ -246,9 +246,9 @@ async def test_a_worker_without_events_is_known_by_what_was_sent_there(path: str
                 await stub.StreamKvEvents(worker_pb2.StreamKvEventsRequest()).read()
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert router.states() == {"off"}
-        feed, chain = router.instance.feed, router.chain(some_prompts(1, seed=5)[0])
-        expectation = feed.expect(chain)
+        feed, chain = router.instance.events, router.chain(some_prompts(1, seed=5)[0])
+        expectation = feed.add_pending(chain)
         assert expectation is not None
-        router.registry.index.forget(expectation)
+        expectation.release()
         assert router.registry.index.match(chain, 1 << feed.slot) == {feed.slot: len(chain)}
         assert 'baton_router_index_decided_prompts{instance="d0",role="decode"} 1.0' in router.metrics.render().decode()

@@ -72,7 +72,7 @@ class Router:
         await self.until(
             lambda: (
                 names
-                <= {x.instance_id for x in self.registry.instances() if x.ready and x.feed.state is IndexState.EXACT}
+                <= {x.instance_id for x in self.registry.instances() if x.ready and x.events.state is IndexState.EXACT}
             )
         )
 
@@ -82,7 +82,7 @@ class Router:
             assert (x.load.requests, x.load.tokens) == (0, 0), x.instance_id
             assert x.load.prompts == 0, x.instance_id
             assert x._idle.is_set()
-            assert self.registry.index.num_expected(x.feed.slot) == 0, x.instance_id
+            assert self.registry.index.num_pending(x.events.slot) == 0, x.instance_id
 
 
 @dataclass
@@ -206,8 +206,8 @@ async def test_goes_where_the_kv_is(world: World) -> None:
     router = await world.cluster(prefills, decodes)
     decodes[2].store(PROMPT)
     prefills[1].store(PROMPT[:16])
-    await router.until(lambda: router.instance(decodes[2]).feed.num_blocks == 8)
-    await router.until(lambda: router.instance(prefills[1]).feed.num_blocks == 4)
+    await router.until(lambda: router.instance(decodes[2]).events.num_blocks == 8)
+    await router.until(lambda: router.instance(prefills[1]).events.num_blocks == 4)
 
     answer = await run(router, make_request())
 
@@ -229,7 +229,7 @@ async def test_route_says_the_same_and_reserves_nothing(world: World) -> None:
     prefills, decodes = await world.prefills(1), await world.decodes(2)
     router = await world.cluster(prefills, decodes)
     decodes[1].store(PROMPT)
-    await router.until(lambda: router.instance(decodes[1]).feed.num_blocks == 8)
+    await router.until(lambda: router.instance(decodes[1]).events.num_blocks == 8)
     decision = await router.dispatcher.route(make_request())
     assert decision.decode_instance == "d1"
     router.assert_nothing_held()
@@ -240,7 +240,7 @@ async def test_tenants_do_not_share_matches(world: World) -> None:
     decodes = await world.decodes(2)
     router = await world.cluster([], decodes)
     decodes[0].store(PROMPT, "tenant a")
-    await router.until(lambda: router.instance(decodes[0]).feed.num_blocks == 8)
+    await router.until(lambda: router.instance(decodes[0]).events.num_blocks == 8)
     for salt, rate in (("tenant a", 1.0), ("tenant b", 0.0), ("", 0.0)):
         decision = await router.dispatcher.route(msgspec.structs.replace(make_request(), cache_salt=salt))
         assert max(c.match_rate for c in decision.candidates) == rate
@@ -795,7 +795,7 @@ async def test_instances_of_another_shape_serve_together(world: World, changes: 
     for worker in (first, other, *prefills):
         worker.store(PROMPT[:16])
         num_blocks = 16 // worker.fingerprint.block_size
-        await router.until(lambda x=worker, n=num_blocks: router.instance(x).feed.num_blocks == n)  # type: ignore[misc]
+        await router.until(lambda x=worker, n=num_blocks: router.instance(x).events.num_blocks == n)  # type: ignore[misc]
     decision = await router.dispatcher.route(make_request())
     assert {c.match_rate for c in decision.candidates} == {0.5}
     first.state.pause_after = other.state.pause_after = 3
@@ -876,7 +876,7 @@ async def test_gap_in_the_events(world: World) -> None:
     (decode,) = await world.decodes(1)
     router = await world.cluster([], [decode])
     decode.store(PROMPT[:16])
-    feed = router.instance(decode).feed
+    feed = router.instance(decode).events
     await router.until(lambda: feed.num_blocks == 4)
     decode.state.mute_events = True
     decode.store(PROMPT[:24])
@@ -894,7 +894,7 @@ async def test_gap_in_the_events(world: World) -> None:
 async def test_gap_longer_than_the_history(world: World) -> None:
     (decode,) = await world.decodes(1)
     router = await world.cluster([], [decode])
-    feed = router.instance(decode).feed
+    feed = router.instance(decode).events
     for end in (8, 16):
         decode.store(PROMPT[:end])
     await router.until(lambda: feed.num_blocks == 4)
@@ -910,7 +910,7 @@ async def test_restart_forgets_the_cache(world: World) -> None:
     decodes = await world.decodes(2)
     router = await world.cluster([], decodes)
     decodes[0].store(PROMPT)
-    await router.until(lambda: router.instance(decodes[0]).feed.num_blocks == 8)
+    await router.until(lambda: router.instance(decodes[0]).events.num_blocks == 8)
     old = router.instance(decodes[0]).generation
     await decodes[0].restart()
     await router.until(lambda: router.instance(decodes[0]).generation > old)
@@ -925,7 +925,7 @@ async def test_a_stale_index_is_used_for_a_while(world: World) -> None:
     router = await world.router(decode=(f"127.0.0.1:{proxy.port}",), index_stale_limit_s=30.0)
     await router.ready(decode)
     decode.store(PROMPT)
-    feed = router.instance(decode).feed
+    feed = router.instance(decode).events
     await router.until(lambda: feed.num_blocks == 8)
     await proxy.cut()
     await router.until(lambda: feed.state is IndexState.STALE)
@@ -944,7 +944,7 @@ async def test_a_stale_index_is_used_for_a_while(world: World) -> None:
 async def test_eviction_and_clear(world: World) -> None:
     (decode,) = await world.decodes(1)
     router = await world.cluster([], [decode])
-    feed = router.instance(decode).feed
+    feed = router.instance(decode).events
     decode.store(PROMPT)
     decode.evict(decode.hashes(PROMPT)[6:])
     await router.until(lambda: feed.num_blocks == 6)
@@ -972,7 +972,7 @@ async def test_two_routers_side_by_side(world: World) -> None:
     for request, answer in zip(requests, answers, strict=True):
         assert_right(answer, request)
     for router in routers:
-        await router.until(lambda r=router: all(r.instance(w).feed.num_blocks == len(w.cached) for w in decodes))  # type: ignore[misc]
+        await router.until(lambda r=router: all(r.instance(w).events.num_blocks == len(w.cached) for w in decodes))  # type: ignore[misc]
     one, two = [await r.dispatcher.route(requests[3]) for r in routers]
     assert {c.instance_id: c.match_rate for c in one.candidates} == {
         c.instance_id: c.match_rate for c in two.candidates

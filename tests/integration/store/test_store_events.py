@@ -23,7 +23,7 @@ from baton.config.worker import WorkerConfig
 from baton.types import Epoch
 from baton_kvstore.server import KVStoreServer
 from baton_router.config import RouterConfig
-from baton_router.indexer.event_applier import EventFeed, IndexState
+from baton_router.indexer.event_applier import EventApplier, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.registry import Registry
@@ -44,14 +44,14 @@ class Follower:
     def __init__(self, stub: Any) -> None:
         self.stub = stub
         self.index = PrefixIndex()
-        self.feed = EventFeed(self.index, now=lambda: 0.0)
+        self.events = EventApplier(self.index, now=lambda: 0.0)
         self.batches: list[events_pb2.KvEventBatch] = []
         self.epoch = Epoch(b"")
 
     async def take(self, condition: Callable[[], bool]) -> None:
         """Follow the stream until a condition holds, from where it was left."""
         request = kvstore_pb2.StreamStoreEventsRequest(
-            from_sequence=self.feed.resume_from(self.epoch), epoch=self.epoch, heartbeat_ms=20
+            from_sequence=self.events.resume_from(self.epoch), epoch=self.epoch, heartbeat_ms=20
         )
         call = self.stub.StreamStoreEvents(request, timeout=WAIT_S)
         try:
@@ -59,8 +59,8 @@ class Follower:
                 batch = answer.batch
                 self.epoch = Epoch(batch.epoch)
                 if batch.heartbeat:
-                    self.feed.heartbeat(batch, 60.0)
-                elif self.feed.apply(batch):
+                    self.events.heartbeat(batch, 60.0)
+                elif self.events.apply(batch):
                     self.batches.append(batch)
                 if condition():
                     return
@@ -69,11 +69,11 @@ class Follower:
         raise AssertionError("the stream ended")
 
     def holds(self, hashes: Sequence[bytes], tier: str) -> int:
-        slot = self.feed.lower_slots.get(tier)
+        slot = self.events.lower_slots.get(tier)
         return 0 if slot is None else sum(self.index.match_any([name], [1 << slot])[0] for name in hashes)  # type: ignore[list-item]
 
     def num_blocks(self, tier: str) -> int:
-        return self.feed.num_lower_blocks.get(tier, 0)
+        return self.events.num_lower_blocks.get(tier, 0)
 
 
 async def test_a_follower_sees_what_is_stored_evicted_and_deleted() -> None:
@@ -140,7 +140,7 @@ async def test_under_churn_a_follower_ends_with_exactly_what_is_there() -> None:
 
 
 def _is(follower: Follower, server: KVStoreServer) -> bool:
-    return follower.feed._sequence == server.events._log.sequence and not server.events._changes
+    return follower.events._sequence == server.events._log.sequence and not server.events._changes
 
 
 async def test_open_streams_do_not_hold_up_the_end_of_a_store() -> None:
@@ -199,13 +199,13 @@ async def test_a_store_that_dies_counts_nowhere_and_comes_back() -> None:
                     await instance.put(label)
 
                 async def told() -> bool:
-                    return known.feed.state is IndexState.EXACT and known.tiers == {"store": 1}
+                    return known.events.state is IndexState.EXACT and known.tiers == {"store": 1}
 
                 await until(told)
                 await node.kill()
 
                 async def lost() -> bool:
-                    return known.feed.state is IndexState.OFF and not known.tiers
+                    return known.events.state is IndexState.OFF and not known.tiers
 
                 await until(lost)
                 await node.start()

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash
-from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 
 ROOT = root_hash(b"test")
 
@@ -51,7 +51,7 @@ class IndexMachine(RuleBasedStateMachine):
         # A table with more than one word per set answers the same.
         self.others = [self.index.add() for _ in range(62)]
         self.model: dict[int, Held] = {}
-        self.expectations: list[tuple[Expectation, Held, list[BlockHash]]] = []
+        self.expectations: list[tuple[PendingChain, Held, list[BlockHash]]] = []
 
     def some(self, pick: int) -> int:
         return sorted(self.model)[pick % len(self.model)]
@@ -96,7 +96,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     def expect(self, pick: int, prompt: list[int]) -> None:
         slot = self.some(pick)
-        expectation = self.index.expect(slot, chain(prompt))
+        expectation = self.index.add_pending(slot, chain(prompt))
         assert expectation is not None
         self.model[slot].expected.append(chain(prompt))
         self.expectations.append((expectation, self.model[slot], chain(prompt)))
@@ -105,7 +105,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expectations)
     def forget(self, pick: int) -> None:
         expectation, held, hashes = self.expectations.pop(pick % len(self.expectations))
-        self.index.forget(expectation)
+        expectation.release()
         held.expected.remove(hashes)
 
     @rule(budget=st.integers(1, 5))
@@ -131,7 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def counts(self) -> None:
         assert {s: self.index.num_blocks(s) for s in self.model} == {s: len(h.blocks) for s, h in self.model.items()}
-        assert {s: self.index.num_expected(s) for s in self.model} == {
+        assert {s: self.index.num_pending(s) for s in self.model} == {
             s: len(set().union(*h.expected)) for s, h in self.model.items()
         }
 
@@ -240,20 +240,20 @@ def test_nothing_is_kept_for_nobody(index: PrefixIndex) -> None:
     index.stored(slot, chain(list(range(50))))
     index.drop(slot)
     assert len(index) == 0
-    assert index.expect(slot, chain([1])) is None
+    assert index.add_pending(slot, chain([1])) is None
 
 
 def test_what_was_expected_of_an_instance_outlives_a_snapshot_but_not_the_instance(index: PrefixIndex) -> None:
     slot, other = index.add(), index.add()
     hashes = chain([1, 2, 3])
-    expectation = index.expect(slot, hashes)
+    expectation = index.add_pending(slot, hashes)
     assert expectation is not None
     new = index.replace(slot)
     assert index.match(hashes, ALL) == {new: 3}
     index.drop(new)
     heir = index.add()
     assert index.match(hashes, ALL) == {}
-    index.forget(expectation)
+    expectation.release()
     assert index.match(hashes, ALL) == {}
     index.stored(heir, hashes[:1])
     assert index.match(hashes, 1 << heir | 1 << other) == {heir: 1}
@@ -264,14 +264,14 @@ def test_no_expectation_leaves_anything_behind() -> None:
     slots, held = [index.add() for _ in range(4)], []
     for _ in range(500):
         prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
-        expectation = index.expect(rng.choice(slots), chain(prompt))
+        expectation = index.add_pending(rng.choice(slots), chain(prompt))
         assert expectation is not None
         held.append(expectation)
         rng.shuffle(held)
         if len(held) > 30:
-            index.forget(held.pop())
+            held.pop().release()
     for expectation in held:
-        index.forget(expectation)
+        expectation.release()
     assert index._expected._root.children == {}
     assert index._expected._blocks == {}
 

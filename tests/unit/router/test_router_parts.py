@@ -23,17 +23,17 @@ from baton_router.dispatch.chunk_queue import ChunkQueue
 from baton_router.dispatch.trace import TraceMerge
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.leases import Leases
-from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, Hold, LoadBook
+from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, InstanceLoad, LoadReservation
 
 # --- load ---
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 100)), max_size=60))
 def test_holds_always_add_up(steps: list[tuple[int, int]]) -> None:
-    book, holds = LoadBook(Role.DECODE), list[Hold]()
+    book, holds = InstanceLoad(Role.DECODE), list[LoadReservation]()
     for kind, value in steps:
         if kind <= 1 or not holds:
-            holds.append(Hold(book, value, 1 + kind))
+            holds.append(LoadReservation(book, value, 1 + kind))
         elif kind == 2:
             holds[value % len(holds)].grow(value)
         else:
@@ -47,8 +47,8 @@ def test_holds_always_add_up(steps: list[tuple[int, int]]) -> None:
 
 
 def test_only_the_work_of_others_is_taken_from_reports() -> None:
-    book = LoadBook(Role.DECODE)
-    hold = Hold(book, 160)
+    book = InstanceLoad(Role.DECODE)
+    hold = LoadReservation(book, 160)
     book.observe(common_pb2.LoadReport(num_running=1, blocks_active=12), 16)
     assert book.foreign == 0, "one request runs there and it is ours, whatever the rounding of blocks says"
     book.observe(common_pb2.LoadReport(num_running=2, num_waiting=1, blocks_active=30), 16)
@@ -60,7 +60,7 @@ def test_only_the_work_of_others_is_taken_from_reports() -> None:
 
 
 def test_prefill_load_is_what_is_not_computed_yet() -> None:
-    book = LoadBook(Role.PREFILL)
+    book = InstanceLoad(Role.PREFILL)
     book.observe(common_pb2.LoadReport(num_waiting=1, waiting_prompt_tokens=700, blocks_active=1000), 16)
     assert book.work == 700 + REQUEST_OVERHEAD_TOKENS
 

@@ -24,9 +24,9 @@ from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS
 from baton_router.registry.registry import Registry
-from baton_router.scheduler.placement import Ask, LowerTiers, Placement, Placer
+from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import POLICIES, Policy, PolicyContext, make_policy
-from baton_router.scheduler.speeds import Served, Speeds
+from baton_router.scheduler.speeds import ServedRequest, Speeds
 
 PROMPT = list(range(40))
 EIGHTS = replace(FINGERPRINT, block_size=8, block_bytes=256)
@@ -67,7 +67,7 @@ class Cluster:
         kind = instance.info.fingerprint
         hashes = block_hashes(tokens, kind.block_size, root_hash(kind.content_key()))
         event = events_pb2.KvEvent(stored=events_pb2.KvBlocksStored(block_hashes=hashes))
-        instance.feed.apply(events_pb2.KvEventBatch(epoch=b"e" * 16, sequence=1, events=[event], snapshot=True))
+        instance.events.apply(events_pb2.KvEventBatch(epoch=b"e" * 16, sequence=1, events=[event], snapshot=True))
 
     def set_down(self, *instances: Instance) -> None:
         """Say, as a link does, that instances are not usable any more."""
@@ -81,7 +81,7 @@ class Cluster:
 
 def nothing_expected(cluster: Cluster) -> bool:
     index = cluster.registry.index
-    return not any(index.num_expected(x.feed.slot) for x in cluster.registry.instances())
+    return not any(index.num_pending(x.events.slot) for x in cluster.registry.instances())
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 async def test_holds_of_a_placement(cluster: Cluster) -> None:
     cluster.hold("p:2", PROMPT[:24])
     cluster.hold("d:1", PROMPT[:8])
-    placement = cluster.placer.place(Ask(PROMPT, num_sequences=2))
+    placement = cluster.placer.place(PlacementRequest(PROMPT, num_sequences=2))
     assert placement is not None
     assert placement.decision.prefill_addresses == ["p:2"]
     assert cluster.loads() == {"p:2": (1, 16), "d:1": (2, 40)}
@@ -113,7 +113,7 @@ async def test_holds_of_a_placement(cluster: Cluster) -> None:
 async def test_a_short_rest_is_no_work_for_prefill(cluster: Cluster) -> None:
     cluster.placer = cluster.make_placer(max_prefills=2, threshold=17)
     cluster.hold("d:2", PROMPT[:24])
-    placement = cluster.placer.place(Ask(PROMPT))
+    placement = cluster.placer.place(PlacementRequest(PROMPT))
     assert placement is not None
     assert placement.decode.address == "d:2"
     assert len(placement.prefill) == 2, "the worker decides; it gets its candidates all the same"
@@ -124,18 +124,18 @@ async def test_a_short_rest_is_no_work_for_prefill(cluster: Cluster) -> None:
 async def test_excluded_and_draining_instances_get_nothing(cluster: Cluster) -> None:
     one, two = cluster.get("d:1"), cluster.get("d:2")
     for _ in range(5):
-        placement = cluster.placer.place(Ask(PROMPT, exclude={one.identity}), reserve=False)
+        placement = cluster.placer.place(PlacementRequest(PROMPT, exclude={one.identity}), reserve=False)
         assert placement is not None
         assert placement.decode is two
     two.load.observe(common_pb2.LoadReport(draining=True), 4)
     cluster.registry._changed()  # as the link says that took the report
-    assert cluster.placer.place(Ask(PROMPT, exclude={one.identity})) is None
+    assert cluster.placer.place(PlacementRequest(PROMPT, exclude={one.identity})) is None
     one.generation += 1
-    assert cluster.placer.place(Ask(PROMPT, exclude={("d:1", 1)}), reserve=False) is not None
+    assert cluster.placer.place(PlacementRequest(PROMPT, exclude={("d:1", 1)}), reserve=False) is not None
 
 
 async def test_concurrent_placements_see_each_other_at_once(cluster: Cluster) -> None:
-    placements = [cluster.placer.place(Ask([i] * 40)) for i in range(10)]
+    placements = [cluster.placer.place(PlacementRequest([i] * 40)) for i in range(10)]
     assert {x.address: x.load.requests for x in cluster.registry.ready(Role.DECODE)} == {"d:1": 5, "d:2": 5}
     assert {x.address: x.load.requests for x in cluster.registry.ready(Role.PREFILL)} == {"p:1": 5, "p:2": 5}
     assert cluster.get("d:1").load.work == 5 * (40 + REQUEST_OVERHEAD_TOKENS)
@@ -146,10 +146,10 @@ async def test_concurrent_placements_see_each_other_at_once(cluster: Cluster) ->
 
 
 async def test_a_restart_while_a_request_runs(cluster: Cluster) -> None:
-    placement = cluster.placer.place(Ask(PROMPT))
+    placement = cluster.placer.place(PlacementRequest(PROMPT))
     assert placement is not None
     cluster.hold(placement.decode.address, PROMPT)
-    placement.decode.feed.restarted(Epoch(b"f" * 16))
+    placement.decode.events.restarted(Epoch(b"f" * 16))
     placement.release()
     assert cluster.loads() == {}
     assert nothing_expected(cluster)
@@ -157,7 +157,7 @@ async def test_a_restart_while_a_request_runs(cluster: Cluster) -> None:
 
 async def test_no_decode_instance(cluster: Cluster) -> None:
     cluster.set_down(*cluster.registry.ready(Role.DECODE))
-    assert cluster.placer.place(Ask(PROMPT)) is None
+    assert cluster.placer.place(PlacementRequest(PROMPT)) is None
 
 
 # --- blocks of different sizes ---
@@ -167,7 +167,7 @@ async def test_match_rates_are_in_tokens_whatever_the_blocks() -> None:
     cluster = Cluster(p2=EIGHTS, d2=EIGHTS)
     for address in ("p:1", "p:2", "d:1", "d:2"):
         cluster.hold(address, PROMPT[:24])
-    placement = cluster.placer.place(Ask(PROMPT), reserve=False)
+    placement = cluster.placer.place(PlacementRequest(PROMPT), reserve=False)
     assert placement is not None
     assert {x.instance_id: x.match_rate for x in placement.decision.candidates} == dict.fromkeys(
         ("p:1", "p:2", "d:1", "d:2"), 24 / 40
@@ -176,7 +176,7 @@ async def test_match_rates_are_in_tokens_whatever_the_blocks() -> None:
     for fours, best in ((36, "d:1"), (28, "d:2")):
         cluster.hold("d:1", PROMPT[:fours])
         cluster.hold("d:2", PROMPT[:32])
-        placement = cluster.placer.place(Ask(PROMPT), reserve=False)
+        placement = cluster.placer.place(PlacementRequest(PROMPT), reserve=False)
         assert placement is not None
         assert placement.decode.address == best
     await cluster.registry.close()
@@ -186,14 +186,14 @@ async def test_holds_and_expectations_are_made_of_the_instances_own_blocks() -> 
     cluster = Cluster(d1=EIGHTS, d2=EIGHTS)
     cluster.hold("d:1", PROMPT[:16])
     cluster.hold("p:2", PROMPT[:20])
-    placement = cluster.placer.place(Ask(PROMPT))
+    placement = cluster.placer.place(PlacementRequest(PROMPT))
     assert placement is not None
     assert (placement.decode.address, placement.prefill[0].address) == ("d:1", "p:2")
     assert cluster.loads() == {"d:1": (1, 40), "p:2": (1, 20)}
     index = cluster.registry.index
-    assert index.num_expected(cluster.get("d:1").feed.slot) == 5, "blocks of eight"
-    assert index.num_expected(cluster.get("p:2").feed.slot) == 10, "blocks of four"
-    again = cluster.placer.place(Ask(PROMPT), reserve=False)
+    assert index.num_pending(cluster.get("d:1").events.slot) == 5, "blocks of eight"
+    assert index.num_pending(cluster.get("p:2").events.slot) == 10, "blocks of four"
+    again = cluster.placer.place(PlacementRequest(PROMPT), reserve=False)
     assert again is not None
     rates = {x.instance_id: x.match_rate for x in again.decision.candidates}
     assert rates == {"p:1": 0.0, "p:2": 1.0, "d:1": 1.0, "d:2": 0.0}
@@ -205,7 +205,7 @@ async def test_holds_and_expectations_are_made_of_the_instances_own_blocks() -> 
 async def test_the_threshold_compares_tokens() -> None:
     cluster = Cluster(threshold=9, d1=EIGHTS, d2=EIGHTS)
     cluster.hold("d:2", PROMPT[:32])
-    placement = cluster.placer.place(Ask(PROMPT))
+    placement = cluster.placer.place(PlacementRequest(PROMPT))
     assert placement is not None
     assert cluster.loads() == {"d:2": (1, 40)}, "8 tokens are missing: decode prefills by itself"
     placement.release()
@@ -231,7 +231,7 @@ async def test_a_prompt_is_hashed_once_per_block_size(
         return hash_chain(*args)
 
     monkeypatch.setattr("baton_router.scheduler.placement.hash_chain", counted)
-    assert cluster.placer.place(Ask(PROMPT), reserve=False) is not None
+    assert cluster.placer.place(PlacementRequest(PROMPT), reserve=False) is not None
     assert len(calls) == len(set(calls)) == chains
     await cluster.registry.close()
 
@@ -247,14 +247,14 @@ def tell(cluster: Cluster, address: str, *stored: tuple[str, int]) -> None:
     batch = events_pb2.KvEventBatch(epoch=b"e" * 16, sequence=1, snapshot=True)
     for tier, blocks in stored:
         batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=hashes[:blocks], tier=tier))
-    instance.feed.apply(batch)
+    instance.events.apply(batch)
 
 
 async def test_blocks_in_slower_tiers_count_by_weight(cluster: Cluster) -> None:
     tell(cluster, "d:1", ("device", 2), ("host", 4), ("remote", 10))
     tell(cluster, "d:2", ("device", 5))
     placer = cluster.make_placer(tiers=LowerTiers({"host": 0.5, "remote": 0.25}))
-    placement = placer.place(Ask(PROMPT), reserve=False)
+    placement = placer.place(PlacementRequest(PROMPT), reserve=False)
     assert placement is not None
     rates = {x.instance_id: x.match_rate for x in placement.decision.candidates}
     assert rates["d:1"] == pytest.approx((2 + 0.5 * 2 + 0.25 * 6) / 10)
@@ -272,27 +272,27 @@ async def test_blocks_in_a_kv_store_count_for_the_instances_that_load_from_it(cl
     assert info is not None
     hashes = block_hashes(PROMPT, 4, root_hash(info.content_key))
     for address, memory, disk in (("s:1", 6, 0), ("s:2", 0, 8), ("other:1", 10, 0)):
-        store = Store(address, grpc.aio.insecure_channel(address), stores.make_feed())
+        store = Store(address, grpc.aio.insecure_channel(address), stores.make_applier())
         batch = events_pb2.KvEventBatch(epoch=b"s" * 16, sequence=1, snapshot=True)
         batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=hashes[:memory], tier="host"))
         batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=hashes[memory:disk], tier="disk"))
-        store.feed.apply(batch)
+        store.events.apply(batch)
         stores._links[address] = store, asyncio.create_task(asyncio.sleep(0))
     placer = cluster.make_placer(tiers=LowerTiers({"host": 0.5, "store": 0.5, "store_disk": 0.25}, stores))
     cluster.get("d:1").info = replace(info, kvstore="s:1,s:2")
-    placement = placer.place(Ask(PROMPT), reserve=False)
+    placement = placer.place(PlacementRequest(PROMPT), reserve=False)
     assert placement is not None
     side = placement.decision.decode
     assert side.tiers == [{"host": 8, "store": 8, "store_disk": 8}, {}]
     assert side.loadable == [32, 20]
     assert side.match_rates == pytest.approx([(2 + 0.5 * 2 + 0.5 * 2 + 0.25 * 2) / 10, 0.5])
     # A store that died counts no more; one that the instance does not use never did.
-    next(x for x in stores if x.address == "s:1").feed.lost()
-    placement = placer.place(Ask(PROMPT), reserve=False)
+    next(x for x in stores if x.address == "s:1").events.lost()
+    placement = placer.place(PlacementRequest(PROMPT), reserve=False)
     assert placement is not None
     assert placement.decision.decode.tiers == [{"host": 8, "store_disk": 16}, {}]
     cluster.get("d:1").info = replace(info, kvstore="discover")
-    placement = placer.place(Ask(PROMPT), reserve=False)
+    placement = placer.place(PlacementRequest(PROMPT), reserve=False)
     assert placement is not None
     assert placement.decision.decode.tiers == [{"host": 8, "store": 24}, {}]
     await cluster.registry.close()
@@ -303,13 +303,13 @@ async def test_the_kv_store_is_a_candidate_where_loading_is_cheaper_than_computi
     speeds = Speeds(lambda: 0.0)
     cheap = common_pb2.RequestTrace(path=common_pb2.PREFILL_PATH_STORE, kv_bytes=1000, transfer_us=10)
     for _ in range(4):
-        speeds.observe(Served(cheap, "", InstanceId("d:1"), 0.0, 1))
+        speeds.observe(ServedRequest(cheap, "", InstanceId("d:1"), 0.0, 1))
     slow = common_pb2.RequestTrace(path=common_pb2.PREFILL_PATH_LOCAL, recomputed_tokens=10, ttft_us=1_000_000)
     for _ in range(4):
-        speeds.observe(Served(slow, "", InstanceId("d:1"), 0.0, 1))
+        speeds.observe(ServedRequest(slow, "", InstanceId("d:1"), 0.0, 1))
     policy = make_policy("cost_ms", PolicyContext(speeds=speeds))
     cluster.set_down(*cluster.registry.ready(Role.PREFILL))
-    placement = cluster.make_placer(policy, speeds=speeds).place(Ask(PROMPT))
+    placement = cluster.make_placer(policy, speeds=speeds).place(PlacementRequest(PROMPT))
     assert placement is not None
     assert (placement.decode.address, placement.decision.path) == ("d:1", PrefillPath.STORE)
     assert {term.name for term in placement.decision.terms} >= {"load_ms", "prefill_ms", "decode_ms"}
@@ -321,7 +321,7 @@ async def test_a_choice_by_cost_is_told_to_decode_and_an_operators_threshold_ove
     speeds = Speeds(lambda: 0.0)
     cluster.hold("d:1", PROMPT[:36])
     policy = make_policy("cost_ms", PolicyContext(speeds=speeds))
-    local = cluster.make_placer(policy).place(Ask(PROMPT))
+    local = cluster.make_placer(policy).place(PlacementRequest(PROMPT))
     assert local is not None
     assert (local.decode.address, local.decision.path) == ("d:1", PrefillPath.LOCAL)
     assert local.remote_threshold is not None
@@ -331,10 +331,10 @@ async def test_a_choice_by_cost_is_told_to_decode_and_an_operators_threshold_ove
     local.prefilled()
     assert cluster.get("d:1").load.prompts == 0
     local.release()
-    forced = cluster.make_placer(policy, threshold=1).place(Ask(PROMPT))
+    forced = cluster.make_placer(policy, threshold=1).place(PlacementRequest(PROMPT))
     assert forced is not None
     assert (forced.decision.path, forced.remote_threshold) == (PrefillPath.REMOTE, 1)
-    assert forced.prefill_hold is not None
+    assert forced.prefill_reservation is not None
     forced.release()
     assert cluster.loads() == {}
 
@@ -344,7 +344,7 @@ async def test_a_request_that_was_served_teaches_its_instances_speeds(cluster: C
     speeds = Speeds(lambda: clock[0])
     placer = cluster.make_placer(speeds=speeds)
     for _ in range(5):
-        placement = placer.place(Ask(PROMPT))
+        placement = placer.place(PlacementRequest(PROMPT))
         assert placement is not None
         p, d = placement.decision.prefill_instance, placement.decision.decode_instance
         placement.grow(1)
@@ -370,7 +370,7 @@ async def test_a_request_that_was_served_teaches_its_instances_speeds(cluster: C
 async def test_every_decision_can_be_written_out_and_its_terms_add_up(cluster: Cluster) -> None:
     cluster.hold("d:1", PROMPT[:8])
     for name in POLICIES:
-        placement = cluster.make_placer(name).place(Ask(PROMPT, session="s"), reserve=False)
+        placement = cluster.make_placer(name).place(PlacementRequest(PROMPT, session="s"), reserve=False)
         assert placement is not None
         message = placement.decision.to_pb()
         assert len(message.candidates) == 4
@@ -395,7 +395,7 @@ async def test_a_shared_system_prompt_does_not_pile_up(cluster: Cluster, seed: i
     for _ in range(400):
         clock[0] += 0.5
         prompt = system + [rng.randrange(1000) for _ in range(4 * rng.randint(1, 8))]
-        placement = placer.place(Ask(prompt))
+        placement = placer.place(PlacementRequest(prompt))
         assert placement is not None
         running.append(placement)
         for x in (placement.decode, placement.prefill[0]):
@@ -408,7 +408,7 @@ async def test_a_shared_system_prompt_does_not_pile_up(cluster: Cluster, seed: i
             batch = events_pb2.KvEventBatch(
                 epoch=b"e" * 16, sequence=sequence[x.address], events=[event], snapshot=first
             )
-            x.feed.apply(batch)
+            x.events.apply(batch)
         if len(running) > (0 if kept_up else 40):
             running.pop(rng.randrange(len(running))).release()
     for pair in (("p:1", "p:2"), ("d:1", "d:2")):
@@ -429,7 +429,7 @@ async def test_a_decode_instance_is_paired_with_those_whose_kv_it_takes() -> Non
     for address, prompt in (("p:1", PROMPT), ("p:2", [7, *PROMPT])):
         cluster.hold(address, prompt)
         for _ in range(6):
-            placement = cluster.placer.place(Ask(prompt))
+            placement = cluster.placer.place(PlacementRequest(prompt))
             assert placement is not None
             seen.add((placement.decode.address, tuple(placement.decision.prefill_addresses)))
     # Loads even out between the two decode instances; only d2 is ever told of p1.
@@ -442,7 +442,7 @@ async def test_a_decode_instance_is_paired_with_those_whose_kv_it_takes() -> Non
 async def test_kv_that_was_computed_in_another_dtype_counts_where_it_lies() -> None:
     cluster = Cluster(p2=HALF, d1=CASTING, d2=CASTING)
     cluster.hold("p:1", PROMPT)
-    placement = cluster.placer.place(Ask(PROMPT))
+    placement = cluster.placer.place(PlacementRequest(PROMPT))
     assert placement is not None
     assert placement.decision.prefill_addresses == ["p:1"]
     assert placement.decision.match_rate_of(InstanceId("p:1")) == 1.0
@@ -453,11 +453,11 @@ async def test_kv_that_was_computed_in_another_dtype_counts_where_it_lies() -> N
 async def test_an_instance_without_partners_is_used_when_no_other_is_free() -> None:
     cluster = Cluster(p1=HALF, p2=HALF, d2=HALF)
     for _ in range(4):
-        placement = cluster.placer.place(Ask(PROMPT))
+        placement = cluster.placer.place(PlacementRequest(PROMPT))
         assert placement is not None
         assert (placement.decode.address, bool(placement.decision.prefill_addresses)) == ("d:2", True)
     cluster.set_down(cluster.get("d:2"))
-    placement = cluster.placer.place(Ask(PROMPT))
+    placement = cluster.placer.place(PlacementRequest(PROMPT))
     assert placement is not None
     assert (placement.decode.address, placement.decision.prefill_addresses) == ("d:1", [])
     assert placement.decision.path is PrefillPath.LOCAL

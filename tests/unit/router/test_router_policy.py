@@ -18,7 +18,7 @@ from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash, InstanceId, Role
 from baton_router.config import RouterConfig
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.registry.load import LoadBook
+from baton_router.registry.load import InstanceLoad
 from baton_router.scheduler.policies import (
     POLICIES,
     Policy,
@@ -45,7 +45,7 @@ def side(
     """Instances a, b, c, ... with these match rates (of 1000 tokens) and work in flight."""
     ids = [InstanceId("abcdefghijklmnop"[i]) for i in range(len(match))]
     work = list(work) or [0.0] * len(ids)
-    books = [LoadBook(role) for _ in ids]
+    books = [InstanceLoad(role) for _ in ids]
     return Side(role, ids, [round(1000 * x) for x in match], list(match), work, work, cost, books)
 
 

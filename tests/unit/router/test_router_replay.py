@@ -129,8 +129,8 @@ def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
     for machine in (*run.prefills, *run.decodes):
         book = machine.instance.load
         assert (book.requests, book.tokens, book.prompts, machine.decoding) == (0, 0, 0, 0)
-        assert machine.instance.feed.num_blocks == len(machine._cache) <= 400, "the index knows what the cache holds"
-        assert replay.index.num_expected(machine.instance.feed.slot) == 0
+        assert machine.instance.events.num_blocks == len(machine._cache) <= 400, "the index knows what the cache holds"
+        assert replay.index.num_pending(machine.instance.events.slot) == 0
     found = record(setup, run, CHATS)
     assert 0 < found.hit_rate + found.reused_rate <= best_hit_rate(CHATS)
     assert found.ttft_ms["p50"] <= found.ttft_ms["p99"]

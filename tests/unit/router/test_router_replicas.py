@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from baton.types import Role
 from baton_router.config import RouterConfig
-from baton_router.registry.load import LoadBook
-from baton_router.replication.capacity import Part, Units
+from baton_router.registry.load import InstanceLoad
+from baton_router.replication.capacity import CapacityShare, InstanceCapacity
 from baton_router.replication.peers import Peers
 from baton_router.replication.shares import fair_shares
-from baton_router.replication.waiters import Room
+from baton_router.replication.waiters import Waiters
 from baton_router.replication.wire import Entry, EntryError, Registered, Totals, decode, encode
 
 WANTS = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.integers(0, 100), min_size=1, max_size=8)
@@ -84,10 +84,10 @@ def test_peers_take_news_in_order_and_forget_who_falls_silent() -> None:
     assert peers.all() == []
 
 
-def make_units(*, expected: int = 0) -> tuple[Units, Part, list[int]]:
+def make_units(*, expected: int = 0) -> tuple[InstanceCapacity, CapacityShare, list[int]]:
     freed: list[int] = []
-    units = Units("a", 12, expected, shared=True, freed=freed.append)
-    part = units.all()["d0"] = Part(12, LoadBook(Role.DECODE, limit=0))
+    units = InstanceCapacity("a", 12, expected, shared=True, freed=freed.append)
+    part = units.all()["d0"] = CapacityShare(12, InstanceLoad(Role.DECODE, limit=0))
     return units, part, freed
 
 
@@ -133,7 +133,7 @@ def test_alone_a_router_keeps_to_an_equal_part_and_nothing_unheard_of() -> None:
 
 
 async def test_room_wakes_in_order_and_passes_on_a_turn_that_is_not_used() -> None:
-    room, woken = Room(), list[int]()
+    room, woken = Waiters(), list[int]()
 
     async def wait(number: int) -> None:
         await room.wait(60)

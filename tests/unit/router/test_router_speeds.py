@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from baton.api.v1 import common_pb2
 from baton.types import InstanceId, PrefillPath, Role
-from baton_router.registry.load import LoadBook
+from baton_router.registry.load import InstanceLoad
 from baton_router.scheduler.policies import PolicyContext, Request, Side, make_policy
 from baton_router.scheduler.policies.choice import choose
-from baton_router.scheduler.speeds import Fit, Line, Lines, Served, Speeds
+from baton_router.scheduler.speeds import Fit, LinearFit, LinearFits, ServedRequest, Speeds
 
 
 @given(st.floats(0, 100), st.floats(0.001, 10), st.lists(st.floats(1, 1e5), min_size=5, max_size=50))
 def test_a_line_is_found_wherever_it_lies(base: float, slope: float, amounts: list[float]) -> None:
-    line = Line(flat=False, at=0.0)
+    line = LinearFit(flat=False, at=0.0)
     for amount in amounts:
         line.add(amount, base + slope * amount, 0.0)
     mean = sum(amounts) / len(amounts)
@@ -31,7 +31,7 @@ def test_a_line_is_found_wherever_it_lies(base: float, slope: float, amounts: li
 
 
 def test_what_does_not_vary_is_all_slope_or_all_base() -> None:
-    steep, flat = Line(flat=False, at=0.0), Line(flat=True, at=0.0)
+    steep, flat = LinearFit(flat=False, at=0.0), LinearFit(flat=True, at=0.0)
     for line in (steep, flat):
         for _ in range(10):
             line.add(100.0, 20.0, 0.0)
@@ -41,7 +41,7 @@ def test_what_does_not_vary_is_all_slope_or_all_base() -> None:
 
 def test_own_observations_then_those_of_ones_like_then_the_prior() -> None:
     clock = [0.0]
-    lines: Lines[str] = Lines(Fit(1.0, 2.0), lambda: clock[0])
+    lines: LinearFits[str] = LinearFits(Fit(1.0, 2.0), lambda: clock[0])
     assert lines.get(["a"]) == [Fit(1.0, 2.0)]
     for _ in range(3):
         lines.add("a", 10.0, 50.0)
@@ -65,13 +65,17 @@ def test_each_path_teaches_its_own_speed() -> None:
     local, remote = common_pb2.PREFILL_PATH_LOCAL, common_pb2.PREFILL_PATH_REMOTE
     d = InstanceId("d")
     for _ in range(4):
-        speeds.observe(Served(trace(path=local, recomputed_tokens=100, ttft_us=30_000, queue_us=10_000), "", d, 0.0, 1))
+        speeds.observe(
+            ServedRequest(trace(path=local, recomputed_tokens=100, ttft_us=30_000, queue_us=10_000), "", d, 0.0, 1)
+        )
         seen = trace(
             path=remote, prefill_instance="p", prompt_tokens=300, prefill_cached_tokens=100, cached_tokens=50,
             kv_bytes=10, exposed_us=4_000, queue_us=1_000, ttft_us=105_000,
         )  # fmt: skip
-        speeds.observe(Served(seen, "p", d, 300.0, 1))
-        speeds.observe(Served(seen, "another", d, 300.0, 1))  # another candidate took it: says nothing of its queue
+        speeds.observe(ServedRequest(seen, "p", d, 300.0, 1))
+        speeds.observe(
+            ServedRequest(seen, "another", d, 300.0, 1)
+        )  # another candidate took it: says nothing of its queue
     assert speeds.local.get(["d"])[0].at(100) == pytest.approx(20.0)
     assert speeds.prefill.get(["p"])[0].at(500) == pytest.approx(100.0)
     assert speeds.prefill.get(["another"]) == speeds.prefill.get(["nobody"])
@@ -84,7 +88,7 @@ def test_each_path_teaches_its_own_speed() -> None:
 def pair(role: Role, *matched: int, work: tuple[float, ...] = ()) -> Side:
     ids = [InstanceId(f"{role.value[0]}{i}") for i in range(len(matched))]
     loads = list(work) or [0.0] * len(ids)
-    books = [LoadBook(role) for _ in ids]
+    books = [InstanceLoad(role) for _ in ids]
     return Side(role, ids, list(matched), [m / 1000 for m in matched], loads, loads, 1064, books)
 
 
@@ -160,12 +164,12 @@ def test_what_was_measured_beside_a_queue_counts_less() -> None:
             path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", prompt_tokens=computed,
             ttft_us=int(125 * (computed + rng.random() * ahead)),
         )  # fmt: skip
-        speeds.observe(Served(seen, "p", InstanceId("d"), float(ahead), 1))
+        speeds.observe(ServedRequest(seen, "p", InstanceId("d"), float(ahead), 1))
     (fit,) = speeds.prefill.get(["p"])
     assert fit.at(2000) == pytest.approx(250.0, rel=0.05)
     assert 0.095 < fit.slope < 0.13  # all counted alike, it is 0.086
     for _ in range(150):  # under load all are: then that is what there is to know
-        speeds.observe(Served(trace(path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", prompt_tokens=100,
+        speeds.observe(ServedRequest(trace(path=common_pb2.PREFILL_PATH_REMOTE, prefill_instance="p", prompt_tokens=100,
                                     ttft_us=3_000_000), "p", InstanceId("d"), 9900.0, 1))  # fmt: skip
     assert speeds.prefill.get(["p"])[0].at(10_000) == pytest.approx(3000.0, rel=0.05)
 
@@ -210,5 +214,5 @@ def test_the_length_of_answers_is_learnt() -> None:
     speeds = Speeds(lambda: 0.0)
     before = speeds.output_tokens
     for _ in range(20):
-        speeds.observe(Served(common_pb2.RequestTrace(), "", InstanceId("d"), 0.0, 1, 7.0))
+        speeds.observe(ServedRequest(common_pb2.RequestTrace(), "", InstanceId("d"), 0.0, 1, 7.0))
     assert (before, speeds.output_tokens) == (128.0, pytest.approx(7.0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from baton.types import PrefillPath, Role
 from baton_router.admission.room import Ready
 from baton_router.registry.instance import Instance
-from baton_router.scheduler.placement import Ask, Placement, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import RoutedRequest
 
@@ -51,7 +51,7 @@ class Estimates:
 
     def look(self, request: RoutedRequest) -> Outlook:
         """Predict a request's start, as the policy would place it now."""
-        ask = Ask(
+        ask = PlacementRequest(
             request.prompt_token_ids,
             request.cache_salt,
             request.sampling.n,

@@ -19,7 +19,7 @@ from baton.hashing import HASH_SCHEME
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Epoch, InstanceId, Role
 from baton_router.bench.trace import BLOCK_TOKENS
-from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 
@@ -78,7 +78,7 @@ class _NoChannel:
     unary_unary = unary_stream = stream_stream = _no_method
 
 
-class Machine:
+class SimulatedInstance:
     """One instance: a queue of prompts, served one after the other, and a cache that forgets the least recently used.
 
     Args:
@@ -99,8 +99,8 @@ class Machine:
         self.computed_tokens = 0
         self._cache: OrderedDict[BlockHash, None] = OrderedDict()
         self._sequence = 0
-        feed = EventFeed(index, now=now)
-        self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), feed)
+        events = EventApplier(index, now=now)
+        self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), events)
         self.instance.load.now = now
         self.instance.info = _info(name, role, hardware)
         self.instance.status = Status.READY
@@ -133,7 +133,7 @@ class Machine:
             batch.events.add(removed=events_pb2.KvBlocksRemoved(block_hashes=gone, tier="device"))
         if batch.events or snapshot:
             self._sequence += 1
-            self.instance.feed.apply(batch)
+            self.instance.events.apply(batch)
 
 
 def _info(name: str, role: Role, hardware: Hardware) -> InstanceInfo:

@@ -21,12 +21,12 @@ from baton.api.v1 import common_pb2
 from baton.errors import ConfigError
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash, PrefillPath, Role
-from baton_router.bench.machine import Hardware, Machine
+from baton_router.bench.machine import Hardware, SimulatedInstance
 from baton_router.bench.trace import BLOCK_TOKENS, TraceRequest
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
-from baton_router.scheduler.placement import Ask, Placement, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 from baton_router.scheduler.speeds import Speeds
 
@@ -76,8 +76,8 @@ class Run:
     hit_blocks: int = 0
     reused_blocks: int = 0
     local: int = 0
-    prefills: list[Machine] = field(default_factory=list)
-    decodes: list[Machine] = field(default_factory=list)
+    prefills: list[SimulatedInstance] = field(default_factory=list)
+    decodes: list[SimulatedInstance] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -87,8 +87,8 @@ class _Job:
     request: TraceRequest
     hashes: list[BlockHash]
     placement: Placement
-    machine: Machine
-    decode: Machine
+    machine: SimulatedInstance
+    decode: SimulatedInstance
     computed: int = 0
     cached: int = 0
     moved: int = 0
@@ -150,8 +150,8 @@ class Replay:
         self._advance(float("inf"))
         return self._run
 
-    def _machine(self, name: str, role: Role) -> Machine:
-        return Machine(name, role, self.index, self.now, self._setup.hardware)
+    def _machine(self, name: str, role: Role) -> SimulatedInstance:
+        return SimulatedInstance(name, role, self.index, self.now, self._setup.hardware)
 
     def _advance(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:
@@ -166,7 +166,7 @@ class Replay:
     def _arrive(self, request: TraceRequest) -> None:
         # A block's name stands for all of its tokens, and the last block for a whole one, as the trace counts.
         tokens = np.repeat(np.array(request.blocks, dtype="<u4"), BLOCK_TOKENS)
-        ask = Ask(tokens, session=request.session, max_tokens=request.output_tokens)
+        ask = PlacementRequest(tokens, session=request.session, max_tokens=request.output_tokens)
         began = time.perf_counter()
         placement = self._placer.place(ask)
         self._run.decision_us.append(1e6 * (time.perf_counter() - began))

@@ -25,7 +25,7 @@ from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
-from baton_router.scheduler.placement import Ask, LowerTiers, Placement, Placer
+from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.policies.registry import parse_tier_weights
 from baton_router.scheduler.speeds import Speeds
@@ -191,7 +191,7 @@ class PlacingDispatcher:
         Raises:
             UnavailableError: No decode instance is ready.
         """
-        ask = Ask(
+        ask = PlacementRequest(
             request.prompt_token_ids,
             request.cache_salt,
             request.sampling.n,

@@ -32,7 +32,7 @@ from baton_router.dispatch.run_message import encoded, message_of, sampling_of
 from baton_router.dispatch.trace import TraceMerge
 from baton_router.dispatch.turn_batching import SEND
 from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.placement import Ask, Placement
+from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.types import RoutedRequest
 
 log = logging.getLogger(__name__)
@@ -286,11 +286,11 @@ class RequestRun:
             context.breakers.begin(placement.decode)
         return placement
 
-    def _ask(self, group: Group, exclude: set[tuple[str, int]]) -> Ask:
+    def _ask(self, group: Group, exclude: set[tuple[str, int]]) -> PlacementRequest:
         tokens = self._request.prompt_token_ids
         if len(group.sequences) == 1 and group.sequences[0].token_ids:
             tokens = token_ids([*tokens, *group.sequences[0].token_ids])
-        return Ask(
+        return PlacementRequest(
             token_ids=tokens,
             cache_salt=self._request.cache_salt,
             num_sequences=len(group.sequences),

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from baton.types import BlockHash
-from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 
 
-class OwnDecisions:
+class ApproxIndex:
     """The latest prompts of one instance, kept in the index as expected.
 
     Args:
@@ -29,7 +29,7 @@ class OwnDecisions:
         self._index = index
         self._now = now
         self._ttl_s = ttl_s
-        self._kept: deque[tuple[float, Expectation]] = deque()
+        self._kept: deque[tuple[float, PendingChain]] = deque()
         self.capacity = 0
 
     def __len__(self) -> int:
@@ -37,12 +37,12 @@ class OwnDecisions:
 
     def remember(self, slot: int, hashes: Sequence[BlockHash]) -> None:
         """Count a chain as held from now on."""
-        expectation = self._index.expect(slot, hashes) if self._ttl_s > 0 else None
-        if expectation is None:
+        pending = self._index.add_pending(slot, hashes) if self._ttl_s > 0 else None
+        if pending is None:
             return
-        self._kept.append((self._now() + self._ttl_s, expectation))
+        self._kept.append((self._now() + self._ttl_s, pending))
         self.expire()
-        while self.capacity and len(self._kept) > 1 and self._index.num_expected(slot) > self.capacity:
+        while self.capacity and len(self._kept) > 1 and self._index.num_pending(slot) > self.capacity:
             self._drop_oldest()
 
     def expire(self) -> None:
@@ -56,4 +56,4 @@ class OwnDecisions:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self._index.forget(self._kept.popleft()[1])
+        self._kept.popleft()[1].release()

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.api.v1 import events_pb2
 from baton.hashing import HASH_BYTES, HashChain
 from baton.types import BlockHash, Epoch
-from baton_router.indexer.approx_index import OwnDecisions
-from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+from baton_router.indexer.approx_index import ApproxIndex
+from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 
 DEVICE = "device"
 LOWER_TIERS = ("host", "disk", "remote")
-"""Nearest first. What lies there must be loaded before it is used, so it is no match; see :attr:`EventFeed.tiers`."""
+"""Nearest first. A block there must be loaded before it is used, so it is no match; see :attr:`EventApplier.tiers`."""
 STORE_TIERS = {"host": "store", "disk": "store_disk", "remote": "store_remote"}
 """What the tiers of a KV store are called, seen from the instances that load from it."""
 
@@ -30,10 +30,10 @@ class IndexState(enum.StrEnum):
 
 
 class EventGapError(Exception):
-    """Events are missing; subscribe again from :attr:`EventFeed.resume_from`."""
+    """Events are missing; subscribe again from :attr:`EventApplier.resume_from`."""
 
 
-class EventFeed:
+class EventApplier:
     """Applies one instance's event batches to its slots of the index.
 
     As long as the instance has told nothing, or nothing for too long, what the router itself has sent there counts as
@@ -68,7 +68,7 @@ class EventFeed:
         self._silence_s: float | None = None
         self._incomplete = False
         self._partial = False
-        self._decisions = OwnDecisions(index, now=now, ttl_s=decision_ttl_s)
+        self._decisions = ApproxIndex(index, now=now, ttl_s=decision_ttl_s)
         self.num_gaps = 0
         self.num_events = 0
 
@@ -271,15 +271,15 @@ class EventFeed:
         self._lower.clear()
         self._known = self._incomplete = self._partial = False
 
-    def expect(self, hashes: Sequence[BlockHash]) -> Expectation | None:
-        """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.expect`."""
+    def add_pending(self, hashes: Sequence[BlockHash]) -> PendingChain | None:
+        """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.add_pending`."""
         index = self._index
         if not self._known:
             self._decisions.remember(self._slot, hashes)
-        expectation = index.expect(self._slot, hashes)
-        if index.news is not None and expectation is not None:
-            index.news.append((expectation, hashes))
-        return expectation
+        pending = index.add_pending(self._slot, hashes)
+        if index.news is not None and pending is not None:
+            index.news.append((pending, hashes))
+        return pending
 
     def close(self) -> None:
         """Take this instance out of the index."""

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import events_pb2
-from baton_router.indexer.event_applier import EventFeed, EventGapError
+from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.metrics.router_metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class EventStream(AsyncIterable[_Answer], Protocol):
         """End it."""
 
 
-class EventFollower:
+class EventSubscriber:
     """Puts streams of events into a feed.
 
     Args:
@@ -43,8 +43,8 @@ class EventFollower:
         beat_s: Seconds between the heartbeats that are asked for; 0: none are.
     """
 
-    def __init__(self, feed: EventFeed, metrics: RouterMetrics, beat_s: float) -> None:
-        self._feed, self._metrics, self._beat_s = feed, metrics, beat_s
+    def __init__(self, events: EventApplier, metrics: RouterMetrics, beat_s: float) -> None:
+        self._events, self._metrics, self._beat_s = events, metrics, beat_s
         self.heard = False
         """Whether the latest stream brought anything."""
 
@@ -53,7 +53,7 @@ class EventFollower:
 
         Args:
             name: Whose, for log and metrics.
-            call: The stream, from :meth:`EventFeed.resume_from` on.
+            call: The stream, from :meth:`EventApplier.resume_from` on.
         """
         self.heard = False
         try:
@@ -72,14 +72,14 @@ class EventFollower:
             log.warning("KV events of %s broke: %s: %s", name, error.code().name, error.details())
         finally:
             call.cancel()
-            self._feed.broken()
+            self._events.broken()
         return True
 
     def _take(self, name: str, batch: events_pb2.KvEventBatch, silence: asyncio.Timeout) -> None:
         """Put a batch into the index. Once heartbeats come, ``silence`` ends a stream that nothing comes from."""
         if batch.heartbeat:
-            self._feed.heartbeat(batch, _SILENT_BEATS * self._beat_s)
-        elif self._feed.apply(batch):
+            self._events.heartbeat(batch, _SILENT_BEATS * self._beat_s)
+        elif self._events.apply(batch):
             self._metrics.index_events.labels(instance=name).inc(len(batch.events))
         if batch.heartbeat or silence.when() is not None:
             silence.reschedule(asyncio.get_running_loop().time() + _LOST_BEATS * self._beat_s)

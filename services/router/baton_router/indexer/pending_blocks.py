@@ -1,8 +1,8 @@
-"""Chains that instances will hold although they haven't said so yet: a radix tree with counts.
+"""Blocks that running requests will make instances hold, before any event says so: a radix tree with counts.
 
-A node is a run of blocks that all chains through it share, so a chain is remembered once, however many requests and
-owners expect it, and costs as many steps as it has branches. Hashes are chained: two chains that agree in a block agree
-in all before it, so where they part is found by halving.
+A node is a run of blocks that all chains through it share, so a chain is stored once however many requests and owners
+it is pending for, and costs as many steps as it has branches. Hashes are chained: two chains that agree in one block
+agree in all blocks before it, so the block at which they part is found by binary search.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.hashing import HASH_BYTES, HashChain
 
 
 class _Node(msgspec.Struct, eq=False):
-    """A run of blocks; ``counts``: expectations per owner that reach its end."""
+    """A run of blocks; ``counts``: pending chains per owner that reach its end."""
 
     data: bytes
     parent: _Node | None
@@ -27,17 +27,22 @@ class _Node(msgspec.Struct, eq=False):
         return len(self.data) // HASH_BYTES
 
 
-class Expectation(msgspec.Struct, eq=False):
-    """A chain that an owner is expected to hold; give it back once with :meth:`ExpectedChains.forget`.
+class PendingChain(msgspec.Struct, eq=False):
+    """A chain that counts as held by an owner until :meth:`release`, which must be called once.
 
     Attributes:
-        over: It was given back.
+        over: It was released.
     """
 
-    tree: ExpectedChains
+    tree: PendingBlocks
     owner: int
     leaf: _Node
     over: bool = False
+
+    def release(self) -> None:
+        """Let the chain count no more; harmless if the owner's slot was dropped meanwhile."""
+        self.over = True
+        self.tree._remove(self.owner, self.leaf)
 
 
 class _Walk(NamedTuple):
@@ -57,21 +62,21 @@ class _Walk(NamedTuple):
     shared: int
 
 
-class ExpectedChains:
-    """The tree. Owners are numbers of the caller's; they are never used twice."""
+class PendingBlocks:
+    """The tree. Owners are numbers chosen by the caller and never reused."""
 
     def __init__(self) -> None:
         self._root = _Node(b"", None)
         self._blocks: dict[int, int] = {}
         self._walked: _Walk | None = None
-        """The latest walk, as long as the tree is the same: what is expected was mostly looked up just before."""
+        """The latest walk, kept until the tree changes: a chain is usually added right after it was looked up."""
 
     def num_blocks(self, owner: int) -> int:
-        """Distinct blocks expected of an owner."""
+        """Distinct blocks pending for an owner."""
         return self._blocks.get(owner, 0)
 
-    def add(self, owner: int, chain: HashChain) -> Expectation:
-        """Expect a whole chain, from its first block on."""
+    def add(self, owner: int, chain: HashChain) -> PendingChain:
+        """Count a whole chain, from its first block on, as held by ``owner``."""
         data, passed, at, below, shared = self._walk(chain.data)
         self._walked = None
         if below is not None:
@@ -90,12 +95,9 @@ class ExpectedChains:
             else:
                 counts[owner] = 1
                 self._blocks[owner] = self._blocks.get(owner, 0) + step.length
-        return Expectation(self, owner, node)
+        return PendingChain(self, owner, node)
 
-    def forget(self, expectation: Expectation) -> None:
-        """End an expectation."""
-        owner, node = expectation.owner, expectation.leaf
-        expectation.over = True
+    def _remove(self, owner: int, node: _Node) -> None:
         self._walked = None
         while node.parent is not None:
             node.counts[owner] -= 1
@@ -109,7 +111,7 @@ class ExpectedChains:
             node = node.parent
 
     def match(self, chain: HashChain) -> dict[int, int]:
-        """Return per owner how many leading blocks it is expected to hold, if any."""
+        """Return per owner how many leading blocks are pending for it, if any."""
         depths: dict[int, int] = {}
         if not self._root.children:
             return depths

@@ -1,17 +1,17 @@
 """Exact prefix index: how many leading blocks of a hash chain does each instance hold?
 
 A table maps a block hash to a set with one bit per *slot*. An instance owns a slot (and one more for each lower tier it
-tells of) for as long as what is known of it stays true; when it restarts, sends a snapshot or leaves, its slot is
-dropped in O(1) and the dead bits are swept out later, some entries at a time, so that no request waits for it.
+reports) until it restarts, sends a snapshot or leaves; then the slot is dropped in O(1) and its dead bits are swept out
+later, some entries at a time, so that no request waits for it.
 
-A look-up narrows the set of slots that hold *every* block so far, and ends at the first block that nobody holds. So the
+A look-up narrows the set of slots that hold *every* block so far, and ends at the first block that none holds. So the
 answer is exact whatever the order in which blocks were stored and removed, also for an instance that evicted a parent
 before its child. Nearly all of its cost would be cache misses of the table; a chain that was stored in one go lies side
 by side and is compared in sequence instead (see ``block_table.c``).
 
-Over this lies what is *expected*: a request that was just placed has its chain expected on its instances until it ends,
-so that a burst of one prompt goes to one place instead of everywhere; and where an instance tells nothing, the router's
-own decisions stand in for its events (see :class:`baton_router.indexer.event_applier.EventFeed`).
+On top of this lie *pending* chains: the chain of a request that was just placed counts as held by its instances until
+the request ends, so that a burst of one prompt goes to one place instead of everywhere. For an instance that sends no
+events, the prompts sent to it stand in (see :class:`baton_router.indexer.approx_index.ApproxIndex`).
 
 Not thread-safe; the router calls it from its event loop only. The block hash names content (model, block size and
 tenant salt are in the chain's root), so tenants, models and instances with blocks of another size cannot be mixed up:
@@ -26,9 +26,9 @@ from collections.abc import Iterable, Sequence
 from baton.hashing import HashChain
 from baton.types import BlockHash
 from baton_router.indexer.block_table import make_table
-from baton_router.indexer.pending_blocks import Expectation, ExpectedChains
+from baton_router.indexer.pending_blocks import PendingBlocks, PendingChain
 
-__all__ = ["Expectation", "PrefixIndex"]
+__all__ = ["PendingChain", "PrefixIndex"]
 
 
 class PrefixIndex:
@@ -40,14 +40,14 @@ class PrefixIndex:
         native: Use the table in C if there is a compiler.
 
     Attributes:
-        news: Takes what requests placed here make expected, with the chain; ``None``: nobody wants to know.
+        news: Receives every chain that a placement here makes pending; ``None``: unused.
     """
 
     def __init__(self, max_blocks: int = 4_000_000, *, native: bool = True) -> None:
         self.max_blocks = max_blocks
-        self.news: deque[tuple[Expectation, Sequence[BlockHash]]] | None = None
+        self.news: deque[tuple[PendingChain, Sequence[BlockHash]]] | None = None
         self._table = make_table(max_blocks, native=native)
-        self._expected = ExpectedChains()
+        self._pending = PendingBlocks()
         self._live = 0
         self._dead = 0
         self._counts: dict[int, int] = {}
@@ -72,13 +72,13 @@ class PrefixIndex:
         return self._add(self._num_owners)
 
     def drop(self, slot: int) -> None:
-        """Forget a slot, everything it holds and everything that is expected of it."""
+        """Forget a slot, everything it holds and everything pending for it."""
         owner = self._drop(slot)
         if owner is not None:
             del self._slots[owner]
 
     def replace(self, slot: int) -> int:
-        """Return an empty slot in the place of another one: what was expected of that is expected of it."""
+        """Return an empty slot in the place of another one, whose pending chains it takes over."""
         owner = self._drop(slot)
         return self.add() if owner is None else self._add(owner)
 
@@ -120,7 +120,7 @@ class PrefixIndex:
         return self._counts.get(slot, 0)
 
     def match(self, hashes: Sequence[BlockHash], slots: int) -> dict[int, int]:
-        """Return, per slot that holds any, the number of leading blocks it holds or is expected to hold.
+        """Return, per slot that holds any, the number of leading blocks it holds, pending ones included.
 
         Args:
             hashes: A chain.
@@ -128,14 +128,14 @@ class PrefixIndex:
         """
         chain = HashChain.of(hashes)
         depths = self._table.match(chain.data, slots & self._live)
-        for owner, depth in self._expected.match(chain).items():
+        for owner, depth in self._pending.match(chain).items():
             slot = self._slots.get(owner, -1)
             if slot >= 0 and slots >> slot & 1 and depth > depths.get(slot, 0):
                 depths[slot] = depth
         return depths
 
     def match_any(self, hashes: Sequence[BlockHash], groups: Sequence[int]) -> list[int]:
-        """Return how many leading blocks each group of slots holds together, without what is expected.
+        """Return how many leading blocks each group of slots holds together, without pending ones.
 
         Args:
             hashes: A chain.
@@ -143,23 +143,18 @@ class PrefixIndex:
         """
         return self._table.match_any(HashChain.of(hashes).data, [group & self._live for group in groups])
 
-    def expect(self, slot: int, hashes: Sequence[BlockHash]) -> Expectation | None:
-        """Count a whole chain as held until :meth:`forget`; ``None`` if the slot is gone."""
+    def add_pending(self, slot: int, hashes: Sequence[BlockHash]) -> PendingChain | None:
+        """Count a whole chain as held until it is released; ``None`` if the slot is gone."""
         owner = self._owners.get(slot)
-        return None if owner is None else self._expected.add(owner, HashChain.of(hashes))
+        return None if owner is None else self._pending.add(owner, HashChain.of(hashes))
 
     def owner(self, slot: int) -> int:
-        """Return whose a slot is: a number that stays over snapshots and is never used twice; 0: nobody's."""
+        """Return the owner of a slot: kept over snapshots and never reused; 0: it has none."""
         return self._owners.get(slot, 0)
 
-    def num_expected(self, slot: int) -> int:
-        """Distinct blocks that are expected of a slot."""
-        return self._expected.num_blocks(self._owners.get(slot, 0))
-
-    @staticmethod
-    def forget(expectation: Expectation) -> None:
-        """End an expectation; harmless if the slot was dropped meanwhile."""
-        expectation.tree.forget(expectation)
+    def num_pending(self, slot: int) -> int:
+        """Distinct blocks that are pending for a slot."""
+        return self._pending.num_blocks(self._owners.get(slot, 0))
 
     def sweep(self, budget: int | None = None) -> bool:
         """Clear dead bits from about ``budget`` entries; return whether nothing is left to do.

@@ -25,8 +25,8 @@ from baton.kv_transfer.connector.store.discovery import RedisMembership
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.dispatch.backoff import Backoff
-from baton_router.indexer.event_applier import STORE_TIERS, EventFeed
-from baton_router.indexer.event_subscriber import EventFollower
+from baton_router.indexer.event_applier import STORE_TIERS, EventApplier
+from baton_router.indexer.event_subscriber import EventSubscriber
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
@@ -41,15 +41,15 @@ OpenChannel = Callable[[str], grpc.aio.Channel]
 class Store:
     """One store process: its address, its name once it answered, and its part of the index."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, feed: EventFeed) -> None:
-        self.address, self.channel, self.feed = address, channel, feed
+    def __init__(self, address: str, channel: grpc.aio.Channel, events: EventApplier) -> None:
+        self.address, self.channel, self.events = address, channel, events
         self.name = address
         self.stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
 
     @property
     def tiers(self) -> dict[str, int]:
         """Blocks that the index holds of each tier that the store has told of."""
-        return {STORE_TIERS[tier]: blocks for tier, blocks in self.feed.num_lower_blocks.items()}
+        return {STORE_TIERS[tier]: blocks for tier, blocks in self.events.num_lower_blocks.items()}
 
 
 class Stores(Collector):
@@ -108,18 +108,20 @@ class Stores(Collector):
             self._leaving.add(leave)
             leave.add_done_callback(self._leaving.discard)
         for address in sorted(wanted - self._links.keys()):
-            store = Store(address, self._open(address), self.make_feed())
+            store = Store(address, self._open(address), self.make_applier())
             self._links[address] = store, asyncio.create_task(self._run(store), name=f"store {address}")
 
     async def _leave(self, store: Store, task: asyncio.Task[None]) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        store.feed.close()
+        store.events.close()
         await store.channel.close(None)
 
-    def make_feed(self) -> EventFeed:
+    def make_applier(self) -> EventApplier:
         """Return an empty part of the index for one store."""
-        return EventFeed(self._index, now=self._now, stale_limit_s=self._config.index_stale_limit_s, decision_ttl_s=0.0)
+        return EventApplier(
+            self._index, now=self._now, stale_limit_s=self._config.index_stale_limit_s, decision_ttl_s=0.0
+        )
 
     async def close(self) -> None:
         """End every link and channel."""
@@ -133,28 +135,28 @@ class Stores(Collector):
     def tick(self) -> None:
         """Let go of what is too old to be used."""
         for store in self:
-            store.feed.tick()
+            store.events.tick()
 
     def stood_still(self, seconds: float) -> None:
         """Tell that the router itself could hear nothing for a while."""
         for store in self:
-            store.feed.stood_still(seconds)
+            store.events.stood_still(seconds)
 
     def tiers(self, instance: Instance) -> tuple[tuple[str, int], ...]:
         """Return the tiers that an instance can load from, nearest first, each with the slots of it and nearer ones."""
         if not self._links or instance.info is None or not instance.info.kvstore:
             return ()
-        return _tiers(store.feed for store in self if _uses(instance.info.kvstore, store.address))
+        return _tiers(store.events for store in self if _uses(instance.info.kvstore, store.address))
 
     async def _run(self, store: Store) -> None:
         """Connect, and connect again, until cancelled."""
         backoff = Backoff(self._config.reconnect_max_s, self._rng)
-        follower = EventFollower(store.feed, self._metrics, self._config.index_heartbeat_ms / 1000)
+        follower = EventSubscriber(store.events, self._metrics, self._config.index_heartbeat_ms / 1000)
         while True:
             epoch = await self._ask(store)
             if epoch is None:
                 # Gone: what lay in its memory is lost, and what is on its disk nobody can load now.
-                store.feed.lost()
+                store.events.lost()
             elif not await self._follow(store, epoch, follower):
                 log.warning("the KV store %s tells no events: its blocks count nowhere", store.name)
                 await asyncio.sleep(_NO_EVENTS_S)
@@ -169,17 +171,17 @@ class Stores(Collector):
                 kvstore_pb2.GetStoreInfoRequest(), timeout=self._config.probe_timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            if store.feed.usable and store.feed.num_lower_blocks:
+            if store.events.usable and store.events.num_lower_blocks:
                 log.warning("the KV store at %s does not answer: %s", store.address, error.code().name)
             return None
         store.name = info.instance_id or store.address
-        if store.feed.restarted(Epoch(info.epoch)):
+        if store.events.restarted(Epoch(info.epoch)):
             log.info("the KV store %s restarted", store.name)
         return Epoch(info.epoch)
 
-    async def _follow(self, store: Store, epoch: Epoch, follower: EventFollower) -> bool:
+    async def _follow(self, store: Store, epoch: Epoch, follower: EventSubscriber) -> bool:
         request = kvstore_pb2.StreamStoreEventsRequest(
-            from_sequence=store.feed.resume_from(epoch), epoch=epoch, heartbeat_ms=self._config.index_heartbeat_ms
+            from_sequence=store.events.resume_from(epoch), epoch=epoch, heartbeat_ms=self._config.index_heartbeat_ms
         )
         return await follower.follow(store.name, store.stub.StreamStoreEvents(request))
 
@@ -198,7 +200,7 @@ class Stores(Collector):
             labels=["store", "state"],
         )
         for store in self:
-            state.add_metric([store.name, store.feed.state.value], 1.0)
+            state.add_metric([store.name, store.events.state.value], 1.0)
             for tier, count in store.tiers.items():
                 blocks.add_metric([store.name, tier], count)
         yield blocks
@@ -210,9 +212,9 @@ def _uses(configured: str, address: str) -> bool:
     return configured == DISCOVER or address in configured.split(",")
 
 
-def _tiers(feeds: Iterable[EventFeed]) -> tuple[tuple[str, int], ...]:
+def _tiers(appliers: Iterable[EventApplier]) -> tuple[tuple[str, int], ...]:
     """Join the tiers of several stores: a block may come from any of them."""
-    usable: Sequence[dict[str, int]] = [dict(feed.lower_slots) for feed in feeds if feed.usable]
+    usable: Sequence[dict[str, int]] = [dict(events.lower_slots) for events in appliers if events.usable]
     found, slots = [], 0
     for tier, name in STORE_TIERS.items():
         of_tier = [own[tier] for own in usable if tier in own]

@@ -13,8 +13,8 @@ from baton.api.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
 from baton.types import Epoch, InstanceId, Role
-from baton_router.indexer.event_applier import EventFeed
-from baton_router.registry.load import LoadBook
+from baton_router.indexer.event_applier import EventApplier
+from baton_router.registry.load import InstanceLoad
 from baton_router.scheduler.decision import Decision
 
 
@@ -96,13 +96,13 @@ class Instance:
     Changed only by its link (health, identity), by placements (load) and by the registry (removal).
     """
 
-    def __init__(self, address: str, role: Role, channel: grpc.aio.Channel, feed: EventFeed) -> None:
+    def __init__(self, address: str, role: Role, channel: grpc.aio.Channel, events: EventApplier) -> None:
         self.address = address
         self.role = role
         self.channel = channel
         self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        self.feed = feed
-        self.load = LoadBook(role)
+        self.events = events
+        self.load = InstanceLoad(role)
         self.info: InstanceInfo | None = None
         self.status = Status.CONNECTING
         self.reason = ""
@@ -160,8 +160,8 @@ class Instance:
             address=self.address,
             role=role_to_pb(self.role),
             healthy=self.status is Status.READY,
-            index_state=self.feed.state,
+            index_state=self.events.state,
             load=self.load.report,
             in_flight=self.load.requests,
-            indexed_blocks=self.feed.num_blocks,
+            indexed_blocks=self.events.num_blocks,
         )

@@ -24,7 +24,7 @@ from baton.errors import BatonError
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.dispatch.backoff import Backoff
-from baton_router.indexer.event_subscriber import EventFollower
+from baton_router.indexer.event_subscriber import EventSubscriber
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 
@@ -34,11 +34,11 @@ Admit = Callable[[Instance, InstanceInfo], None]
 """Checks an instance's identity; raises a BatonError that names what does not fit."""
 
 
-class LinkLostError(Exception):
+class ConnectionLostError(Exception):
     """A session ended; the message says why."""
 
 
-class Link:
+class InstanceMonitor:
     """Keeps one :class:`Instance` up to date.
 
     Args:
@@ -77,7 +77,7 @@ class Link:
                     self._set(Status.DOWN, "internal error")
                 await asyncio.sleep(backoff.next_s())
         finally:
-            self._instance.feed.broken()
+            self._instance.events.broken()
 
     async def watch_last_requests(self, failures: int) -> None:
         """Probe an instance that gets no new requests, until cancelled; break off those it has if it hangs.
@@ -90,7 +90,7 @@ class Link:
             return
         try:
             await self._probe(info.epoch, failures)
-        except (grpc.RpcError, LinkLostError) as error:
+        except (grpc.RpcError, ConnectionLostError) as error:
             log.warning("instance %s, which left, is lost: %s", info.instance_id, _reason(error))
 
     async def _session(self, backoff: Backoff) -> None:
@@ -103,10 +103,10 @@ class Link:
                 self._metrics.refusals.labels(field=error.field or "").inc()
             self._set(Status.REFUSED, error.message)
             return
-        except (grpc.RpcError, LinkLostError) as error:
+        except (grpc.RpcError, ConnectionLostError) as error:
             self._set(Status.DOWN, _reason(error))
             return
-        if instance.feed.restarted(info.epoch, info.num_blocks):
+        if instance.events.restarted(info.epoch, info.num_blocks):
             log.info("instance %s restarted", info.instance_id)
         instance.info, instance.admitted = info, True
         instance.generation += 1
@@ -156,7 +156,7 @@ class Link:
                     "instance %s is %s", info.instance_id, "draining" if load.draining else "taking requests again"
                 )
                 self._changed()
-        raise LinkLostError("it closed the load stream")
+        raise ConnectionLostError("it closed the load stream")
 
     async def _probe(self, epoch: Epoch, failures: int) -> None:
         missed = 0
@@ -170,22 +170,22 @@ class Link:
                 missed += 1
                 if missed >= failures:
                     self._instance.lose()
-                    raise LinkLostError(f"it missed {missed} probes") from error
+                    raise ConnectionLostError(f"it missed {missed} probes") from error
                 continue
             missed = 0
             if info.epoch != epoch:
-                raise LinkLostError("it restarted")
+                raise ConnectionLostError("it restarted")
 
     async def _follow_events(self, epoch: Epoch) -> None:
         """Keep the event stream open; returns only if the instance has no such stream."""
         if not self._config.kv_events:
             return
         backoff = Backoff(self._config.reconnect_max_s, self._rng)
-        feed, name, beat_ms = self._instance.feed, self._instance.instance_id, self._config.index_heartbeat_ms
-        follower = EventFollower(feed, self._metrics, beat_ms / 1000)
+        events, name, beat_ms = self._instance.events, self._instance.instance_id, self._config.index_heartbeat_ms
+        follower = EventSubscriber(events, self._metrics, beat_ms / 1000)
         while True:
             request = worker_pb2.StreamKvEventsRequest(
-                from_sequence=feed.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms
+                from_sequence=events.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms
             )
             if not await follower.follow(name, self._instance.stub.StreamKvEvents(request)):
                 log.warning("instance %s has no KV events: the router goes by its own decisions there", name)

@@ -33,7 +33,7 @@ more hits and a better balance, but longer queues: at 1.0 a tenth more time to f
 
 
 @dataclass(slots=True)
-class LoadBook:
+class InstanceLoad:
     """One instance's work in flight."""
 
     role: Role
@@ -111,7 +111,7 @@ class LoadBook:
         self.draining, self.prompts_reported, self._done = False, 0, 0.0
 
 
-def in_flight(books: Sequence[LoadBook]) -> tuple[list[float], list[float]]:
+def in_flight(books: Sequence[InstanceLoad]) -> tuple[list[float], list[float]]:
     """Return every book's :attr:`~LoadBook.work` and :attr:`~LoadBook.load`, by the first one's clock."""
     work, loads = [], []
     if books:
@@ -125,14 +125,14 @@ def in_flight(books: Sequence[LoadBook]) -> tuple[list[float], list[float]]:
 
 
 @dataclass(slots=True)
-class Hold:
+class LoadReservation:
     """A share of one instance's load; ``release`` may be called any number of times.
 
     Attributes:
         prompt: Prompt tokens that a decode instance is to compute by itself, until :meth:`prefilled`.
     """
 
-    book: LoadBook
+    book: InstanceLoad
     tokens: int
     requests: int = 1
     prompt: int = 0

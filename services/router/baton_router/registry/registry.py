@@ -18,17 +18,17 @@ from baton.rpc.tls import Tls
 from baton.tokenizer.digest import tokenizer_digest
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
-from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
 from baton_router.metrics.router_metrics import InstanceCollector, RouterMetrics
 from baton_router.registry.identity import IdentityCheck
 from baton_router.registry.instance import Instance, InstanceInfo, Status
-from baton_router.registry.instance_monitor import Link
+from baton_router.registry.instance_monitor import InstanceMonitor
 from baton_router.registry.leases import Leases
-from baton_router.replication.capacity import Units, replica_name
+from baton_router.replication.capacity import InstanceCapacity, replica_name
 from baton_router.replication.metrics import UnitsCollector
-from baton_router.replication.waiters import Room
+from baton_router.replication.waiters import Waiters
 from baton_router.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _STALL_S = 0.5
 
 
 class Registry:
-    """The instances, their links and their leases.
+    """The instances, their monitors and their leases.
 
     The first instance that answers decides what is served; one whose KV is not the same thing is refused until every
     instance of the other kind has gone: a stream that moved there would go on with another model. How the same KV is
@@ -73,12 +73,12 @@ class Registry:
         self._instances: dict[str, Instance] = {}
         self._model: ModelInfo | None = None
         self._ready: dict[Role, list[Instance]] = {}
-        self._links: dict[str, tuple[Link, asyncio.Task[None]]] = {}
+        self._monitors: dict[str, tuple[InstanceMonitor, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._found: dict[str, frozenset[str]] = {}
         self.name = replica_name(config)
-        self.room = Room()
-        self.units = Units(
+        self.room = Waiters()
+        self.units = InstanceCapacity(
             self.name,
             config.max_inflight_per_instance,
             config.replicas,
@@ -104,8 +104,8 @@ class Registry:
         self._ticker = asyncio.create_task(self._tick(), name="registry")
 
     async def close(self) -> None:
-        """End every link and channel."""
-        tasks = [*(task for _, task in self._links.values()), *self._retired]
+        """End every monitor and channel."""
+        tasks = [*(task for _, task in self._monitors.values()), *self._retired]
         if self._ticker is not None:
             tasks.append(self._ticker)
         for task in tasks:
@@ -114,7 +114,7 @@ class Registry:
         await self.stores.close()
         await asyncio.gather(*(x.close() for x in self._instances.values()))
         self._instances.clear()
-        self._links.clear()
+        self._monitors.clear()
         self._changed()
 
     # --- who is there ---
@@ -289,20 +289,20 @@ class Registry:
         return open_channel(address, token=self._token, tls=self._tls)
 
     def _add(self, address: str, role: Role) -> None:
-        feed = EventFeed(
+        events = EventApplier(
             self.index,
             now=self._now,
             stale_limit_s=self._config.index_stale_limit_s,
             decision_ttl_s=self._config.index_decision_ttl_s,
         )
-        instance = Instance(address, role, self._open(address), feed)
-        link = Link(
+        instance = Instance(address, role, self._open(address), events)
+        monitor = InstanceMonitor(
             *(instance, self._config, self._metrics),
             admit=self._admit,
             changed=self._changed,
         )
         self._instances[address] = instance
-        self._links[address] = link, asyncio.create_task(link.run(), name=f"link {address}")
+        self._monitors[address] = monitor, asyncio.create_task(monitor.run(), name=f"monitor {address}")
 
     def _remove(self, address: str, *, silent: bool = False) -> None:
         """Take an instance out of placement; its channel is closed when its last request has ended.
@@ -311,22 +311,24 @@ class Registry:
             address: Whose.
             silent: It did not say that it leaves, so it may hang: the first missed probe breaks off its requests.
         """
-        instance, (link, running) = self._instances.pop(address), self._links.pop(address)
+        instance, (monitor, running) = self._instances.pop(address), self._monitors.pop(address)
         instance.status, instance.reason = Status.DOWN, "it left"
         running.cancel()
         failures = 1 if silent else self._config.probe_failures
-        task = asyncio.create_task(self._retire(instance, link, running, failures), name=f"retire {address}")
+        task = asyncio.create_task(self._retire(instance, monitor, running, failures), name=f"retire {address}")
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
         self._changed()
 
-    async def _retire(self, instance: Instance, link: Link, running: asyncio.Task[None], failures: int) -> None:
+    async def _retire(
+        self, instance: Instance, monitor: InstanceMonitor, running: asyncio.Task[None], failures: int
+    ) -> None:
         await asyncio.gather(running, return_exceptions=True)
         instance.status, instance.reason = Status.DOWN, "it left"
-        instance.feed.close()
+        instance.events.close()
         if all(x.instance_id != instance.instance_id for x in self._instances.values()):
             self._metrics.forget_instance(instance.instance_id)
-        watch = asyncio.create_task(link.watch_last_requests(failures), name=f"watch {instance.address}")
+        watch = asyncio.create_task(monitor.watch_last_requests(failures), name=f"watch {instance.address}")
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 await instance.wait_idle()
@@ -359,10 +361,10 @@ class Registry:
                 log.warning("the router stood still for %.1f s", late)
                 self.leases.extend(late)
                 for x in self.instances():
-                    x.feed.stood_still(late)
+                    x.events.stood_still(late)
                 self.stores.stood_still(late)
             self.expire()
             for x in self.instances():
-                x.feed.tick()
+                x.events.tick()
             self.stores.tick()
             self.index.sweep()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from baton.types import Role
 from baton_router.config import RouterConfig
 from baton_router.registry.instance import Instance, InstanceInfo
-from baton_router.registry.load import LoadBook
+from baton_router.registry.load import InstanceLoad
 from baton_router.replication.peers import Peers
 from baton_router.replication.redis_log import Claim
 from baton_router.replication.shares import fair_shares
@@ -37,7 +37,7 @@ def replica_name(config: RouterConfig) -> str:
 
 
 @dataclass(slots=True)
-class Part:
+class CapacityShare:
     """This replica's part of one instance's capacity.
 
     Attributes:
@@ -45,12 +45,12 @@ class Part:
     """
 
     capacity: int
-    book: LoadBook
+    book: InstanceLoad
     held: int = 0
     wants: int = 0
 
 
-class Units:
+class InstanceCapacity:
     """The parts of all limited instances.
 
     Args:
@@ -66,7 +66,7 @@ class Units:
     ) -> None:
         self._name, self._per_instance, self._expected = name, per_instance, expected
         self._shared, self._freed = shared, freed
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, CapacityShare] = {}
 
     def admitted(self, instance: Instance, info: InstanceInfo) -> None:
         """An instance said who it is: before its first request it gets its limit."""
@@ -75,7 +75,7 @@ class Units:
         capacity = self._per_instance or max(1, info.max_num_seqs)
         part = self._parts.get(info.instance_id)
         if part is None:
-            part = self._parts[info.instance_id] = Part(capacity, instance.load)
+            part = self._parts[info.instance_id] = CapacityShare(capacity, instance.load)
             if not self._shared:
                 part.held = capacity
             elif self._expected:
@@ -86,11 +86,11 @@ class Units:
             instance.load.limit, instance.load.freed = part.held, self._free_one
         part.capacity, part.book = capacity, instance.load
 
-    def part(self, instance: str) -> Part | None:
+    def part(self, instance: str) -> CapacityShare | None:
         """Return the part of an instance; ``None``: it is not limited."""
         return self._parts.get(instance)
 
-    def all(self) -> dict[str, Part]:
+    def all(self) -> dict[str, CapacityShare]:
         """Return all parts by instance id."""
         return self._parts
 
@@ -155,13 +155,13 @@ class Units:
         for part in self._parts.values():
             self._limit(part, min(part.book.limit, part.capacity // max(count, self._expected, 1)))
 
-    def _limit(self, part: Part, limit: int) -> None:
+    def _limit(self, part: CapacityShare, limit: int) -> None:
         more = limit - part.book.limit
         part.book.limit = limit
         if more > 0:
             self._freed(more)
 
-    def _shares(self, name: str, part: Part, others: dict[str, int]) -> dict[str, int]:
+    def _shares(self, name: str, part: CapacityShare, others: dict[str, int]) -> dict[str, int]:
         wants = {self._name: part.wants, **others}
         for number in range(self._expected - len(wants)):
             wants[f"{_NOBODY}{number}"] = 0

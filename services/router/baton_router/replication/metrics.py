@@ -57,7 +57,7 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily(
             "baton_router_replica_expectations",
             "Chains of blocks that other routers' requests make instances compute",
-            len(replica.taken),
+            len(replica.remote_pending),
         )
 
 

@@ -19,8 +19,8 @@ from prometheus_client import Counter
 
 from baton.hashing import HASH_BYTES, HashChain
 from baton.types import BlockHash, Epoch
-from baton_router.indexer.event_applier import EventFeed
-from baton_router.indexer.prefix_index import Expectation
+from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.prefix_index import PendingChain
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.replication.wire import MAX_CHAIN_BLOCKS, MAX_CHAINS, Expected, ExpectedNews
@@ -46,9 +46,9 @@ class _Told:
 
     told: Expected
     key: tuple[int, bytes]
-    feed: EventFeed
+    events: EventApplier
     until: float
-    requests: list[Expectation] = field(default_factory=list)
+    requests: list[PendingChain] = field(default_factory=list)
 
     def is_over(self, now: float) -> bool:
         while self.requests and self.requests[-1].over:
@@ -56,12 +56,12 @@ class _Told:
         return not self.requests or self.until <= now
 
 
-def epochs_by_feed(registry: Registry) -> dict[EventFeed, Epoch]:
+def epochs_by_applier(registry: Registry) -> dict[EventApplier, Epoch]:
     """Return which process each instance is, by its feed: a chain that another one was to hold is over."""
-    return {x.feed: x.info.epoch for x in registry.instances() if x.info is not None}
+    return {x.events: x.info.epoch for x in registry.instances() if x.info is not None}
 
 
-class Telling:
+class PendingPublisher:
     """The chains that were told.
 
     Args:
@@ -112,13 +112,13 @@ class Telling:
         ended = [number for number, x in self._told.items() if x.is_over(now)]
         for number in ended:
             self._drop(number)
-        epochs = epochs_by_feed(self._registry) if self._unchecked else {}
+        epochs = epochs_by_applier(self._registry) if self._unchecked else {}
         for _ in range(min(_CHECKED, len(self._unchecked))):
             number = self._unchecked.popleft()
             item = self._told.get(number)
             if item is None:
                 continue
-            if epochs.get(item.feed) != item.told.epoch or self._is_held(item):
+            if epochs.get(item.events) != item.told.epoch or self._is_held(item):
                 self._drop(number)
                 ended.append(number)
             else:
@@ -128,11 +128,11 @@ class Telling:
 
     def _is_held(self, item: _Told) -> bool:
         chain = HashChain(item.told.chain)
-        return self._held(item.feed, chain) == len(chain)
+        return self._held(item.events, chain) == len(chain)
 
-    def _held(self, feed: EventFeed, chain: HashChain) -> int:
+    def _held(self, events: EventApplier, chain: HashChain) -> int:
         """Return how many leading blocks an instance holds by its own events."""
-        return self._index.match_any(chain, [1 << feed.slot])[0]
+        return self._index.match_any(chain, [1 << events.slot])[0]
 
     def _drop(self, number: int) -> None:
         item = self._told.pop(number)
@@ -146,7 +146,7 @@ class Telling:
         queue = self._index.news
         if not queue:
             return [], []
-        owners = {self._index.owner(x.feed.slot): x for x in self._registry.instances()}
+        owners = {self._index.owner(x.events.slot): x for x in self._registry.instances()}
         new: list[Expected] = []
         dropped: list[int] = []
         chains: set[bytes] = set()
@@ -171,7 +171,7 @@ class Telling:
             new.append(item.told)
         return new, dropped
 
-    def _begin(self, expectation: Expectation, hashes: Sequence[BlockHash], instance: Instance) -> _Told | None:
+    def _begin(self, expectation: PendingChain, hashes: Sequence[BlockHash], instance: Instance) -> _Told | None:
         """Return what is to be told of an expectation, numberless; ``None``: nothing."""
         chain = HashChain.of(hashes)[:MAX_CHAIN_BLOCKS]
         if not chain or instance.info is None:
@@ -181,10 +181,10 @@ class Telling:
         if known is not None:
             known.requests.append(expectation)
             return None
-        if len(chain) - self._held(instance.feed, chain) < _MIN_NEW_SHARE * len(chain):
+        if len(chain) - self._held(instance.events, chain) < _MIN_NEW_SHARE * len(chain):
             return None
         told = Expected(self._last + 1, instance.instance_id, instance.info.epoch, chain.data)
-        return _Told(told, key, instance.feed, self._now() + LIFETIME_S, [expectation])
+        return _Told(told, key, instance.events, self._now() + LIFETIME_S, [expectation])
 
     def _keep(self, item: _Told) -> None:
         number = self._last = item.told.number

@@ -81,7 +81,7 @@ class Claim:
     used: int
 
 
-class Store:
+class RedisLog:
     """What replicas keep in Redis.
 
     Args:

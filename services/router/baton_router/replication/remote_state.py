@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from baton.hashing import HashChain
 from baton.types import Epoch
-from baton_router.indexer.event_applier import EventFeed
-from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.prefix_index import PendingChain
 from baton_router.registry.registry import Registry
-from baton_router.replication.publish import LIFETIME_S, MAX_BYTES, epochs_by_feed
+from baton_router.replication.publish import LIFETIME_S, MAX_BYTES, epochs_by_applier
 from baton_router.replication.wire import MAX_CHAINS, Entry
 
 
@@ -23,15 +23,15 @@ from baton_router.replication.wire import MAX_CHAINS, Entry
 class _Taken:
     """One chain; without ``expectation`` its time is up, and it isn't counted again."""
 
-    expectation: Expectation | None
-    feed: EventFeed
+    expectation: PendingChain | None
+    events: EventApplier
     epoch: Epoch
     size: int
     until: float
 
     def end(self) -> None:
         if self.expectation is not None:
-            PrefixIndex.forget(self.expectation)
+            self.expectation.release()
             self.expectation = None
 
 
@@ -50,7 +50,7 @@ class _Book:
             self.size -= item.size
 
 
-class TakenOver:
+class RemotePending:
     """The books of all other replicas.
 
     Args:
@@ -101,24 +101,24 @@ class TakenOver:
     def tick(self) -> None:
         """Forget what lasted too long, and what instances were to hold that restarted or left."""
         now = self._now()
-        epochs = epochs_by_feed(self._registry)
+        epochs = epochs_by_applier(self._registry)
         for book in self._books.values():
             for number, item in list(book.taken.items()):
-                if epochs.get(item.feed) != item.epoch:
+                if epochs.get(item.events) != item.epoch:
                     book.forget(number)
                 elif item.until <= now:
                     item.end()
 
     def _add(self, entry: Entry, book: _Book) -> None:
-        feeds = {(x.instance_id, x.info.epoch): x.feed for x in self._registry.instances() if x.info is not None}
+        appliers = {(x.instance_id, x.info.epoch): x.events for x in self._registry.instances() if x.info is not None}
         until = self._now() + LIFETIME_S
         for told in sorted(entry.expected.new, key=lambda x: x.number):
-            feed, size = feeds.get((told.instance, told.epoch)), len(told.chain)
-            if feed is None or told.number in book.taken:
+            events, size = appliers.get((told.instance, told.epoch)), len(told.chain)
+            if events is None or told.number in book.taken:
                 continue
             if len(book.taken) >= MAX_CHAINS or book.size + size > MAX_BYTES:
                 break
-            expectation = self._index.expect(feed.slot, HashChain(told.chain))
+            expectation = self._index.add_pending(events.slot, HashChain(told.chain))
             if expectation is not None:
-                book.taken[told.number] = _Taken(expectation, feed, told.epoch, size, until)
+                book.taken[told.number] = _Taken(expectation, events, told.epoch, size, until)
                 book.size += size

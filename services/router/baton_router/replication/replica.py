@@ -22,12 +22,12 @@ from baton.types import Role
 from baton_router.config import RouterConfig
 from baton_router.dispatch.backoff import Backoff
 from baton_router.registry.registry import Registry
-from baton_router.replication.capacity import LEASE_S, Units
+from baton_router.replication.capacity import LEASE_S, InstanceCapacity
 from baton_router.replication.metrics import ReplicaMetrics
 from baton_router.replication.peers import Peer, Peers
-from baton_router.replication.publish import Telling
-from baton_router.replication.redis_log import Store
-from baton_router.replication.remote_state import TakenOver
+from baton_router.replication.publish import PendingPublisher
+from baton_router.replication.redis_log import RedisLog
+from baton_router.replication.remote_state import RemotePending
 from baton_router.replication.wire import Entry, EntryError, ExpectedNews, Registered, Totals, decode, encode
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,11 @@ class Replica:
     ) -> None:
         self._config, self._registry, self._metrics, self._now = config, registry, metrics, now
         self.name = registry.name
-        self._units: Units = registry.units
-        self._store = Store(config.redis, config.redis_prefix, self.name)
+        self._units: InstanceCapacity = registry.units
+        self._store = RedisLog(config.redis, config.redis_prefix, self.name)
         self.peers = Peers(self.name, SILENT_S, now)
-        self.telling = Telling(registry, metrics.told, now) if config.replica_expectations else None
-        self.taken = TakenOver(registry, now)
+        self.publisher = PendingPublisher(registry, metrics.told, now) if config.replica_expectations else None
+        self.remote_pending = RemotePending(registry, now)
         self._epoch = secrets.token_hex(8)
         self._sequence = 0
         self._told: dict[str, Totals] = {}
@@ -123,7 +123,7 @@ class Replica:
                 for name, part in self._units.all().items()
             },
             "waiting": len(self._registry.room),
-            "expectations_told": 0 if self.telling is None else len(self.telling),
+            "expectations_told": 0 if self.publisher is None else len(self.publisher),
             "others": [
                 {
                     "replica": peer.name,
@@ -131,7 +131,7 @@ class Replica:
                     "silent": peer.silent,
                     "in_flight": {name: t.requests for name, t in peer.totals.items() if t.requests},
                     "held": {name: t.held for name, t in peer.totals.items() if t.held},
-                    "expectations": self.taken.count(peer.name),
+                    "expectations": self.remote_pending.count(peer.name),
                     "registered": [x.address for x in peer.registered],
                 }
                 for peer in self.peers.all()
@@ -147,8 +147,8 @@ class Replica:
             try:
                 await self._store.connect()
                 await self._join()
-                if self.telling is not None:
-                    self.telling.start()
+                if self.publisher is not None:
+                    self.publisher.start()
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._read())
                     tasks.create_task(self._write(backoff))
@@ -174,9 +174,9 @@ class Replica:
 
     def _forget_expectations(self) -> None:
         """Without Redis only what this router itself expects counts: nobody would say when the rest is over."""
-        self.taken.clear()
-        if self.telling is not None:
-            self.telling.stop()
+        self.remote_pending.clear()
+        if self.publisher is not None:
+            self.publisher.stop()
 
     async def _read(self) -> None:
         async for batch in self._store.read():
@@ -191,8 +191,8 @@ class Replica:
                 self._metrics.received.inc()
                 if self.peers.apply(entry):
                     changed = True
-                    if self.telling is not None:
-                        self.taken.take(entry)
+                    if self.publisher is not None:
+                        self.remote_pending.take(entry)
                     if entry.full or entry.left:
                         self._take_registrations()
             if changed:
@@ -236,7 +236,7 @@ class Replica:
         full = full or registered != self._told_registered
         totals = self._totals()
         news = totals if full else {name: t for name, t in totals.items() if self._told.get(name) != t}
-        expected = ExpectedNews() if self.telling is None else self.telling.news(full=full)
+        expected = ExpectedNews() if self.publisher is None else self.publisher.news(full=full)
         if not (full or news or expected.new or expected.over):
             return None
         self._told, self._told_registered = totals, registered
@@ -288,7 +288,7 @@ class Replica:
         while True:
             await asyncio.sleep(_TICK_S)
             for peer in self.peers.expire():
-                self.taken.drop(peer.name)
+                self.remote_pending.drop(peer.name)
                 if self.state is SharedState.SHARED:
                     log.warning("router %s fell silent: its share counts no more", peer.name)
             if self.state is SharedState.SHARED:
@@ -296,7 +296,7 @@ class Replica:
                 await self._reclaim()
             elif self._now() - self._reached_at > LEASE_S / 2:
                 self._units.alone(max([1 + len(self.peers.all()), *(x.count for x in self.peers.all())]))
-            self.taken.tick()
+            self.remote_pending.tick()
             self._spread()
             self._units.keep_only(x.instance_id for x in self._registry.instances())
             free = sum(max(0, part.book.limit - part.book.requests) for part in self._units.all().values())

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Room:
+class Waiters:
     """A queue of waiting requests. Lives in one event loop.
 
     Who is woken looks again whether there is room; whoever finds none waits again, behind the others.

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.types import InstanceId, Role
-from baton_router.indexer.event_applier import EventFeed
+from baton_router.indexer.event_applier import EventApplier
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import LoadBook
+from baton_router.registry.load import InstanceLoad
 from baton_router.scheduler.kv_compat import Takes, who_takes
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockFormat:
     """Instances whose blocks have the same hashes: a prompt is hashed and looked up once for all of them.
 
     Attributes:
@@ -30,7 +30,7 @@ class Kind:
     block_bytes: int
 
 
-class Members:
+class RoleCandidates:
     """The instances of one role, as parallel lists.
 
     Attributes:
@@ -44,16 +44,18 @@ class Members:
 
     __slots__ = ("books", "ids", "instances", "kinds", "places", "role")
 
-    def __init__(self, role: Role, instances: Sequence[Instance], known: dict[Kind, int]) -> None:
+    def __init__(self, role: Role, instances: Sequence[Instance], known: dict[BlockFormat, int]) -> None:
         self.role = role
         self.instances = instances
         self.ids: list[InstanceId] = [x.instance_id for x in instances]
-        self.books: list[LoadBook] = [x.load for x in instances]
+        self.books: list[InstanceLoad] = [x.load for x in instances]
         self.kinds = [known.setdefault(_kind(x), len(known)) for x in instances]
-        self.places: list[tuple[EventFeed, int]] = [(x.feed, at) for x, at in zip(instances, self.kinds, strict=True)]
+        self.places: list[tuple[EventApplier, int]] = [
+            (x.events, at) for x, at in zip(instances, self.kinds, strict=True)
+        ]
 
 
-class Roster:
+class Candidates:
     """The instances that a request can be placed on.
 
     Args:
@@ -75,9 +77,9 @@ class Roster:
         self.takes: Takes | None = who_takes(prefills, decodes)
         if self.takes is not None and not any(map(any, self.takes)):
             prefills, self.takes = (), None
-        known: dict[Kind, int] = {}
-        self.prefill = Members(Role.PREFILL, prefills, known)
-        self.decode = Members(Role.DECODE, decodes, known)
+        known: dict[BlockFormat, int] = {}
+        self.prefill = RoleCandidates(Role.PREFILL, prefills, known)
+        self.decode = RoleCandidates(Role.DECODE, decodes, known)
         self.kinds = list(known)
 
     def is_of(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
@@ -85,7 +87,7 @@ class Roster:
         return self.given[1] is decodes and self.given[0] is prefills
 
 
-def _kind(instance: Instance) -> Kind:
+def _kind(instance: Instance) -> BlockFormat:
     info = instance.info
     assert info is not None  # a ready instance has said what it is
-    return Kind(info.content_key, info.fingerprint.block_size, info.fingerprint.block_bytes)
+    return BlockFormat(info.content_key, info.fingerprint.block_size, info.fingerprint.block_bytes)

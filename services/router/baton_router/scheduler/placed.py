@@ -11,17 +11,17 @@ import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
 from baton.types import PrefillPath
-from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+from baton_router.indexer.prefix_index import PendingChain
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import Hold
+from baton_router.registry.load import LoadReservation
 from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.speeds import Served, Speeds
+from baton_router.scheduler.speeds import ServedRequest, Speeds
 
 _NEVER_REMOTE = 2**31 - 1
 """As threshold: no prompt is so long that decode would ask a prefill instance."""
 
 
-class Ask(msgspec.Struct):
+class PlacementRequest(msgspec.Struct):
     """What is to be placed.
 
     Attributes:
@@ -59,10 +59,10 @@ class Placement:
     prefill: list[Instance]
     decision: Decision
     threshold: int | None = None
-    decode_hold: Hold | None = None
-    prefill_hold: Hold | None = None
-    decode_expectation: Expectation | None = None
-    prefill_expectation: Expectation | None = None
+    decode_reservation: LoadReservation | None = None
+    prefill_reservation: LoadReservation | None = None
+    decode_pending: PendingChain | None = None
+    prefill_pending: PendingChain | None = None
     ahead: float = 0.0
     running: int = 0
     speeds: Speeds | None = None
@@ -81,18 +81,18 @@ class Placement:
 
     def prefilled(self) -> None:
         """The first token is there: the prefill instance is free of this request."""
-        if self.decode_hold is not None:
-            self.decode_hold.prefilled()
-        if self.prefill_hold is not None:
-            self.prefill_hold.release()
-        if self.prefill_expectation is not None:
-            PrefixIndex.forget(self.prefill_expectation)
-            self.prefill_expectation = None
+        if self.decode_reservation is not None:
+            self.decode_reservation.prefilled()
+        if self.prefill_reservation is not None:
+            self.prefill_reservation.release()
+        if self.prefill_pending is not None:
+            self.prefill_pending.release()
+            self.prefill_pending = None
 
     def grow(self, num_tokens: int) -> None:
         """Count generated tokens."""
-        if self.decode_hold is not None:
-            self.decode_hold.grow(num_tokens)
+        if self.decode_reservation is not None:
+            self.decode_reservation.grow(num_tokens)
         if self.speeds is not None:
             self._last = self.speeds.now()
             self._tokens += num_tokens
@@ -102,20 +102,20 @@ class Placement:
     def release(self) -> None:
         """Give everything back; may be called any number of times."""
         self.prefilled()
-        if self.decode_hold is not None:
-            self.decode_hold.release()
-        if self.decode_expectation is not None:
-            PrefixIndex.forget(self.decode_expectation)
-            self.decode_expectation = None
+        if self.decode_reservation is not None:
+            self.decode_reservation.release()
+        if self.decode_pending is not None:
+            self.decode_pending.release()
+            self.decode_pending = None
         speeds, self.speeds = self.speeds, None
         if speeds is not None and self.trace is not None and self._first is not None:
             speeds.observe(self._served(self.trace))
 
-    def _served(self, trace: common_pb2.RequestTrace) -> Served:
+    def _served(self, trace: common_pb2.RequestTrace) -> ServedRequest:
         began, first = self._first or (0.0, 0)
-        sequences = max(1, self.decode_hold.requests if self.decode_hold is not None else 1)
-        held = self.prefill_hold is not None
-        return Served(
+        sequences = max(1, self.decode_reservation.requests if self.decode_reservation is not None else 1)
+        held = self.prefill_reservation is not None
+        return ServedRequest(
             trace,
             self.decision.prefill_instance if held else "",
             self.decode.instance_id,

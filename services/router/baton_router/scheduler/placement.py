@@ -15,17 +15,17 @@ from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, Hold, in_flight
-from baton_router.scheduler.candidates import Members, Roster
+from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, in_flight
+from baton_router.scheduler.candidates import Candidates, RoleCandidates
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.kv_compat import only_taken
-from baton_router.scheduler.placed import Ask, Placement
+from baton_router.scheduler.placed import Placement, PlacementRequest
 from baton_router.scheduler.placement_metrics import PlacementMetrics
 from baton_router.scheduler.policies import Policy, Request, Side
 from baton_router.scheduler.policies.choice import choose, prefill_order
 from baton_router.scheduler.speeds import Speeds
 
-__all__ = ["Ask", "Fleet", "LowerTiers", "Placement", "Placer"]
+__all__ = ["Fleet", "LowerTiers", "Placement", "PlacementRequest", "Placer"]
 
 _WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
 
@@ -100,9 +100,9 @@ class Placer:
         tiers = tiers or LowerTiers()
         self._tier_weights, self._stores = tiers.weights, tiers.stores
         self._rng = random.Random(seed)
-        self._roster: Roster | None = None
+        self._candidates: Candidates | None = None
 
-    def place(self, ask: Ask, *, reserve: bool = True) -> Placement | None:
+    def place(self, ask: PlacementRequest, *, reserve: bool = True) -> Placement | None:
         """Choose instances and, unless told not to, reserve a share of them; ``None``: no decode instance is free."""
         began = time.perf_counter()
         decodes = self._fleet.ready(Role.DECODE)
@@ -115,42 +115,42 @@ class Placer:
                 decodes = free
         if not decodes:
             return None
-        roster = self._roster
-        if roster is None or not roster.is_of(prefills, decodes):
-            roster = self._roster = Roster(prefills, decodes)
-        chains = self._chains(ask, roster)
-        prefill, decode, request = self._sides(ask, roster, chains)
-        placement = self._choose(request, prefill, decode, roster)
+        candidates = self._candidates
+        if candidates is None or not candidates.is_of(prefills, decodes):
+            candidates = self._candidates = Candidates(prefills, decodes)
+        chains = self._chains(ask, candidates)
+        prefill, decode, request = self._sides(ask, candidates, chains)
+        placement = self._choose(request, prefill, decode, candidates)
         if reserve:
-            self._reserve(request, placement, roster, chains)
+            self._reserve(request, placement, candidates, chains)
             self._metrics.decision_time.observe(time.perf_counter() - began)
         return placement
 
-    def _chains(self, ask: Ask, roster: Roster) -> list[_Chain]:
+    def _chains(self, ask: PlacementRequest, candidates: Candidates) -> list[_Chain]:
         """Return the prompt in every kind's blocks, looked up among the slots of the kind's instances."""
         chains = []
-        for kind in roster.kinds:
+        for kind in candidates.kinds:
             hashes = hash_chain(ask.token_ids, kind.block_size, root_hash(kind.content_key, ask.cache_salt))
             chains.append(_Chain(hashes, kind.block_size))
-        for members in (roster.prefill, roster.decode):
-            for feed, at in members.places:
-                if feed.usable:
-                    chains[at].slots |= 1 << feed.slot
+        for members in (candidates.prefill, candidates.decode):
+            for events, at in members.places:
+                if events.usable:
+                    chains[at].slots |= 1 << events.slot
         for chain in chains:
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
         return chains
 
-    def _sides(self, ask: Ask, roster: Roster, chains: list[_Chain]) -> tuple[Side, Side, Request]:
+    def _sides(self, ask: PlacementRequest, candidates: Candidates, chains: list[_Chain]) -> tuple[Side, Side, Request]:
         """Gather what a policy is to know."""
         total = len(ask.token_ids)
-        prefill = _side(roster.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
-        decode = _side(roster.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * ask.num_sequences)
-        for side, members in ((prefill, roster.prefill), (decode, roster.decode)):
-            if self._stores or any(feed.is_tiered for feed, _ in members.places):
+        prefill = _side(candidates.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
+        decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * ask.num_sequences)
+        for side, members in ((prefill, candidates.prefill), (decode, candidates.decode)):
+            if self._stores or any(events.is_tiered for events, _ in members.places):
                 tiers = [self._tiers(x) for x in members.instances]
                 if any(tiers):
                     self._count_tiers(side, [chains[at] for at in members.kinds], tiers, max(1, total))
-        kind = roster.kinds[0]  # what travels is the source's KV
+        kind = candidates.kinds[0]  # what travels is the source's KV
         request = Request(
             total,
             ask.num_sequences,
@@ -168,8 +168,8 @@ class Placer:
         """
         behind = self._stores.tiers(instance) if self._stores else ()
         if not behind:
-            return list(instance.feed.tiers[1:]) if instance.feed.is_tiered else []
-        own = instance.feed.tiers if instance.feed.usable else ()
+            return list(instance.events.tiers[1:]) if instance.events.is_tiered else []
+        own = instance.events.tiers if instance.events.usable else ()
         slots = own[-1][1] if own else 0
         return [*own[1:], *((tier, slots | more) for tier, more in behind)]
 
@@ -198,8 +198,8 @@ class Placer:
                 depths[at] = [next(answers) for _ in tiers[at]]
         return depths
 
-    def _choose(self, request: Request, prefill: Side, decode: Side, roster: Roster) -> Placement:
-        ratings, takes = self._policy.score(request, prefill, decode), roster.takes
+    def _choose(self, request: Request, prefill: Side, decode: Side, candidates: Candidates) -> Placement:
+        ratings, takes = self._policy.score(request, prefill, decode), candidates.takes
         if takes is None:
             choice = choose(ratings, self._rng)
             order = prefill_order(ratings, choice, self._max_prefills, self._rng)
@@ -212,10 +212,10 @@ class Placer:
         if self._threshold is not None and order and path is not PrefillPath.STORE:
             missing = request.tokens - decode.matched[choice.decode]
             path = PrefillPath.LOCAL if missing < self._threshold else PrefillPath.REMOTE
-        target = roster.decode.instances[choice.decode]
-        chosen = [roster.prefill.instances[at] for at in order] if order else []
-        state = target.feed.state
-        if chosen and (other := chosen[0].feed.state) is not state:
+        target = candidates.decode.instances[choice.decode]
+        chosen = [candidates.prefill.instances[at] for at in order] if order else []
+        state = target.events.state
+        if chosen and (other := chosen[0].events.state) is not state:
             state = next(x for x in _WORST_FIRST if x in (state, other))
         # By position, as all that is made per request: named arguments of a class go through a dict.
         addresses = [x.address for x in chosen] if chosen else []
@@ -224,40 +224,40 @@ class Placer:
         )
         return Placement(target, chosen, decision, self._threshold)
 
-    def _reserve(self, request: Request, placement: Placement, roster: Roster, chains: list[_Chain]) -> None:
+    def _reserve(self, request: Request, placement: Placement, candidates: Candidates, chains: list[_Chain]) -> None:
         decision = placement.decision
         prefill, decode = decision.prefill, decision.decode
         at, total = decision.choice.decode, request.tokens
         book = placement.decode.load
         placement.speeds, placement.running = self._speeds, book.requests + request.sequences
         own = total - decode.matched[at] if decision.path is PrefillPath.LOCAL else 0
-        placement.decode_hold = Hold(book, total, request.sequences, own)
-        placement.decode_expectation = placement.decode.feed.expect(chains[roster.decode.kinds[at]].hashes)
+        placement.decode_reservation = LoadReservation(book, total, request.sequences, own)
+        placement.decode_pending = placement.decode.events.add_pending(chains[candidates.decode.kinds[at]].hashes)
         used = [decode.ids[at]]
         rate = None
         if placement.prefill and decision.path in (None, PrefillPath.REMOTE):
             first, at = placement.prefill[0], decision.prefill_order[0]
             placement.ahead = first.load.work
-            placement.prefill_hold = Hold(first.load, max(0, total - prefill.matched[at]))
-            placement.prefill_expectation = first.feed.expect(chains[roster.prefill.kinds[at]].hashes)
+            placement.prefill_reservation = LoadReservation(first.load, max(0, total - prefill.matched[at]))
+            placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.kinds[at]].hashes)
             used.append(prefill.ids[at])
             rate = prefill.match_rates[at]
         self._policy.chosen(request, used)
         self._metrics.observe(decision, rate)
-        for members in (roster.prefill, roster.decode):
+        for members in (candidates.prefill, candidates.decode):
             for at, instance in enumerate(members.instances):
                 instance.last_score = decision, at
 
 
-def _side(members: Members, chains: list[_Chain], total: int, cost: float) -> Side:
+def _side(members: RoleCandidates, chains: list[_Chain], total: int, cost: float) -> Side:
     """Return one role's instances as a policy sees them."""
     if not members.places:
         return Side(members.role, [], [], [], [], [], cost)
     work, loads = in_flight(members.books)
     matched = []
-    for feed, at in members.places:
+    for events, at in members.places:
         chain = chains[at]
-        matched.append(chain.depths.get(feed.slot, 0) * chain.block_size)
+        matched.append(chain.depths.get(events.slot, 0) * chain.block_size)
     whole = max(1, total)
     rates = [tokens / whole for tokens in matched]
     return Side(members.role, members.ids, matched, rates, work, loads, cost, members.books)

@@ -51,7 +51,7 @@ class Fit(NamedTuple):
         return self.base + self.slope * amount
 
 
-class Line:
+class LinearFit:
     """Least squares over observations whose weight decays with each new one.
 
     Args:
@@ -106,28 +106,28 @@ class Line:
         return Fit(base, slope) if base >= 0.0 else Fit(0.0, self._xy / self._xx)
 
 
-class Lines(Generic[K]):
+class LinearFits(Generic[K]):
     """One line per key and one over all keys.
 
     Args:
         prior: Holds until anything is known.
         now: Monotonic clock, in seconds.
-        flat: See :class:`Line`.
+        flat: See :class:`LinearFit`.
     """
 
     def __init__(self, prior: Fit, now: Callable[[], float], *, flat: bool = False) -> None:
         self._prior = prior
         self._now = now
         self._flat = flat
-        self._all = Line(flat=flat, at=0.0)
-        self._lines: OrderedDict[K, Line] = OrderedDict()
+        self._all = LinearFit(flat=flat, at=0.0)
+        self._lines: OrderedDict[K, LinearFit] = OrderedDict()
 
     def add(self, key: K, amount: float, ms: float, weight: float = 1.0) -> None:
         """Take an observation; the number of keys is bounded, those not heard of for longest go first."""
         now = self._now()
         line = self._lines.get(key)
         if line is None or now - line.at > _FRESH_S:
-            line = self._lines[key] = Line(flat=self._flat, at=now)
+            line = self._lines[key] = LinearFit(flat=self._flat, at=now)
         self._lines.move_to_end(key)
         line.add(amount, ms, now, weight)
         self._all.add(amount, ms, now, weight)
@@ -154,7 +154,7 @@ class Lines(Generic[K]):
         ]
 
 
-class Served(msgspec.Struct):
+class ServedRequest(msgspec.Struct):
     """A request as the router saw it, from placement to its end.
 
     Attributes:
@@ -185,19 +185,19 @@ class Speeds:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
-        self.prefill: Lines[str] = Lines(Fit(5.0, 0.2), now)
-        self.local: Lines[str] = Lines(Fit(2.0, 0.2), now)
-        self.transfer: Lines[tuple[str, str]] = Lines(Fit(2.0, 1e-6), now)
-        self.store: Lines[str] = Lines(Fit(2.0, 1e-6), now)
-        self.decode: Lines[str] = Lines(Fit(20.0, 0.0), now, flat=True)
-        self.output = Line(flat=True, at=0.0)
+        self.prefill: LinearFits[str] = LinearFits(Fit(5.0, 0.2), now)
+        self.local: LinearFits[str] = LinearFits(Fit(2.0, 0.2), now)
+        self.transfer: LinearFits[tuple[str, str]] = LinearFits(Fit(2.0, 1e-6), now)
+        self.store: LinearFits[str] = LinearFits(Fit(2.0, 1e-6), now)
+        self.decode: LinearFits[str] = LinearFits(Fit(20.0, 0.0), now, flat=True)
+        self.output = LinearFit(flat=True, at=0.0)
 
     @property
     def output_tokens(self) -> float:
         """Tokens that a request generates, on average."""
         return self.output.mean if self.output.known else 128.0
 
-    def observe(self, served: Served) -> None:
+    def observe(self, served: ServedRequest) -> None:
         """Learn from a request that was served."""
         trace = served.trace
         if trace.path == common_pb2.PREFILL_PATH_REMOTE and trace.prefill_instance:
@@ -212,7 +212,7 @@ class Speeds:
         if served.tokens:
             self.output.add(0.0, served.tokens, self.now())
 
-    def _remote(self, served: Served, trace: common_pb2.RequestTrace) -> None:
+    def _remote(self, served: ServedRequest, trace: common_pb2.RequestTrace) -> None:
         if trace.kv_bytes:
             pair = (trace.prefill_instance, served.decode)
             self.transfer.add(pair, trace.kv_bytes, trace.exposed_us / 1000)

@@ -94,7 +94,7 @@ class ConsoleData:
 
 def describe(x: Instance) -> dict[str, Any]:
     """Return one instance as the console shows it."""
-    report, feed, info = x.load.report, x.feed, x.info
+    report, events, info = x.load.report, x.events, x.info
     return {
         "id": x.instance_id,
         "address": x.address,
@@ -111,14 +111,14 @@ def describe(x: Instance) -> dict[str, Any]:
         "blocks_active": report.blocks_active,
         "blocks_cached": report.blocks_cached,
         "index": {
-            "state": feed.state.value,
-            "age_s": round(feed.age_s, 1),
-            "blocks": feed.num_blocks,
-            "decided": feed.num_decided,
-            "sequence": feed.resume_from(info.epoch) if info is not None else 0,
+            "state": events.state.value,
+            "age_s": round(events.age_s, 1),
+            "blocks": events.num_blocks,
+            "decided": events.num_decided,
+            "sequence": events.resume_from(info.epoch) if info is not None else 0,
             "epoch": info.epoch.hex()[:8] if info is not None else None,
             "group": info.content_key.hex()[:12] if info is not None else None,
             "block_size": info.fingerprint.block_size if info is not None else None,
-            "gaps": feed.num_gaps,
+            "gaps": events.num_gaps,
         },
     }

@@ -127,7 +127,7 @@ def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> 
     """Return the state of the index, per instance, per group of instances that share their hashes, and per KV store."""
     rows, groups = [], dict[str, dict[str, Any]]()
     for x in instances:
-        info, feed = x.info, x.feed
+        info, events = x.info, x.events
         group = info.content_key.hex()[:12] if info is not None else None
         rows.append(
             {
@@ -135,16 +135,16 @@ def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> 
                 "address": x.address,
                 "role": x.role.value,
                 "status": x.status.value,
-                "state": feed.state.value,
-                "usable": feed.usable,
-                "age_s": round(feed.age_s, 3),
-                "blocks": feed.num_blocks,
-                "tiers": [tier for tier, _ in feed.tiers],
-                "decided_prompts": feed.num_decided,
-                "sequence": feed.resume_from(info.epoch) if info is not None else 0,
+                "state": events.state.value,
+                "usable": events.usable,
+                "age_s": round(events.age_s, 3),
+                "blocks": events.num_blocks,
+                "tiers": [tier for tier, _ in events.tiers],
+                "decided_prompts": events.num_decided,
+                "sequence": events.resume_from(info.epoch) if info is not None else 0,
                 "epoch": info.epoch.hex() if info is not None else None,
-                "events": feed.num_events,
-                "gaps": feed.num_gaps,
+                "events": events.num_events,
+                "gaps": events.num_gaps,
                 "group": group,
             }
         )
@@ -155,11 +155,11 @@ def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> 
         {
             "store": x.name,
             "address": x.address,
-            "state": x.feed.state.value,
-            "age_s": round(x.feed.age_s, 3),
+            "state": x.events.state.value,
+            "age_s": round(x.events.age_s, 3),
             "blocks": x.tiers,
-            "events": x.feed.num_events,
-            "gaps": x.feed.num_gaps,
+            "events": x.events.num_events,
+            "gaps": x.events.num_gaps,
         }
         for x in stores
     ]

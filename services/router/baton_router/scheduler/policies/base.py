@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from baton.types import InstanceId, Role
-from baton_router.registry.load import LoadBook
+from baton_router.registry.load import InstanceLoad
 
 _SMOOTHING = 0.25
 """Share of a request's own work in the relative load. In simulations 0.1 to 0.5 gave the lowest time to first token:
@@ -64,7 +64,7 @@ class Side(msgspec.Struct):
     work: list[float]
     loads: list[float]
     cost: float
-    books: Sequence[LoadBook] = ()
+    books: Sequence[InstanceLoad] = ()
     loadable: list[int] | None = None
     tiers: list[dict[str, int]] | None = None
 

@@ -7,7 +7,7 @@ import pytest
 from baton.api.v1 import events_pb2
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash, Epoch
-from baton_router.indexer.event_applier import EventFeed, EventGapError, IndexState
+from baton_router.indexer.event_applier import EventApplier, EventGapError, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 
 A, B = Epoch(b"a" * 16), Epoch(b"b" * 16)
@@ -37,11 +37,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def feed(clock: Clock) -> EventFeed:
-    return EventFeed(PrefixIndex(), now=clock, stale_limit_s=10)
+def feed(clock: Clock) -> EventApplier:
+    return EventApplier(PrefixIndex(), now=clock, stale_limit_s=10)
 
 
-def test_life(feed: EventFeed, clock: Clock) -> None:
+def test_life(feed: EventApplier, clock: Clock) -> None:
     assert feed.state is IndexState.OFF
     assert feed.resume_from(A) == 0
     feed.apply(batch(3, stored(HASHES[:2]), snapshot=True))
@@ -55,7 +55,7 @@ def test_life(feed: EventFeed, clock: Clock) -> None:
     assert feed.num_events == 4
 
 
-def test_a_repeated_batch_proves_that_nothing_was_missed(feed: EventFeed) -> None:
+def test_a_repeated_batch_proves_that_nothing_was_missed(feed: EventApplier) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
     feed.broken()
     assert feed.state is IndexState.STALE
@@ -65,7 +65,7 @@ def test_a_repeated_batch_proves_that_nothing_was_missed(feed: EventFeed) -> Non
     assert feed.num_blocks == 2
 
 
-def test_gap(feed: EventFeed) -> None:
+def test_gap(feed: EventApplier) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
     with pytest.raises(EventGapError):
         feed.apply(batch(3, stored(HASHES[3:4])))
@@ -76,13 +76,13 @@ def test_gap(feed: EventFeed) -> None:
     assert (feed.state, feed.num_blocks) == (IndexState.EXACT, 4)
 
 
-def test_events_before_any_snapshot_are_a_gap(feed: EventFeed) -> None:
+def test_events_before_any_snapshot_are_a_gap(feed: EventApplier) -> None:
     with pytest.raises(EventGapError):
         feed.apply(batch(1, stored(HASHES[:2])))
     assert (feed.state, feed.resume_from(A)) == (IndexState.OFF, 0)
 
 
-def test_another_process(feed: EventFeed) -> None:
+def test_another_process(feed: EventApplier) -> None:
     feed.apply(batch(9, stored(HASHES[:2]), snapshot=True))
     assert feed.resume_from(B) == 0
     with pytest.raises(EventGapError):
@@ -92,7 +92,7 @@ def test_another_process(feed: EventFeed) -> None:
     assert (feed.state, feed.num_blocks, feed.resume_from(B)) == (IndexState.EXACT, 1, 1)
 
 
-def test_restart_forgets_at_once(feed: EventFeed) -> None:
+def test_restart_forgets_at_once(feed: EventApplier) -> None:
     feed.apply(batch(9, stored(HASHES[:2]), snapshot=True))
     assert not feed.restarted(A)
     assert feed.num_blocks == 2
@@ -100,7 +100,7 @@ def test_restart_forgets_at_once(feed: EventFeed) -> None:
     assert (feed.state, feed.num_blocks) == (IndexState.OFF, 0)
 
 
-def test_age(feed: EventFeed, clock: Clock) -> None:
+def test_age(feed: EventApplier, clock: Clock) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
     feed.broken()
     clock.now = 4
@@ -111,18 +111,18 @@ def test_age(feed: EventFeed, clock: Clock) -> None:
     assert (feed.state, feed.usable) == (IndexState.OFF, False)
 
 
-def test_only_the_instances_own_memory_counts(feed: EventFeed) -> None:
+def test_only_the_instances_own_memory_counts(feed: EventApplier) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), stored(HASHES[2:4], tier="host"), snapshot=True))
     assert feed.num_blocks == 2
 
 
-def test_hashes_of_another_length_are_ignored(feed: EventFeed) -> None:
+def test_hashes_of_another_length_are_ignored(feed: EventApplier) -> None:
     feed.apply(batch(1, stored([BlockHash(b"short"), HASHES[0]]), snapshot=True))
     assert feed.num_blocks == 1
 
 
 def test_a_full_index_is_not_exact(clock: Clock) -> None:
-    feed = EventFeed(PrefixIndex(max_blocks=3), now=clock)
+    feed = EventApplier(PrefixIndex(max_blocks=3), now=clock)
     feed.apply(batch(1, stored(HASHES[:5]), snapshot=True))
     assert (feed.state, feed.num_blocks) == (IndexState.STALE, 3)
     feed.apply(batch(2, stored(HASHES[:2]), snapshot=True))
@@ -133,7 +133,7 @@ def beat(sequence: int, epoch: bytes = A) -> events_pb2.KvEventBatch:
     return events_pb2.KvEventBatch(epoch=epoch, sequence=sequence, heartbeat=True)
 
 
-def test_silence_after_heartbeats_is_stale(feed: EventFeed, clock: Clock) -> None:
+def test_silence_after_heartbeats_is_stale(feed: EventApplier, clock: Clock) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
     clock.now = 5
     assert feed.state is IndexState.EXACT, "who never sent a heartbeat may be silent"
@@ -159,7 +159,7 @@ def test_silence_after_heartbeats_is_stale(feed: EventFeed, clock: Clock) -> Non
     assert feed.state is IndexState.EXACT, "another process, which may send no heartbeats"
 
 
-def test_a_heartbeat_tells_of_events_that_did_not_come(feed: EventFeed) -> None:
+def test_a_heartbeat_tells_of_events_that_did_not_come(feed: EventApplier) -> None:
     with pytest.raises(EventGapError):
         feed.heartbeat(beat(3), 1)
     feed.apply(batch(3, stored(HASHES[:2]), snapshot=True))
@@ -172,7 +172,7 @@ def test_a_heartbeat_tells_of_events_that_did_not_come(feed: EventFeed) -> None:
     assert (feed.state, feed.num_blocks) == (IndexState.OFF, 0)
 
 
-def test_what_is_too_old_goes(feed: EventFeed, clock: Clock) -> None:
+def test_what_is_too_old_goes(feed: EventApplier, clock: Clock) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
     feed.broken()
     clock.now = 9
@@ -183,22 +183,22 @@ def test_what_is_too_old_goes(feed: EventFeed, clock: Clock) -> None:
     assert (feed.state, feed.usable, feed.num_blocks, feed.resume_from(A)) == (IndexState.OFF, True, 0, 0)
 
 
-def depth(feed: EventFeed, hashes: list[BlockHash]) -> int:
+def depth(feed: EventApplier, hashes: list[BlockHash]) -> int:
     return feed._index.match(hashes, 1 << feed.slot).get(feed.slot, 0)
 
 
-def place(feed: EventFeed, hashes: list[BlockHash]) -> None:
+def place(feed: EventApplier, hashes: list[BlockHash]) -> None:
     """A request came and ended."""
-    expectation = feed.expect(hashes)
+    expectation = feed.add_pending(hashes)
     assert expectation is not None
-    PrefixIndex.forget(expectation)
+    expectation.release()
 
 
 def chain_of(first: int, length: int) -> list[BlockHash]:
     return block_hashes([first] * length, 1, root_hash(b"test"))
 
 
-def test_own_decisions_stand_in_for_events(feed: EventFeed, clock: Clock) -> None:
+def test_own_decisions_stand_in_for_events(feed: EventApplier, clock: Clock) -> None:
     feed.restarted(A, num_blocks=10)
     place(feed, chain_of(1, 4))
     assert (feed.state, depth(feed, chain_of(1, 6)), feed.num_decided) == (IndexState.OFF, 4, 1)
@@ -217,7 +217,7 @@ def test_own_decisions_stand_in_for_events(feed: EventFeed, clock: Clock) -> Non
     assert (depth(feed, chain_of(6, 4)), feed.num_decided) == (0, 0)
 
 
-def test_own_decisions_end_with_a_process_that_never_told_anything(feed: EventFeed) -> None:
+def test_own_decisions_end_with_a_process_that_never_told_anything(feed: EventApplier) -> None:
     assert not feed.restarted(A)
     place(feed, chain_of(1, 4))
     assert not feed.restarted(A)
@@ -227,7 +227,7 @@ def test_own_decisions_end_with_a_process_that_never_told_anything(feed: EventFe
     assert not feed.restarted(B)
 
 
-def test_own_decisions_end_with_the_process(feed: EventFeed) -> None:
+def test_own_decisions_end_with_the_process(feed: EventApplier) -> None:
     feed.apply(batch(1, snapshot=True))
     feed.apply(batch(1, epoch=B, snapshot=True))
     feed.restarted(A)
@@ -240,17 +240,17 @@ def test_own_decisions_end_with_the_process(feed: EventFeed) -> None:
     assert feed._index._expected._root.children == {}
 
 
-def test_a_request_in_flight_is_expected_across_a_snapshot(feed: EventFeed) -> None:
+def test_a_request_in_flight_is_expected_across_a_snapshot(feed: EventApplier) -> None:
     feed.apply(batch(1, snapshot=True))
-    expectation = feed.expect(HASHES)
+    expectation = feed.add_pending(HASHES)
     assert expectation is not None
     feed.apply(batch(7, stored(HASHES[:2]), snapshot=True))
     assert depth(feed, HASHES) == len(HASHES)
-    PrefixIndex.forget(expectation)
+    expectation.release()
     assert depth(feed, HASHES) == 2
 
 
-def test_tiers(feed: EventFeed) -> None:
+def test_tiers(feed: EventApplier) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), stored(HASHES[2:5], tier="host"), snapshot=True))
     feed.apply(batch(2, stored(HASHES[4:7], tier="remote"), stored(HASHES, tier="no such tier")))
 
@@ -269,7 +269,7 @@ def test_tiers(feed: EventFeed) -> None:
     assert found() == {"device": 0}
 
 
-def test_a_snapshot_in_parts_counts_when_it_is_whole(feed: EventFeed) -> None:
+def test_a_snapshot_in_parts_counts_when_it_is_whole(feed: EventApplier) -> None:
     def part(*events: events_pb2.KvEvent, first: bool = False, more: bool = True) -> events_pb2.KvEventBatch:
         return events_pb2.KvEventBatch(epoch=A, sequence=7, events=events, snapshot=first, more=more)
 
@@ -285,7 +285,7 @@ def test_a_snapshot_in_parts_counts_when_it_is_whole(feed: EventFeed) -> None:
     assert feed.apply(batch(8, stored(HASHES[6:])))
 
 
-def test_a_silence_that_is_too_long_makes_matches_worthless(feed: EventFeed, clock: Clock) -> None:
+def test_a_silence_that_is_too_long_makes_matches_worthless(feed: EventApplier, clock: Clock) -> None:
     feed.apply(batch(1, stored(HASHES[:2]), snapshot=True))
     feed.heartbeat(beat(1), 0.875)
     clock.now = 9.9

@@ -21,14 +21,14 @@ from baton.api.v1 import events_pb2
 from baton.hashing import HASH_BYTES, HashChain, hash_chain, root_hash
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_router.config import RouterConfig
-from baton_router.indexer.event_applier import EventFeed
-from baton_router.indexer.pending_blocks import ExpectedChains
-from baton_router.indexer.prefix_index import Expectation, PrefixIndex
+from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.pending_blocks import PendingBlocks
+from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.registry import Registry
 from baton_router.replication.metrics import ReplicaMetrics
-from baton_router.replication.publish import LIFETIME_S, MAX_BYTES, MAX_ENTRY_CHAIN_BYTES, Telling
-from baton_router.replication.remote_state import TakenOver
+from baton_router.replication.publish import LIFETIME_S, MAX_BYTES, MAX_ENTRY_CHAIN_BYTES, PendingPublisher
+from baton_router.replication.remote_state import RemotePending
 from baton_router.replication.replica import SILENT_S, Replica
 from baton_router.replication.wire import (
     MAX_CHAIN_BLOCKS,
@@ -57,10 +57,10 @@ class Fleet:
         self.clock = 100.0
         self.index = PrefixIndex(1000)
         self.count = Counter("told", "", registry=CollectorRegistry())
-        self.feeds: dict[str, EventFeed] = {}
+        self.feeds: dict[str, EventApplier] = {}
         self.epochs = dict.fromkeys(NAMES, Epoch(b"0"))
         for name in NAMES:
-            self.feeds[name] = EventFeed(self.index, now=self.now, decision_ttl_s=decision_ttl_s)
+            self.feeds[name] = EventApplier(self.index, now=self.now, decision_ttl_s=decision_ttl_s)
             self.feeds[name].restarted(self.epochs[name])
 
     def now(self) -> float:
@@ -82,8 +82,8 @@ class Fleet:
         batch = events_pb2.KvEventBatch(epoch=self.epochs[name], sequence=1, events=[event], snapshot=True)
         self.feeds[name].apply(batch)
 
-    def place(self, name: str, hashes: HashChain) -> Expectation:
-        expectation = self.feeds[name].expect(hashes)
+    def place(self, name: str, hashes: HashChain) -> PendingChain:
+        expectation = self.feeds[name].add_pending(hashes)
         assert expectation is not None
         return expectation
 
@@ -91,13 +91,13 @@ class Fleet:
         slot = self.feeds[name].slot
         return self.index.match(chain(prompt), 1 << slot).get(slot, 0)
 
-    def telling(self) -> Telling:
-        telling = Telling(self, self.count, self.now)  # type: ignore[arg-type]
+    def telling(self) -> PendingPublisher:
+        telling = PendingPublisher(self, self.count, self.now)  # type: ignore[arg-type]
         telling.start()
         return telling
 
-    def taken(self) -> TakenOver:
-        return TakenOver(self, self.now)  # type: ignore[arg-type]
+    def taken(self) -> RemotePending:
+        return RemotePending(self, self.now)  # type: ignore[arg-type]
 
     def is_empty(self) -> bool:
         return not self.index._expected._root.children and not self.index._expected._blocks
@@ -199,35 +199,35 @@ def test_neither_what_came_before_nor_what_stands_in_for_events_is_told() -> Non
     fleet = Fleet(decision_ttl_s=60)
     fleet.place("d0", chain([1]))
     assert fleet.index.news is None
-    telling = fleet.telling()
+    telling = fleet.publisher()
     assert telling.news(full=True) == ExpectedNews()
-    PrefixIndex.forget(fleet.place("d0", chain([2])))
+    fleet.place("d0", chain([2])).release()
     assert fleet.match("d0", [2]) == 1
     assert telling.news(full=True) == ExpectedNews()
 
 
 def test_a_chain_is_told_once_until_all_of_its_requests_are_over(fleet: Fleet) -> None:
-    telling, prompt = fleet.telling(), chain([1, 2, 3])
+    telling, prompt = fleet.publisher(), chain([1, 2, 3])
     first, second = fleet.place("d0", prompt), fleet.place("d0", prompt)
     (told,) = telling.news(full=False).new
     assert (told.instance, told.epoch, told.chain) == ("d0", b"0", prompt.data)
     third = fleet.place("d0", prompt)
     for ended in (first, third):
-        PrefixIndex.forget(ended)
+        ended.release()
         assert telling.news(full=False) == ExpectedNews()
-    PrefixIndex.forget(second)
+    second.release()
     assert telling.news(full=False).over == (told.number,)
     assert (len(telling), fleet.count._value.get()) == (0, 1)
 
 
 def test_what_was_over_at_once_is_not_told(fleet: Fleet) -> None:
-    telling = fleet.telling()
-    PrefixIndex.forget(fleet.place("d0", chain([1])))
+    telling = fleet.publisher()
+    fleet.place("d0", chain([1])).release()
     assert telling.news(full=False) == ExpectedNews()
 
 
 def test_what_the_instance_has_told_of_is_not_told_or_over(fleet: Fleet) -> None:
-    telling, prompt = fleet.telling(), chain(list(range(64)))
+    telling, prompt = fleet.publisher(), chain(list(range(64)))
     fleet.snapshot("p0", prompt[:61])
     fleet.place("p0", prompt)
     assert telling.news(full=False) == ExpectedNews(), "three of 64 blocks are missing"
@@ -240,7 +240,7 @@ def test_what_the_instance_has_told_of_is_not_told_or_over(fleet: Fleet) -> None
 
 
 def test_a_chain_is_over_when_the_instance_restarts_or_its_time_is_up(fleet: Fleet) -> None:
-    telling = fleet.telling()
+    telling = fleet.publisher()
     fleet.place("d0", chain([1]))
     fleet.place("p0", chain([1]))
     numbers = {x.instance: x.number for x in telling.news(full=False).new}
@@ -251,7 +251,7 @@ def test_a_chain_is_over_when_the_instance_restarts_or_its_time_is_up(fleet: Fle
 
 
 def test_long_chains_are_cut_and_entries_and_books_are_bounded(fleet: Fleet) -> None:
-    telling, rng = fleet.telling(), random.Random(1)
+    telling, rng = fleet.publisher(), random.Random(1)
     biggest = 0
     for _ in range(200):
         for _ in range(10):
@@ -282,7 +282,7 @@ def told(number: int, name: str, prompt: list[int], epoch: bytes = b"0") -> Expe
 
 
 def test_only_instances_and_processes_that_are_known_count(fleet: Fleet) -> None:
-    taken = fleet.taken()
+    taken = fleet.remote_pending()
     strangers = told(1, "d1", [1]), told(2, "d0", [1], epoch=b"1")
     taken.take(Entry("b", "1", 1, expected=ExpectedNews(strangers)))
     assert (len(taken), fleet.match("d0", [1])) == (0, 0)
@@ -294,7 +294,7 @@ def test_only_instances_and_processes_that_are_known_count(fleet: Fleet) -> None
 
 
 def test_a_chain_whose_time_was_up_does_not_count_again(fleet: Fleet) -> None:
-    taken, entry = fleet.taken(), ExpectedNews((told(1, "d0", [1]),), live=(1,))
+    taken, entry = fleet.remote_pending(), ExpectedNews((told(1, "d0", [1]),), live=(1,))
     taken.take(Entry("b", "1", 1, full=True, expected=entry))
     fleet.clock += LIFETIME_S
     taken.tick()
@@ -303,14 +303,14 @@ def test_a_chain_whose_time_was_up_does_not_count_again(fleet: Fleet) -> None:
 
 
 def test_a_replica_cannot_have_more_counted_than_it_may(fleet: Fleet) -> None:
-    taken, rng, number = fleet.taken(), random.Random(1), itertools.count()
+    taken, rng, number = fleet.remote_pending(), random.Random(1), itertools.count()
     for sequence in range(100):
         many = [
             Expected(next(number), InstanceId("d0"), Epoch(b"0"), rng.randbytes(HASH_BYTES * (512 if sequence else 1)))
             for _ in range(8)
         ]
         taken.take(Entry("b", "1", sequence, expected=ExpectedNews(tuple(many))))
-    assert fleet.index.num_expected(fleet.feeds["d0"].slot) * HASH_BYTES <= MAX_BYTES
+    assert fleet.index.num_pending(fleet.feeds["d0"].slot) * HASH_BYTES <= MAX_BYTES
     taken.take(Entry("b", "2", 1))
     assert fleet.is_empty()
     for sequence in range(MAX_CHAINS + 10):
@@ -335,14 +335,14 @@ class TakenMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.fleet = Fleet()
-        self.taken = self.fleet.taken()
+        self.remote_pending = self.fleet.remote_pending()
         self.known = {name: Known(0) for name in "bc"}
         self.live: dict[tuple[str, int], tuple[str, list[int], float]] = {}
 
     def entry(self, replica: str, expected: ExpectedNews, **options: Any) -> None:
         known = self.known[replica]
         known.sequence += 1
-        self.taken.take(Entry(replica, str(known.epoch), known.sequence, expected=expected, **options))
+        self.remote_pending.take(Entry(replica, str(known.epoch), known.sequence, expected=expected, **options))
 
     def lose(self, replica: str) -> None:
         self.live = {key: value for key, value in self.live.items() if key[0] != replica}
@@ -385,13 +385,13 @@ class TakenMachine(RuleBasedStateMachine):
 
     @rule(replica=st.sampled_from("bc"))
     def fall_silent(self, replica: str) -> None:
-        self.taken.drop(replica)
+        self.remote_pending.drop(replica)
         self.lose(replica)
 
     @rule(name=st.sampled_from(NAMES))
     def restart_instance(self, name: str) -> None:
         self.fleet.restart(name)
-        self.taken.tick()
+        self.remote_pending.tick()
         self.live = {key: value for key, value in self.live.items() if value[0] != name}
 
     @rule(name=st.sampled_from(NAMES))
@@ -401,21 +401,21 @@ class TakenMachine(RuleBasedStateMachine):
     @rule()
     def let_time_pass(self) -> None:
         self.fleet.clock += LIFETIME_S / 3
-        self.taken.tick()
+        self.remote_pending.tick()
         self.live = {key: value for key, value in self.live.items() if value[2] > self.fleet.clock}
 
     @rule()
     def redis_goes_away(self) -> None:
-        self.taken.clear()
+        self.remote_pending.clear()
         self.live.clear()
 
     @invariant()
     def the_books_are_as_the_set_of_live_ones_says(self) -> None:
-        assert len(self.taken) == len(self.live)
+        assert len(self.remote_pending) == len(self.live)
         for name in NAMES:
             chains = [chain(prompt) for n, prompt, _ in self.live.values() if n == name]
             blocks = set(itertools.chain.from_iterable(chains))
-            assert self.fleet.index.num_expected(self.fleet.feeds[name].slot) == len(blocks)
+            assert self.fleet.index.num_pending(self.fleet.feeds[name].slot) == len(blocks)
             for prompt in itertools.product((0, 1), repeat=4):
                 asked = chain(list(prompt))
                 depth = next((at for at, block in enumerate(asked) if block not in blocks), len(asked))
@@ -423,7 +423,7 @@ class TakenMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "fleet"):
-            self.taken.clear()
+            self.remote_pending.clear()
             assert self.fleet.is_empty()
 
 
@@ -460,7 +460,7 @@ async def test_without_any_entry_chains_end_with_the_instance_and_with_a_replica
 
     async def counted(number: int) -> None:
         async with asyncio.timeout(20):
-            while len(replica.taken) != number:
+            while len(replica.remote_pending) != number:
                 await asyncio.sleep(0)
 
     await counted(2)
@@ -478,22 +478,24 @@ async def test_without_any_entry_chains_end_with_the_instance_and_with_a_replica
 async def test_a_replica_tells_and_takes_over_only_if_it_may(fleet: Fleet, shares: bool) -> None:
     metrics = CollectorRegistry()
     replica = await make_replica(fleet, metrics, shares=shares)
-    assert (len(replica.taken), replica.describe()["others"][0]["expectations"]) == ((2, 2) if shares else (0, 0))
+    assert (len(replica.remote_pending), replica.describe()["others"][0]["expectations"]) == (
+        (2, 2) if shares else (0, 0)
+    )
     assert metrics.get_sample_value("baton_router_replica_expectations") == 2 * shares
-    if replica.telling is not None:
-        replica.telling.start()
+    if replica.publisher is not None:
+        replica.publisher.start()
     fleet.place("p0", chain([2]))
     entry = replica._news(full=False)
     assert (entry is not None and len(entry.expected.new) == 1) is shares
     assert replica.describe()["expectations_told"] == int(shares)
     await replica.close()
-    assert (len(replica.taken), replica.describe()["expectations_told"], fleet.index.news) == (0, 0, None)
+    assert (len(replica.remote_pending), replica.describe()["expectations_told"], fleet.index.news) == (0, 0, None)
 
 
 # --- both ends ---
 
 
-def entries(telling: Telling) -> Iterator[tuple[Entry, bool]]:
+def entries(telling: PendingPublisher) -> Iterator[tuple[Entry, bool]]:
     """Entries as a replica makes them, every fourth one full; the test says which get lost."""
     for sequence in itertools.count(1):
         full = sequence % 4 == 0
@@ -506,14 +508,14 @@ def entries(telling: Telling) -> Iterator[tuple[Entry, bool]]:
 def test_after_a_full_entry_both_ends_agree_whatever_was_lost_before(seed: int) -> None:
     rng = random.Random(seed)
     here, there = Fleet(), Fleet()
-    telling, taken = here.telling(), there.taken()
-    sent, running = entries(telling), list[tuple[str, list[int], Expectation]]()
+    telling, taken = here.publisher(), there.remote_pending()
+    sent, running = entries(telling), list[tuple[str, list[int], PendingChain]]()
     for _ in range(60):
         for _ in range(rng.randrange(3)):
             name, prompt = rng.choice(NAMES), [rng.randrange(2) for _ in range(rng.randrange(1, 6))]
             running.append((name, prompt, here.place(name, chain(prompt))))
         while running and rng.random() < 0.4:
-            PrefixIndex.forget(running.pop(rng.randrange(len(running)))[2])
+            running.pop(rng.randrange(len(running)))[2].release()
         entry, full = next(sent)
         if full or rng.random() < 0.5:
             taken.take(entry)
@@ -523,23 +525,23 @@ def test_after_a_full_entry_both_ends_agree_whatever_was_lost_before(seed: int) 
                 assert there.match(name, prompt) == len(prompt)
             for name in NAMES:
                 live = {block for n, prompt, _ in running if n == name for block in chain(prompt)}
-                assert there.index.num_expected(there.feeds[name].slot) == len(live)
+                assert there.index.num_pending(there.feeds[name].slot) == len(live)
     for *_, expectation in running:
-        PrefixIndex.forget(expectation)
+        expectation.release()
     for _ in range(4):
         taken.take(next(sent)[0])
     assert (len(telling), len(taken), here.is_empty(), there.is_empty()) == (0, 0, True, True)
 
 
 def test_a_look_up_of_the_same_chain_sees_what_changed_meanwhile() -> None:
-    tree, chain = ExpectedChains(), hash_chain(list(range(64)), 8, BlockHash(b"r" * 32))
+    tree, chain = PendingBlocks(), hash_chain(list(range(64)), 8, BlockHash(b"r" * 32))
     copy = HashChain(bytes(bytearray(chain.data)))
     first = tree.add(1, chain)
     assert tree.match(chain) == {1: 8}
-    tree.forget(first)
+    first.release()
     assert tree.match(chain) == {}
     again = tree.add(2, chain)
     tree.add(3, copy)
     assert tree.match(chain) == tree.match(copy) == {2: 8, 3: 8}
-    tree.forget(again)
+    again.release()
     assert tree.match(chain) == tree.match(copy) == {3: 8}

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from baton_router.replication.waiters import Room
+from baton_router.replication.waiters import Waiters
 
 
-async def waiters(room: Room, count: int) -> list[asyncio.Task[None]]:
+async def waiters(room: Waiters, count: int) -> list[asyncio.Task[None]]:
     tasks = [asyncio.create_task(room.wait(60)) for _ in range(count)]
     while len(room) < count:
         await asyncio.sleep(0)
@@ -17,7 +17,7 @@ async def waiters(room: Room, count: int) -> list[asyncio.Task[None]]:
 
 
 async def test_one_that_was_cancelled_before_it_is_woken_ends_as_cancelled_and_the_next_one_is_woken() -> None:
-    room = Room()
+    room = Waiters()
     first, second = await waiters(room, 2)
     first.cancel()
     room.wake()  # before the first one has run again
@@ -28,7 +28,7 @@ async def test_one_that_was_cancelled_before_it_is_woken_ends_as_cancelled_and_t
 
 
 async def test_one_that_was_woken_before_it_is_cancelled_passes_its_turn_on() -> None:
-    room = Room()
+    room = Waiters()
     first, second = await waiters(room, 2)
     room.wake()
     first.cancel()
@@ -39,7 +39,7 @@ async def test_one_that_was_woken_before_it_is_cancelled_passes_its_turn_on() ->
 
 
 async def test_time_that_is_up_while_everybody_is_woken_is_no_error() -> None:
-    room = Room()
+    room = Waiters()
     loop = asyncio.get_running_loop()
     waiting = asyncio.create_task(room.wait(0.01))
     await asyncio.sleep(0)
@@ -50,6 +50,6 @@ async def test_time_that_is_up_while_everybody_is_woken_is_no_error() -> None:
 
 
 async def test_without_a_wake_the_time_ends_the_wait_and_nobody_is_left() -> None:
-    room = Room()
+    room = Waiters()
     await room.wait(0.0)
     assert len(room) == 0
