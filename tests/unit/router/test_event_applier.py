@@ -237,7 +237,7 @@ def test_own_decisions_end_with_the_process(feed: EventApplier) -> None:
     feed.restarted(B)
     assert depth(feed, chain_of(1, 4)) == 0
     feed.close()
-    assert feed._index._expected._root.children == {}
+    assert feed._index._pending._root.children == {}
 
 
 def test_a_request_in_flight_is_expected_across_a_snapshot(feed: EventApplier) -> None:

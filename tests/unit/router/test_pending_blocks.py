@@ -68,7 +68,7 @@ class Fleet:
 
     def instances(self) -> list[Any]:
         return [
-            SimpleNamespace(instance_id=InstanceId(name), feed=feed, info=SimpleNamespace(epoch=self.epochs[name]))
+            SimpleNamespace(instance_id=InstanceId(name), events=feed, info=SimpleNamespace(epoch=self.epochs[name]))
             for name, feed in self.feeds.items()
         ]
 
@@ -91,16 +91,16 @@ class Fleet:
         slot = self.feeds[name].slot
         return self.index.match(chain(prompt), 1 << slot).get(slot, 0)
 
-    def telling(self) -> PendingPublisher:
-        telling = PendingPublisher(self, self.count, self.now)  # type: ignore[arg-type]
-        telling.start()
-        return telling
+    def publisher(self) -> PendingPublisher:
+        publisher = PendingPublisher(self, self.count, self.now)  # type: ignore[arg-type]
+        publisher.start()
+        return publisher
 
-    def taken(self) -> RemotePending:
+    def remote_pending(self) -> RemotePending:
         return RemotePending(self, self.now)  # type: ignore[arg-type]
 
     def is_empty(self) -> bool:
-        return not self.index._expected._root.children and not self.index._expected._blocks
+        return not self.index._pending._root.children and not self.index._pending._blocks
 
 
 @pytest.fixture
@@ -199,59 +199,59 @@ def test_neither_what_came_before_nor_what_stands_in_for_events_is_told() -> Non
     fleet = Fleet(decision_ttl_s=60)
     fleet.place("d0", chain([1]))
     assert fleet.index.news is None
-    telling = fleet.publisher()
-    assert telling.news(full=True) == ExpectedNews()
+    publisher = fleet.publisher()
+    assert publisher.news(full=True) == ExpectedNews()
     fleet.place("d0", chain([2])).release()
     assert fleet.match("d0", [2]) == 1
-    assert telling.news(full=True) == ExpectedNews()
+    assert publisher.news(full=True) == ExpectedNews()
 
 
 def test_a_chain_is_told_once_until_all_of_its_requests_are_over(fleet: Fleet) -> None:
-    telling, prompt = fleet.publisher(), chain([1, 2, 3])
+    publisher, prompt = fleet.publisher(), chain([1, 2, 3])
     first, second = fleet.place("d0", prompt), fleet.place("d0", prompt)
-    (told,) = telling.news(full=False).new
+    (told,) = publisher.news(full=False).new
     assert (told.instance, told.epoch, told.chain) == ("d0", b"0", prompt.data)
     third = fleet.place("d0", prompt)
     for ended in (first, third):
         ended.release()
-        assert telling.news(full=False) == ExpectedNews()
+        assert publisher.news(full=False) == ExpectedNews()
     second.release()
-    assert telling.news(full=False).over == (told.number,)
-    assert (len(telling), fleet.count._value.get()) == (0, 1)
+    assert publisher.news(full=False).over == (told.number,)
+    assert (len(publisher), fleet.count._value.get()) == (0, 1)
 
 
 def test_what_was_over_at_once_is_not_told(fleet: Fleet) -> None:
-    telling = fleet.publisher()
+    publisher = fleet.publisher()
     fleet.place("d0", chain([1])).release()
-    assert telling.news(full=False) == ExpectedNews()
+    assert publisher.news(full=False) == ExpectedNews()
 
 
 def test_what_the_instance_has_told_of_is_not_told_or_over(fleet: Fleet) -> None:
-    telling, prompt = fleet.publisher(), chain(list(range(64)))
+    publisher, prompt = fleet.publisher(), chain(list(range(64)))
     fleet.snapshot("p0", prompt[:61])
     fleet.place("p0", prompt)
-    assert telling.news(full=False) == ExpectedNews(), "three of 64 blocks are missing"
+    assert publisher.news(full=False) == ExpectedNews(), "three of 64 blocks are missing"
     fleet.snapshot("p0", prompt[:60])
     held = fleet.place("p0", prompt)
-    (told,) = telling.news(full=False).new
+    (told,) = publisher.news(full=False).new
     fleet.snapshot("p0", prompt)
-    assert telling.news(full=False).over == (told.number,)
+    assert publisher.news(full=False).over == (told.number,)
     assert not held.over
 
 
 def test_a_chain_is_over_when_the_instance_restarts_or_its_time_is_up(fleet: Fleet) -> None:
-    telling = fleet.publisher()
+    publisher = fleet.publisher()
     fleet.place("d0", chain([1]))
     fleet.place("p0", chain([1]))
-    numbers = {x.instance: x.number for x in telling.news(full=False).new}
+    numbers = {x.instance: x.number for x in publisher.news(full=False).new}
     fleet.restart("d0")
-    assert telling.news(full=False).over == (numbers["d0"],)
+    assert publisher.news(full=False).over == (numbers["d0"],)
     fleet.clock += LIFETIME_S
-    assert telling.news(full=False).over == (numbers["p0"],)
+    assert publisher.news(full=False).over == (numbers["p0"],)
 
 
 def test_long_chains_are_cut_and_entries_and_books_are_bounded(fleet: Fleet) -> None:
-    telling, rng = fleet.publisher(), random.Random(1)
+    publisher, rng = fleet.publisher(), random.Random(1)
     biggest = 0
     for _ in range(200):
         for _ in range(10):
@@ -259,19 +259,19 @@ def test_long_chains_are_cut_and_entries_and_books_are_bounded(fleet: Fleet) -> 
             prompt = HashChain(rng.randbytes(HASH_BYTES * blocks))
             for name in NAMES:
                 fleet.place(name, prompt)
-        entry = telling.news(full=rng.random() < 0.2)
+        entry = publisher.news(full=rng.random() < 0.2)
         assert 0 < len({x.chain for x in entry.new}) < len(entry.new), "a chain of two instances travels once"
         assert max(len(x.chain) for x in entry.new) <= HASH_BYTES * MAX_CHAIN_BLOCKS
         biggest = max(biggest, sum(map(len, {x.chain for x in entry.new})))
         assert len(encode(Entry("r", "e", 1, expected=entry))) < 2 * MAX_ENTRY_CHAIN_BYTES
-        assert sum(len(x.told.chain) for x in telling._told.values()) == telling._bytes <= MAX_BYTES
-        assert len(telling) <= MAX_CHAINS
+        assert sum(len(x.told.chain) for x in publisher._told.values()) == publisher._bytes <= MAX_BYTES
+        assert len(publisher) <= MAX_CHAINS
         assert fleet.index.news is not None
         assert len(fleet.index.news) <= 512
     assert biggest <= MAX_ENTRY_CHAIN_BYTES
-    assert telling._bytes > MAX_BYTES * 0.9, "the bound was reached"
-    telling.stop()
-    assert (len(telling), fleet.index.news, telling._bytes) == (0, None, 0)
+    assert publisher._bytes > MAX_BYTES * 0.9, "the bound was reached"
+    publisher.stop()
+    assert (len(publisher), fleet.index.news, publisher._bytes) == (0, None, 0)
 
 
 # --- what is taken over ---
@@ -495,11 +495,11 @@ async def test_a_replica_tells_and_takes_over_only_if_it_may(fleet: Fleet, share
 # --- both ends ---
 
 
-def entries(telling: PendingPublisher) -> Iterator[tuple[Entry, bool]]:
+def entries(publisher: PendingPublisher) -> Iterator[tuple[Entry, bool]]:
     """Entries as a replica makes them, every fourth one full; the test says which get lost."""
     for sequence in itertools.count(1):
         full = sequence % 4 == 0
-        entry = Entry("a", "1", sequence, full=full, expected=telling.news(full=full))
+        entry = Entry("a", "1", sequence, full=full, expected=publisher.news(full=full))
         yield decode(encode(entry)), full
 
 
@@ -508,8 +508,8 @@ def entries(telling: PendingPublisher) -> Iterator[tuple[Entry, bool]]:
 def test_after_a_full_entry_both_ends_agree_whatever_was_lost_before(seed: int) -> None:
     rng = random.Random(seed)
     here, there = Fleet(), Fleet()
-    telling, taken = here.publisher(), there.remote_pending()
-    sent, running = entries(telling), list[tuple[str, list[int], PendingChain]]()
+    publisher, taken = here.publisher(), there.remote_pending()
+    sent, running = entries(publisher), list[tuple[str, list[int], PendingChain]]()
     for _ in range(60):
         for _ in range(rng.randrange(3)):
             name, prompt = rng.choice(NAMES), [rng.randrange(2) for _ in range(rng.randrange(1, 6))]
@@ -520,7 +520,7 @@ def test_after_a_full_entry_both_ends_agree_whatever_was_lost_before(seed: int) 
         if full or rng.random() < 0.5:
             taken.take(entry)
         if full:
-            assert len(taken) == len(telling)
+            assert len(taken) == len(publisher)
             for name, prompt, _ in running:
                 assert there.match(name, prompt) == len(prompt)
             for name in NAMES:
@@ -530,7 +530,7 @@ def test_after_a_full_entry_both_ends_agree_whatever_was_lost_before(seed: int) 
         expectation.release()
     for _ in range(4):
         taken.take(next(sent)[0])
-    assert (len(telling), len(taken), here.is_empty(), there.is_empty()) == (0, 0, True, True)
+    assert (len(publisher), len(taken), here.is_empty(), there.is_empty()) == (0, 0, True, True)
 
 
 def test_a_look_up_of_the_same_chain_sees_what_changed_meanwhile() -> None:

@@ -272,8 +272,8 @@ def test_no_expectation_leaves_anything_behind() -> None:
             held.pop().release()
     for expectation in held:
         expectation.release()
-    assert index._expected._root.children == {}
-    assert index._expected._blocks == {}
+    assert index._pending._root.children == {}
+    assert index._pending._blocks == {}
 
 
 def test_hashes_that_are_no_chain_are_single_blocks(index: PrefixIndex) -> None:

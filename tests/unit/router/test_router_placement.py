@@ -42,7 +42,7 @@ class Cluster:
         config = RouterConfig(prefill=("p:1", "p:2"), decode=("d:1", "d:2"), index_decision_ttl_s=0)
         self.registry = Registry(config, self.metrics, now=lambda: 0.0)
         self.registry.start()
-        for _, task in self.registry._links.values():
+        for _, task in self.registry._monitors.values():
             task.cancel()
         for x in self.registry.instances():
             fingerprint = fingerprints.get(x.address.replace(":", ""), FINGERPRINT)
