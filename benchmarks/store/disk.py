@@ -28,8 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import PAGE, Kind
+from baton_kvstore.tiers.disk.format import PAGE
 from baton_kvstore.tiers.disk.log import DiskLog
+from baton_kvstore.types import KvFormat
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
 
 def _measure(args: argparse.Namespace, path: Path) -> str:
     size, count = args.block_bytes, args.blocks
-    kind = Kind(b"k" * 32, b"c" * 32, size)
+    kind = KvFormat(b"k" * 32, b"c" * 32, size)
     disk_bytes = 2 * count * (size + PAGE) + (1 << 30)
     log = DiskLog(str(path), max_bytes=disk_bytes, segment_bytes=256 << 20, direct=not args.buffered)
     memory = memoryview(mmap.mmap(-1, count * size))

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
-from baton_kvstore.tiers.remote.format import encode_header
+from baton_kvstore.tiers.remote.backend import encode_header
 from baton_kvstore.tiers.remote.object_backend import ObjectBackend
+from baton_kvstore.types import KvFormat
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _measure(args: argparse.Namespace, folder: str) -> dict[str, tuple[float, float]]:
     size, count, packed = args.block_bytes, args.blocks, args.packed
-    kind = Kind(b"k" * 32, b"c" * 32, size)
+    kind = KvFormat(b"k" * 32, b"c" * 32, size)
     backend = ObjectBackend(f"file://{folder}", timeout_s=600.0, requests=args.requests)
     fs = backend._fs
     _slow_down(fs, args.latency_ms / 1000, args.mb_per_s * 1e6)

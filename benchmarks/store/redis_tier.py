@@ -28,11 +28,11 @@ import redis
 from tests.support.servers.redis_server import RedisServer
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.moves import copies_of
 from baton_kvstore.tiers.open import REDIS_BATCH_BYTES
 from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
 from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
+from baton_kvstore.types import KvFormat
 
 
 async def main() -> None:
@@ -49,7 +49,7 @@ async def main() -> None:
 
 def _measure(args: argparse.Namespace, url: str) -> dict[str, tuple[float, float]]:
     size, count = args.block_bytes, args.blocks
-    kind = Kind(b"k" * 32, b"c" * 32, size)
+    kind = KvFormat(b"k" * 32, b"c" * 32, size)
     options = RemoteOptions(
         "redis",
         durable=False,

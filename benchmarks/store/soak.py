@@ -123,7 +123,7 @@ class Part:
         }
 
 
-def kind_of(block_bytes: int) -> Fingerprint:
+def kv_format_of(block_bytes: int) -> Fingerprint:
     """Return a kind of KV with blocks of a size."""
     layout = KVLayout((LayerShape(1, block_bytes // 128, block_bytes // 128),), 16, "float32")
     return Fingerprint.of(model="soak", model_digest="soak", rope="", layout=layout)
@@ -174,7 +174,7 @@ class Objects:
     def __init__(self, eviction: str, seed: int) -> None:
         self.part = Part(f"objects, {eviction}")
         self._rng, self._now, self._model = random.Random(seed), 0.0, Model()
-        self._kinds = [kind_of(size) for size in BLOCK_BYTES]
+        self._kinds = [kv_format_of(size) for size in BLOCK_BYTES]
         self._chains = [chain_names(chain) for chain in range(CHAINS)]
         self._leases: deque[tuple[Fingerprint, Lease]] = deque()
         self.store = BlockStore(
@@ -307,7 +307,7 @@ class Service:
     def __init__(self, folder: Path, seed: int) -> None:
         self.part = Part("service")
         self._rng, self._model, self._folder = random.Random(seed), Model(), folder
-        self._kind = kind_of(BLOCK_BYTES[-1])
+        self._kind = kv_format_of(BLOCK_BYTES[-1])
         self._chains = [chain_names(chain) for chain in range(CHAINS // 10)]
         self._arena = HostArena(2 * WORKERS * CHAIN, self._kind.block_bytes)
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier
+from baton_kvstore.types import KvFormat
 
 BLOCK = 8192
-KINDS = [Kind(bytes([i]) * 32, bytes([i + 100]) * 32, BLOCK) for i in range(2)]
+KINDS = [KvFormat(bytes([i]) * 32, bytes([i + 100]) * 32, BLOCK) for i in range(2)]
 MAX_BYTES = 4 << 30
 """Never reached: a block that is dropped to make room would look like one that was lost."""
 LABELS = 64
@@ -32,7 +32,7 @@ def name_of(label: int) -> BlockHash:
 
 
 @cache
-def content(kind: Kind, name: BlockHash) -> bytes:
+def content(kind: KvFormat, name: BlockHash) -> bytes:
     seed = int.from_bytes(hashlib.sha256(kind.key + name).digest()[:8], "little")
     return np.random.default_rng(seed).bytes(BLOCK)
 

@@ -15,8 +15,8 @@ from baton.kv_cache.events import DISK, HOST, REMOTE, BlocksRemoved, BlocksStore
 from baton.kv_cache.prefix_cache import merge_events
 from baton.types import BlockHash, Epoch
 from baton.worker.events import KvEventLog
-from baton_kvstore.tiers.disk.format import Kind
-from baton_kvstore.tiers.tiered_store import Tiers
+from baton_kvstore.tiers.tiered_store import TieredStore
+from baton_kvstore.types import KvFormat
 
 LEVELS = {"memory": HOST, "disk": DISK, "redis": REMOTE, "object": REMOTE}
 """What routers know the store's tiers as."""
@@ -41,12 +41,12 @@ class StoreEvents:
         self._due = False
         self.num_followers = 0
 
-    def start(self, tiers: Tiers) -> None:
+    def start(self, tiers: TieredStore) -> None:
         """Begin to listen; runs in the loop."""
         self._loop = asyncio.get_running_loop()
         tiers.listen(self)
 
-    def __call__(self, kind: Kind, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
+    def __call__(self, kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
         """Hear of a change; any thread, and the tier is locked: only takes note."""
         self._changes.append((hashes, LEVELS[tier], present))
         if not self._due and self._loop is not None:

@@ -22,12 +22,12 @@ from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.metrics.store_metrics import StoreMetrics
+from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.service import KvStoreServicer
 from baton_kvstore.tiers.open import disk_of, open_chain
 from baton_kvstore.tiers.saver import Watermarks
-from baton_kvstore.tiers.tiered_store import Tiers
-from baton_kvstore.transfer.pool_io import Lanes
+from baton_kvstore.tiers.tiered_store import TieredStore
+from baton_kvstore.transfer import PoolIO
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class KVStoreServer:
         self.instance_id = InstanceId(config.instance_id or f"kvstore-{self.epoch.hex()[:8]}")
         self.address = ""
         self.events = StoreEvents(self.epoch)
-        self._lanes = Lanes(config, self.instance_id, token, tls)
+        self._lanes = PoolIO(config, self.instance_id, token, tls)
         self.store = BlockStore(
             config.capacity_bytes,
             max_pools=config.max_fingerprints,
@@ -68,7 +68,7 @@ class KVStoreServer:
             eviction=config.eviction,
             quotas=Quotas(config.tenant_bytes, config.tenant_disk_bytes),
         )
-        self.tiers = Tiers(self.store, open_chain(config), Watermarks(config.memory_full, config.memory_spare))
+        self.tiers = TieredStore(self.store, open_chain(config), Watermarks(config.memory_full, config.memory_spare))
         self.disk = disk_of(self.tiers.chain)
         self.metrics = StoreMetrics(self.store, self.tiers, self.disk)
         self._grpc = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token, tls=tls)
@@ -145,7 +145,7 @@ class KVStoreServer:
         return port
 
     async def _expire(self) -> None:
-        """End leases in time also while nobody calls, so that metrics are true."""
+        """End leases in time also while no call comes, so that metrics are true."""
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             expired = self.store.expire()

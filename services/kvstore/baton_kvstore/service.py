@@ -18,13 +18,11 @@ from baton.rpc.convert import tenant_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
-from baton_kvstore.memory.keeping import keep, unkeep
-from baton_kvstore.memory.kv_formats import RETRY_AFTER_S
-from baton_kvstore.metrics.store_metrics import StoreMetrics
+from baton_kvstore.memory.pool import RETRY_AFTER_S
+from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.tiers.promotion import Ask
-from baton_kvstore.tiers.tiered_store import Tiers
-from baton_kvstore.transfer.following import Following
-from baton_kvstore.transfer.pool_io import Lanes
+from baton_kvstore.tiers.tiered_store import TieredStore, keep, unkeep
+from baton_kvstore.transfer import FollowerSlots, PoolIO
 from baton_kvstore.wire import Sources, read_fingerprint
 
 _MAX_LISTED = 10_000
@@ -42,15 +40,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         *,
         instance_id: InstanceId,
         epoch: Epoch,
-        tiers: Tiers,
-        lanes: Lanes,
+        tiers: TieredStore,
+        lanes: PoolIO,
         metrics: StoreMetrics,
         events: StoreEvents,
     ) -> None:
         self._config, self._instance_id, self._epoch = config, instance_id, epoch
         self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
         self._events, self._sources = events, Sources(lanes)
-        self._turns, self._following = asyncio.Semaphore(config.pull_workers), Following(config.capacity_bytes)
+        self._turns, self._following = asyncio.Semaphore(config.pull_workers), FollowerSlots(config.capacity_bytes)
         self._num_puts = 0
 
     async def StreamStoreEvents(

@@ -11,7 +11,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.protocol.source_pb import source_to_pb
 from baton.rpc.convert import fingerprint_from_pb
 from baton_kvstore.memory.pool import Pool
-from baton_kvstore.transfer.pool_io import Lanes
+from baton_kvstore.transfer import PoolIO
 
 _MAX_KEPT_BYTES = 65536
 """Of a fingerprint that is worth keeping; that of a model with a thousand layers has less."""
@@ -32,7 +32,7 @@ def read_fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
 class Sources:
     """Where pools can be read, as messages."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: PoolIO) -> None:
         self._lanes = lanes
         self._messages: WeakKeyDictionary[Pool, common_pb2.KvSource] = WeakKeyDictionary()
 

@@ -276,7 +276,7 @@ async def test_other_kinds_of_kv_are_apart_and_share_the_budget() -> None:
                 await c.put(1)
 
 
-async def test_a_kind_that_nobody_uses_makes_place_for_a_new_one() -> None:
+async def test_an_unused_kind_makes_room_for_a_new_one() -> None:
     async with store(max_fingerprints=1) as server, connected(server) as a:
         await a.put(1)
         answer = await a.get(1)

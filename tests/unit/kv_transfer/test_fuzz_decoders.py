@@ -40,8 +40,8 @@ from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads
 from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest
-from baton_kvstore.tiers.disk.checkpoint import decode_checkpoint
 from baton_kvstore.tiers.disk.format import VERSION
+from baton_kvstore.tiers.disk.recovery import decode_checkpoint
 from baton_router.frontend.grpc.generate import text_request
 from baton_router.frontend.openai.openai_request import chat_job, completion_job
 

@@ -20,17 +20,17 @@ from tests.support.servers.tcp_proxy import TcpProxy
 
 from baton.types import BlockHash
 from baton_kvstore.tiers.chain import Chain, Link
-from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier
 from baton_kvstore.tiers.remote.object_backend import ObjectBackend
 from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
 from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
-from baton_kvstore.tiers.tier import BackTier
+from baton_kvstore.tiers.tier import LowerTier
+from baton_kvstore.types import KvFormat
 
 BLOCK = 20_000
-KIND = Kind(b"k" * 32, b"c" * 32, BLOCK)
-HUGE = Kind(b"h" * 32, b"c" * 32, 300_000)
+KIND = KvFormat(b"k" * 32, b"c" * 32, BLOCK)
+HUGE = KvFormat(b"h" * 32, b"c" * 32, 300_000)
 DISK_BYTES = 1 << 20
 WAIT_S = 60.0
 
@@ -43,11 +43,11 @@ def names(*labels: object) -> list[BlockHash]:
     return [name_of(label) for label in labels]
 
 
-def content(name: BlockHash, kind: Kind = KIND) -> bytes:
+def content(name: BlockHash, kind: KvFormat = KIND) -> bytes:
     return np.random.default_rng(list(name)).bytes(kind.block_bytes)
 
 
-def buffers(count: int, kind: Kind = KIND) -> list[memoryview]:
+def buffers(count: int, kind: KvFormat = KIND) -> list[memoryview]:
     step = -(-kind.block_bytes // 4096) * 4096
     view = memoryview(mmap.mmap(-1, count * step))
     return [view[i * step : i * step + kind.block_bytes] for i in range(count)]
@@ -77,7 +77,7 @@ def redis_tier(url: str, *, timeout_s: float = WAIT_S, max_bytes: int = 0) -> Re
 
 @contextlib.asynccontextmanager
 async def chain_of(
-    *links: BackTier | Link, raise_after: int = 2, lookup_timeout_s: float = WAIT_S
+    *links: LowerTier | Link, raise_after: int = 2, lookup_timeout_s: float = WAIT_S
 ) -> AsyncIterator[Chain]:
     made = [link if isinstance(link, Link) else Link(link) for link in links]
     chain = Chain(made, lookup_timeout_s=lookup_timeout_s, raise_after=raise_after)
@@ -95,7 +95,7 @@ async def told(begin: Callable[[Callable[[Any], None]], object]) -> Any:
         return await answer
 
 
-async def write(chain: Chain, *labels: object, kind: Kind = KIND, **options: Any) -> list[bool]:
+async def write(chain: Chain, *labels: object, kind: KvFormat = KIND, **options: Any) -> list[bool]:
     hashes, views = names(*labels), buffers(len(labels), kind)
     for view, name in zip(views, hashes, strict=True):
         view[:] = content(name, kind)
@@ -103,7 +103,7 @@ async def write(chain: Chain, *labels: object, kind: Kind = KIND, **options: Any
     return results
 
 
-async def read(chain: Chain, *labels: object, kind: Kind = KIND) -> list[bool]:
+async def read(chain: Chain, *labels: object, kind: KvFormat = KIND) -> list[bool]:
     hashes, views = names(*labels), buffers(len(labels), kind)
     results = await chain.read(kind, hashes, views)
     for view, name, there in zip(views, hashes, results, strict=True):
@@ -111,11 +111,11 @@ async def read(chain: Chain, *labels: object, kind: Kind = KIND) -> list[bool]:
     return results
 
 
-def held(tier: BackTier, *labels: object, kind: Kind = KIND) -> list[bool]:
+def held(tier: LowerTier, *labels: object, kind: KvFormat = KIND) -> list[bool]:
     return [tier.holds(kind, name) for name in names(*labels)]
 
 
-async def drained(*tiers: BackTier) -> None:
+async def drained(*tiers: LowerTier) -> None:
     for tier in tiers:
         assert await told(tier.sync)
 
@@ -384,7 +384,7 @@ async def test_a_hung_object_store_is_found_out_by_look_ups(tmp_path: Path) -> N
 async def test_listeners_hear_of_every_tier(tmp_path: Path) -> None:
     heard: dict[str, set[BlockHash]] = {"disk": set(), "object": set()}
 
-    def listen(kind: Kind, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
+    def listen(kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
         for name in hashes:
             assert (name in heard[tier]) != present
             (heard[tier].add if present else heard[tier].remove)(name)

@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.checkpoint import Covered, Known, decode_checkpoint, encode_checkpoint
 from baton_kvstore.tiers.disk.format import (
     PAGE,
-    Kind,
     Record,
     RecordType,
     decode_record,
@@ -33,12 +31,14 @@ from baton_kvstore.tiers.disk.format import (
     encode_store,
 )
 from baton_kvstore.tiers.disk.log import DiskLog
+from baton_kvstore.tiers.disk.recovery import Covered, Known, decode_checkpoint, encode_checkpoint
 from baton_kvstore.tiers.disk.tier import DiskTier
+from baton_kvstore.types import KvFormat
 
 BLOCK = 8192
-KIND = Kind(b"k" * 32, b"c" * 32, BLOCK)
-OTHER = Kind(b"o" * 32, b"c" * 32, BLOCK)
-ODD = Kind(b"d" * 32, b"c" * 32, 5000)
+KIND = KvFormat(b"k" * 32, b"c" * 32, BLOCK)
+OTHER = KvFormat(b"o" * 32, b"c" * 32, BLOCK)
+ODD = KvFormat(b"d" * 32, b"c" * 32, 5000)
 SECRET = 77
 PLACE = (3, 2 * PAGE)
 RECORD = Record(RecordType.BLOCK, 9, BlockHash(b"h" * 32), BLOCK, b"d" * 16)
@@ -52,24 +52,24 @@ def name_of(label: int) -> BlockHash:
     return BlockHash(hashlib.sha256(b"%d" % label).digest())
 
 
-def content(kind: Kind, label: int) -> bytes:
+def content(kind: KvFormat, label: int) -> bytes:
     return np.random.default_rng([label, kind.key[0]]).bytes(kind.block_bytes)
 
 
-def buffers(count: int, kind: Kind = KIND) -> list[memoryview]:
+def buffers(count: int, kind: KvFormat = KIND) -> list[memoryview]:
     step = -(-kind.block_bytes // PAGE) * PAGE
     view = memoryview(mmap.mmap(-1, count * step))
     return [view[i * step : i * step + kind.block_bytes] for i in range(count)]
 
 
-def write(log: DiskLog, *labels: int, kind: Kind = KIND) -> list[bool]:
+def write(log: DiskLog, *labels: int, kind: KvFormat = KIND) -> list[bool]:
     views = buffers(len(labels), kind)
     for view, label in zip(views, labels, strict=True):
         view[:] = content(kind, label)
     return log.write(kind, [name_of(label) for label in labels], views, set())
 
 
-def read(log: DiskLog, *labels: int, kind: Kind = KIND) -> list[bool]:
+def read(log: DiskLog, *labels: int, kind: KvFormat = KIND) -> list[bool]:
     views = buffers(len(labels), kind)
     results = log.read(kind, [name_of(label) for label in labels], views)
     for view, label, there in zip(views, labels, results, strict=True):
@@ -159,7 +159,7 @@ def test_cut_or_flipped_encodings_are_never_taken_for_something_else(data: st.Da
 
 
 @pytest.mark.parametrize("kind", [KIND, ODD])
-def test_a_restart_finds_what_was_written(opened: Any, kind: Kind) -> None:
+def test_a_restart_finds_what_was_written(opened: Any, kind: KvFormat) -> None:
     log = opened()
     assert write(log, 1, 2, 3, kind=kind) == [True] * 3
     assert read(log, 1, 2, 3, 4, kind=kind) == [True, True, True, False]

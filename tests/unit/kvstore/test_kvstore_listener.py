@@ -12,14 +12,13 @@ import pytest
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
-from baton_kvstore.memory.pool import kind_of
 from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.disk.log import DiskLog
+from baton_kvstore.types import KvFormat, kv_format_of
 
 LAYOUT = KVLayout((LayerShape(1, 32, 32),), 16, "float32")
 MODEL = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
-KIND = kind_of(MODEL)
+KIND = kv_format_of(MODEL)
 
 
 def names(*labels: object) -> list[BlockHash]:
@@ -27,12 +26,12 @@ def names(*labels: object) -> list[BlockHash]:
 
 
 class Ear:
-    """Holds what it was told against what must be so."""
+    """Pins what it was told against what must be so."""
 
     def __init__(self) -> None:
-        self.held: dict[str, set[tuple[Kind, BlockHash]]] = {"memory": set(), "disk": set()}
+        self.held: dict[str, set[tuple[KvFormat, BlockHash]]] = {"memory": set(), "disk": set()}
 
-    def __call__(self, kind: Kind, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
+    def __call__(self, kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
         for name in hashes:
             assert ((kind, name) in self.held[tier]) != present, "told twice"
             (self.held[tier].add if present else self.held[tier].remove)((kind, name))

@@ -28,9 +28,9 @@ from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.memory.leases import Lease
 from baton_kvstore.server import KVStoreServer
 from baton_kvstore.tiers import promotion
-from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.disk.tier import DiskTier
 from baton_kvstore.tiers.promotion import Ask
+from baton_kvstore.types import KvFormat
 
 KIND = Fingerprint.of(model="m", model_digest="m", rope="", layout=KVLayout((LayerShape(1, 32, 32),), 16, "float32"))
 BLOCK = KIND.block_bytes
@@ -49,7 +49,7 @@ class Gate:
         self.open, self._first, self._read = threading.Event(), set(first), DiskTier.read
         gate = self
 
-        def read(tier: DiskTier, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        def read(tier: DiskTier, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
             if not gate._first.issuperset(hashes):
                 assert gate.open.wait(WAIT_S)
             return gate._read(tier, kind, hashes, into)

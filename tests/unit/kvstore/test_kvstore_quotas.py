@@ -13,9 +13,9 @@ from tests.unit.kvstore.test_kvstore_store import KIND, Clock, fingerprint, name
 
 from baton.errors import QueueFullError
 from baton.types import BlockHash, Tenant
-from baton_kvstore.memory.keeping import forget_tenant, keep, unkeep
-from baton_kvstore.memory.quotas import NOBODY, Quotas
+from baton_kvstore.memory.quotas import NO_TENANT, Quotas
 from baton_kvstore.memory.store import BlockStore
+from baton_kvstore.tiers.tiered_store import forget_tenant, keep, unkeep
 
 BLOCK = 4096
 A, B = Tenant("a", kv_bytes=3 * BLOCK), Tenant("b", kv_bytes=4 * BLOCK)
@@ -250,7 +250,7 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(tenant=tenants)
     def forget(self, tenant: Tenant | None) -> None:
-        forget_tenant(self.store, NOBODY if tenant is None else tenant.id)
+        forget_tenant(self.store, NO_TENANT if tenant is None else tenant.id)
 
     @rule(seconds=st.floats(0, 4))
     def wait(self, seconds: float) -> None:

@@ -25,17 +25,16 @@ from tests.support.servers.redis_server import RedisServer, missing_redis, redis
 
 from baton.errors import ConfigError
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
-from baton_kvstore.tiers.remote.backend import RemoteError
-from baton_kvstore.tiers.remote.format import HEADER_BYTES, decode_block, decode_kind, encode_header
+from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_block, decode_kind, encode_header
 from baton_kvstore.tiers.remote.index import RemoteIndex
 from baton_kvstore.tiers.remote.object_backend import ObjectBackend
 from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
 from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
+from baton_kvstore.types import KvFormat
 
 BLOCK = 5000
-KIND = Kind(b"k" * 32, b"c" * 32, BLOCK)
-OTHER = Kind(b"o" * 32, b"c" * 32, 300)
+KIND = KvFormat(b"k" * 32, b"c" * 32, BLOCK)
+OTHER = KvFormat(b"o" * 32, b"c" * 32, 300)
 WAIT_S = 60.0
 needs_redis = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
 PLACES = [
@@ -55,17 +54,17 @@ def names(*labels: object) -> list[BlockHash]:
     return [name_of(label) for label in labels]
 
 
-def content(name: BlockHash, kind: Kind = KIND) -> bytes:
+def content(name: BlockHash, kind: KvFormat = KIND) -> bytes:
     return np.random.default_rng(list(name)).bytes(kind.block_bytes)
 
 
-def buffers(count: int, kind: Kind = KIND) -> list[memoryview]:
+def buffers(count: int, kind: KvFormat = KIND) -> list[memoryview]:
     step = -(-kind.block_bytes // 4096) * 4096
     view = memoryview(mmap.mmap(-1, count * step))
     return [view[i * step : i * step + kind.block_bytes] for i in range(count)]
 
 
-def value_of(name: BlockHash, kind: Kind = KIND) -> bytes:
+def value_of(name: BlockHash, kind: KvFormat = KIND) -> bytes:
     payload = content(name, kind)
     return encode_header(kind, name, memoryview(payload)) + payload
 
@@ -167,7 +166,7 @@ async def place(
         yield made
 
 
-def write(tier: RemoteTier, *labels: object, kind: Kind = KIND) -> list[bool]:
+def write(tier: RemoteTier, *labels: object, kind: KvFormat = KIND) -> list[bool]:
     hashes, views = names(*labels), buffers(len(labels), kind)
     for view, name in zip(views, hashes, strict=True):
         view[:] = content(name, kind)
@@ -184,7 +183,7 @@ def delete(tier: RemoteTier, hashes: Sequence[BlockHash] | None) -> bool:
     return bool(told(lambda done: tier.delete(KIND, hashes, done)))
 
 
-def read(tier: RemoteTier, *labels: object, kind: Kind = KIND) -> list[bool]:
+def read(tier: RemoteTier, *labels: object, kind: KvFormat = KIND) -> list[bool]:
     hashes, views = names(*labels), buffers(len(labels), kind)
     results = tier.read(kind, hashes, views)
     for view, name, there in zip(views, hashes, results, strict=True):
@@ -192,7 +191,7 @@ def read(tier: RemoteTier, *labels: object, kind: Kind = KIND) -> list[bool]:
     return results
 
 
-def held(tier: RemoteTier, *labels: object, kind: Kind = KIND) -> list[bool]:
+def held(tier: RemoteTier, *labels: object, kind: KvFormat = KIND) -> list[bool]:
     return [tier.holds(kind, name) for name in names(*labels)]
 
 
@@ -207,14 +206,14 @@ def test_what_was_encoded_is_decoded() -> None:
     assert payload is not None
     assert bytes(payload) == content(name)
     assert decode_block(value, KIND, name_of(2)) is None
-    assert decode_block(value, Kind(b"z" * 32, b"c" * 32, BLOCK), name) is None
-    assert decode_block(value, Kind(KIND.key, KIND.content_key, BLOCK + 1), name) is None
+    assert decode_block(value, KvFormat(b"z" * 32, b"c" * 32, BLOCK), name) is None
+    assert decode_block(value, KvFormat(KIND.key, KIND.content_key, BLOCK + 1), name) is None
 
 
 @given(data=st.binary(max_size=2 * HEADER_BYTES))
 def test_random_bytes_are_no_block(data: bytes) -> None:
     assert decode_kind(data) is None
-    assert decode_block(data, Kind(b"k" * 32, b"c" * 32, max(1, len(data) - HEADER_BYTES)), name_of(1)) is None
+    assert decode_block(data, KvFormat(b"k" * 32, b"c" * 32, max(1, len(data) - HEADER_BYTES)), name_of(1)) is None
 
 
 @given(data=st.data())
@@ -235,10 +234,10 @@ def test_a_flipped_or_cut_value_is_no_block(data: st.DataObject) -> None:
 def test_the_index_is_bounded_and_its_listener_knows_what_it_holds(steps: list[tuple[str, int, bool]]) -> None:
     now = [0.0]
     index = RemoteIndex("redis", 3, absent_s=2.0, clock=lambda: now[0])
-    heard: set[tuple[Kind, BlockHash]] = set()
-    order: list[tuple[Kind, BlockHash]] = []
+    heard: set[tuple[KvFormat, BlockHash]] = set()
+    order: list[tuple[KvFormat, BlockHash]] = []
 
-    def listen(kind: Kind, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
+    def listen(kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
         for name in hashes:
             assert ((kind, name) in heard) != present
             (heard.add if present else heard.remove)((kind, name))
@@ -305,7 +304,7 @@ def _go_and_come_back(place: Place) -> None:
 
 
 async def test_many_blocks_need_several_batches(place: Place) -> None:
-    big = Kind(b"b" * 32, b"c" * 32, 3 << 20)
+    big = KvFormat(b"b" * 32, b"c" * 32, 3 << 20)
 
     def work() -> None:
         tier = place.tier(queue_bytes=64 << 20)
@@ -427,7 +426,7 @@ async def test_many_deletions_are_several_calls_each_with_its_own_time(
             assert write(tier, *range(150)) == [True] * 150
             calls, right = [], tier._backend.delete
 
-            def counted(kind: Kind, hashes: Sequence[BlockHash] | None) -> None:
+            def counted(kind: KvFormat, hashes: Sequence[BlockHash] | None) -> None:
                 calls.append(len(hashes or ()))
                 right(kind, hashes)
 
@@ -473,7 +472,7 @@ def test_a_cluster_that_is_away_is_a_failed_call() -> None:
 
 @needs_redis
 async def test_redis_is_kept_below_a_limit_and_the_coldest_blocks_go_first(tmp_path: Path) -> None:
-    big = Kind(b"b" * 32, b"c" * 32, 200_000)
+    big = KvFormat(b"b" * 32, b"c" * 32, 200_000)
 
     def work(place: Place) -> None:
         with place._client() as client:
@@ -495,7 +494,7 @@ async def test_redis_is_kept_below_a_limit_and_the_coldest_blocks_go_first(tmp_p
 
 @needs_redis
 async def test_a_full_redis_takes_nothing_more_and_is_not_left_alone(tmp_path: Path) -> None:
-    big = Kind(b"b" * 32, b"c" * 32, 200_000)
+    big = KvFormat(b"b" * 32, b"c" * 32, 200_000)
 
     def work(place: Place) -> None:
         tier = place.tier()

@@ -13,15 +13,13 @@ from tests.unit.kvstore.test_kvstore_store import KIND, Clock, names
 
 from baton.errors import DeadlineError
 from baton.types import BlockHash, Tenant
-from baton_kvstore.memory.listener import TierListener
 from baton_kvstore.memory.pool import Entry
 from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.metrics.counts import TierCounters
 from baton_kvstore.tiers.chain import Chain, Link
-from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.saver import Saver, Watermarks, ask
 from baton_kvstore.tiers.tier import BackStats, Leaving
+from baton_kvstore.types import KvFormat, TierCounters, TierListener
 
 BLOCK = KIND.block_bytes
 WAIT_S = 20.0
@@ -49,16 +47,16 @@ class Tier:
     def listen(self, listener: TierListener) -> None:
         """Nobody hears of anything."""
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: KvFormat) -> bool:
         return True
 
-    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         return self.answers.pop(0) if self.answers else block_hash in self.blocks
 
-    def find(self, kind: Kind, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
+    def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
         return set()
 
-    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         return [False] * len(hashes)
 
     def room(self, num_bytes: int, share: float = 1.0) -> bool:
@@ -69,7 +67,7 @@ class Tier:
 
     def write(
         self,
-        kind: Kind,
+        kind: KvFormat,
         hashes: Sequence[BlockHash],
         views: Sequence[memoryview],
         done: Callable[[list[bool]], None],
@@ -80,7 +78,9 @@ class Tier:
         self._thread.submit(done, [True] * len(hashes))
         return True
 
-    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> list[BlockHash]:
+    def delete(
+        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
+    ) -> list[BlockHash]:
         return []
 
     def sync(self, done: Callable[[bool], None]) -> None:

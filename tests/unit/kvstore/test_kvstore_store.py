@@ -17,8 +17,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
 from baton_kvstore.memory.pool import Pool
-from baton_kvstore.memory.reservation import Reservation
-from baton_kvstore.memory.store import BlockStore
+from baton_kvstore.memory.store import BlockStore, Reservation
 
 
 class Clock:

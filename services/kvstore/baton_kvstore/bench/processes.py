@@ -129,7 +129,7 @@ def redis_obstacle() -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on.
+    """Return a free port.
 
     Raises:
         ConfigError: There is none.

@@ -23,7 +23,7 @@ class Lease:
 class LeaseTable:
     """Live leases by id, and the order in which they end.
 
-    Ids are random, so that a client of an earlier process cannot release somebody else's lease by chance.
+    Ids are random, so that a client of an earlier process cannot release another client's lease by chance.
     """
 
     def __init__(self, max_leases: int, clock: Callable[[], float]) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from baton.errors import InternalError
+from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
-
-if TYPE_CHECKING:
-    from baton_kvstore.memory.quotas import Share
+from baton_kvstore.types import kv_format_of
 
 PAGE_BYTES = 4096
 MAX_SLOTS = 2**32 - 1
@@ -32,6 +29,26 @@ class State(enum.Enum):
     GONE = enum.auto()
 
 
+class Owner(Protocol):
+    """Whose quota a block counts against; :class:`baton_kvstore.memory.quotas.Share` is one."""
+
+    name: str
+    quota: int
+    held_bytes: int
+    disk_quota: int
+    disk_bytes: int
+    disk_evictions: int
+
+    def drop(self, entry: Entry) -> None:
+        """Count a slot that is free again."""
+
+    def pin(self, entry: Entry) -> None:
+        """Take note that a block must stay."""
+
+    def unpin(self, entry: Entry, *, used: bool) -> None:
+        """Take note that a block may be evicted again."""
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """A block in a slot.
@@ -44,7 +61,7 @@ class Entry:
         uses: Of the eviction policy: how often it was used lately.
         share: Of the memory: whose it is.
         used_at: Of the share: when it was used last; rises over all entries of a share.
-        held: One of its pins is somebody's wish to keep it.
+        held: One of its pins was asked for by a client (``Pin``).
         brief: It has a time to live, so no tier behind gets it.
     """
 
@@ -57,7 +74,7 @@ class Entry:
     saved: bool = False
     stamp: int = 0
     uses: int = 0
-    share: Share | None = None
+    share: Owner | None = None
     used_at: int = 0
     held: bool = False
     brief: bool = False
@@ -74,7 +91,7 @@ class Pool:
     num_pinned: int = 0
 
     def __post_init__(self) -> None:
-        self.kind = kind_of(self.fingerprint)
+        self.kind = kv_format_of(self.fingerprint)
         self.key = self.kind.key
         self._warm: list[int] = []
         self._cold: list[int] = []
@@ -133,7 +150,7 @@ class Pool:
         return slot
 
     def put_back(self, slot: int) -> None:
-        """Free a slot and raise its generation, so that whoever still reads it learns that it read too late."""
+        """Free a slot and raise its generation, so that a reader still at it learns that it read too late."""
         self.arena.generations[slot] += np.uint64(1)
         self.num_used -= 1
         self._warm.append(slot)
@@ -171,7 +188,81 @@ class Pool:
             raise InternalError("backed slots of a pool do not add up")
 
 
-@functools.lru_cache(maxsize=256)  # asked for several times in every call
-def kind_of(fingerprint: Fingerprint) -> Kind:
-    """Return what a tier behind needs to know of a kind of KV."""
-    return Kind(fingerprint.digest(), fingerprint.content_key(), fingerprint.block_bytes)
+RETRY_AFTER_S = 1.0
+
+
+class PoolSet:
+    """Pools by the digest of their fingerprint, the one unused for longest first.
+
+    Args:
+        capacity_bytes: Memory for all.
+        max_pools: PoolSet at once.
+        drop: Called with a pool that has to go for another one; removes it.
+    """
+
+    def __init__(self, capacity_bytes: int, max_pools: int, drop: Callable[[Pool], None]) -> None:
+        self._capacity, self._max_pools, self._drop = capacity_bytes, max_pools, drop
+        self._pools: OrderedDict[bytes, Pool] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools.values())
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    @property
+    def backed_bytes(self) -> int:
+        """Memory taken, free slots that were not given back included; never above the capacity."""
+        return sum(pool.backed_bytes for pool in self)
+
+    def get(self, key: bytes) -> Pool | None:
+        """Return a kind's pool."""
+        return self._pools.get(key)
+
+    def touch(self, pool: Pool) -> None:
+        """Note that a pool was used."""
+        self._pools.move_to_end(pool.key)
+
+    def open(self, fingerprint: Fingerprint) -> Pool:
+        """Return a kind's pool, a new one if there is none yet.
+
+        Raises:
+            InvalidRequestError: A block is larger than the store.
+            QueueFullError: Other kinds are in use, as many as may be.
+        """
+        key = fingerprint.digest()
+        pool = self._pools.get(key)
+        if pool is None:
+            num_slots = min(self._capacity // fingerprint.block_bytes, MAX_SLOTS) if fingerprint.block_bytes else 0
+            if num_slots < 1:
+                raise InvalidRequestError(
+                    f"a block of {fingerprint.block_bytes} bytes does not fit a store of {self._capacity}",
+                    field="fingerprint.block_bytes",
+                )
+            if len(self) >= self._max_pools:
+                self._drop_oldest()
+            pool = self._pools[key] = Pool(fingerprint, HostArena(num_slots, fingerprint.block_bytes))
+        self.touch(pool)
+        return pool
+
+    def remove(self, pool: Pool) -> None:
+        """Forget a pool."""
+        del self._pools[pool.key]
+
+    def free_slot(self, pool: Pool) -> int | None:
+        """Take a slot without evicting a block; ``None``: there is none."""
+        while True:
+            slot = pool.take_warm()
+            if slot is not None:
+                return slot
+            if self.backed_bytes + pool.block_bytes <= self._capacity:
+                return pool.take_cold()
+            if not any(other.cool() for other in self if other is not pool):
+                return None
+
+    def _drop_oldest(self) -> None:
+        pool = next((pool for pool in self if not pool.num_pinned), None)
+        if pool is None:
+            message = f"{len(self)} kinds of KV are in use, which is as many as this store takes"
+            raise QueueFullError(message, retry_after_s=RETRY_AFTER_S)
+        self._drop(pool)

@@ -1,6 +1,6 @@
 """Whose blocks the memory holds, how much each tenant may have, and which of its own go when that is too little.
 
-A tenant above its quota loses its own coldest blocks, never anybody else's. Below its quota it competes with all others
+A tenant above its quota loses its own coldest blocks, never another tenant's. Below its quota it competes with all others
 for the memory as if there were no tenants; quotas that add up to no more than the memory keep tenants apart entirely.
 The order here is recency alone, whatever policy evicts from the store as a whole.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from baton.errors import InternalError
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.pool import Entry
-from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.types import KvFormat
 
-NOBODY = ""
+NO_TENANT = ""
 _LOOKED_AT = 64
 """Cold blocks among which one is looked for that a tier behind has already."""
 _NEARLY = 0.75
@@ -46,7 +46,7 @@ class Share:
     """One tenant's part of the memory.
 
     Attributes:
-        name: The tenant's id; :data:`NOBODY` for blocks that are nobody's.
+        name: The tenant's id; :data:`NO_TENANT` for blocks without one.
         quota: Bytes that it may have; 0: any number.
         used_bytes: Of its slots, those that are being filled included.
         held_bytes: Of blocks that are pinned for it.
@@ -70,9 +70,9 @@ class Share:
         if self.quota and self.used_bytes > _NEARLY * self.quota:
             yield from [entry for entry in itertools.islice(self._cold, _LOOKED_AT) if not entry.saved]
 
-    def blocks(self) -> dict[Kind, set[BlockHash]]:
+    def blocks(self) -> dict[KvFormat, set[BlockHash]]:
         """Return everything of it that is in memory."""
-        found: dict[Kind, set[BlockHash]] = {}
+        found: dict[KvFormat, set[BlockHash]] = {}
         for entry in self.entries:
             found.setdefault(entry.pool.kind, set()).add(entry.block_hash)
         return found
@@ -108,7 +108,7 @@ class Share:
         self._cold.pop(entry, None)
 
     def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Nobody needs a block any more; one that was not used is as old as before, roughly."""
+        """Take note that a block may be evicted; one that was not used is as old as before, roughly."""
         if used:
             self._uses += 1
             entry.used_at = self._uses
@@ -136,7 +136,7 @@ class Share:
         if self.used_bytes != sum(entry.pool.block_bytes for entry in self.entries):
             raise InternalError("a tenant's bytes do not add up")
         if set(self._cold) != {entry for entry in self.entries if not entry.pins}:
-            raise InternalError("a tenant's cold blocks are not those that nobody needs")
+            raise InternalError("a tenant's cold blocks are not its unpinned ones")
         if self.held_bytes != sum(entry.pool.block_bytes for entry in self.entries if entry.held):
             raise InternalError("a tenant's pinned bytes do not add up")
 
@@ -157,8 +157,8 @@ class Quotas:
         return iter(self._shares.values())
 
     def of(self, tenant: Tenant | None) -> Share:
-        """Return a tenant's share; its quota is what was said last. ``None``: that of blocks that are nobody's."""
-        name = NOBODY if tenant is None else tenant.id
+        """Return a tenant's share; its quota is what was said last. ``None``: that of blocks without a tenant."""
+        name = NO_TENANT if tenant is None else tenant.id
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = Share(name, 0)

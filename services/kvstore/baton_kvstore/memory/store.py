@@ -2,12 +2,12 @@
 
 One budget of bytes serves every kind of KV (fingerprint). Each kind has an arena of its own, mapped large enough for
 the whole budget but given memory slot by slot; the eviction policy has one order over all of them. So the kind that is
-asked for most takes the room of those nobody asks for, and nothing has to be divided up beforehand. Room is looked for
+asked for most takes the room of the others, and nothing has to be divided up beforehand. Room is looked for
 in this order: a free slot of the same kind that has memory, memory the budget still has, free slots of other kinds
-(their pages go back to the kernel), and last the block of any kind that the policy wants gone and nobody leases.
+(their pages go back to the kernel), and last the block of any kind that the policy wants gone and no lease holds.
 
 Blocks come in two phases: ``reserve`` takes slots, the caller fills them, ``commit`` makes those that arrived whole
-visible and gives the rest back. Nobody ever sees half a block, and a slot's generation rises whenever it is freed.
+visible and gives the rest back. Half a block is never visible, and a slot's generation rises whenever it is freed.
 
 Methods are called from one thread (the service's event loop).
 """
@@ -16,21 +16,59 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.eviction import POLICIES, Eviction
-from baton_kvstore.memory.holds import Holds
-from baton_kvstore.memory.integrity import check
-from baton_kvstore.memory.kv_formats import RETRY_AFTER_S, Kinds
 from baton_kvstore.memory.leases import Lease, LeaseTable
-from baton_kvstore.memory.listener import Listeners, TierListener
-from baton_kvstore.memory.pool import Entry, Pool, State
+from baton_kvstore.memory.pins import Pins
+from baton_kvstore.memory.pool import RETRY_AFTER_S, Entry, Pool, PoolSet, State
 from baton_kvstore.memory.quotas import Quotas
-from baton_kvstore.memory.reservation import Reservation
-from baton_kvstore.metrics.counts import Counters, StoreStats
+from baton_kvstore.types import Counters, Listeners, StoreStats, TierListener
+
+
+def check(pools: Collection[Pool], recency: Eviction, pinned: Collection[Entry], capacity_bytes: int) -> None:
+    """Raise ``InternalError`` unless slots, pins, recency and budget add up."""
+    if sum(pool.backed_bytes for pool in pools) > capacity_bytes:
+        raise InternalError("the store is above its budget")
+    for entry in recency:
+        if entry.pins or entry.doomed or entry.state is not State.READY:
+            raise InternalError("a block that must stay could be evicted")
+    if recency.saved_bytes != sum(entry.pool.block_bytes for entry in recency if entry.saved):
+        raise InternalError("bytes of saved blocks do not add up")
+    held = [*recency, *pinned]
+    if len(recency) + len(pinned) != len(held) or len(set(held)) != len(held):
+        raise InternalError("evictable and pinned blocks do not add up")
+    for pool in pools:
+        pool.check(entry for entry in held if entry.pool is pool)
+        if pool.num_pinned != sum(1 for entry in pinned if entry.pool is pool):
+            raise InternalError("pins of a pool do not add up")
+        if any(entry not in recency and entry not in pinned for entry in pool.index.values()):
+            raise InternalError("a block can be found but is neither evictable nor pinned")
+
+
+@dataclass(eq=False)
+class Reservation:
+    """The first phase of a Put.
+
+    Attributes:
+        entries: Parallel to the hashes: where the block is or will be; ``None``: no room, or another Put brings it.
+        missing: Indices into ``entries`` of the blocks to be filled.
+    """
+
+    pool: Pool
+    entries: list[Entry | None]
+    missing: list[int]
+    settled: bool = False
+    done: bool = False
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots to fill, parallel to ``missing``."""
+        return [entry.slot for i in self.missing if (entry := self.entries[i]) is not None]
 
 
 class BlockStore:
@@ -38,7 +76,7 @@ class BlockStore:
 
     Args:
         capacity_bytes: Memory for blocks.
-        max_pools: Kinds of KV at once.
+        max_pools: PoolSet of KV at once.
         max_leases: Leases at once.
         clock: Monotonic seconds.
         on_close: Told of every pool that was dropped; its arena is the callee's to close.
@@ -68,11 +106,11 @@ class BlockStore:
         self.counters = Counters()
         self.leases = LeaseTable(max_leases, clock)
         self._on_close = on_close
-        self._kinds = Kinds(capacity_bytes, max_pools, self._drop)
+        self._kinds = PoolSet(capacity_bytes, max_pools, self._drop)
         self.recency: Eviction = POLICIES[eviction](behind=behind)
         self._pinned: set[Entry] = set()
         self.quotas = quotas or Quotas()
-        self.holds = Holds(capacity_bytes, clock)
+        self.holds = Pins(capacity_bytes, clock)
         self._listeners = Listeners("memory")
 
     @property
@@ -298,7 +336,7 @@ class BlockStore:
             self._hide(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """End somebody's wish to keep a block."""
+        """End a client's pin of a block."""
         self.holds.drop(entry)
         self._unpin_one(entry, used=False)
 

@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.types import BlockHash
-from baton_kvstore.memory.listener import TierListener
-from baton_kvstore.tiers.disk.format import Kind
-from baton_kvstore.tiers.moves import SHARE, ChainCounters, Descent, Joint, Move, Offered, copies_of, usable
-from baton_kvstore.tiers.tier import BackTier
+from baton_kvstore.tiers.moves import SHARE, ChainCounters, Joint, Move, Offered, WriteCascade, copies_of, usable
+from baton_kvstore.tiers.tier import LowerTier
+from baton_kvstore.types import KvFormat, TierListener
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Link:
         readers: Threads that read.
     """
 
-    tier: BackTier
+    tier: LowerTier
     write_all: bool = False
     readers: int = 2
 
@@ -78,34 +77,34 @@ class Chain:
         for tier in self.tiers:
             tier.listen(listener)
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: KvFormat) -> bool:
         """Whether blocks of this kind can be kept by any tier."""
         return any(tier.takes(kind) for tier in self.tiers)
 
-    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block can be read, as far as this node knows; never waits."""
         return self.where(kind, block_hash) is not None
 
-    def where(self, kind: Kind, block_hash: BlockHash) -> int | None:
+    def where(self, kind: KvFormat, block_hash: BlockHash) -> int | None:
         """Return the number of the fastest tier that holds a block."""
         return next((at for at, tier in enumerate(self.tiers) if tier.holds(kind, block_hash)), None)
 
-    def surely_holds(self, kind: Kind, block_hash: BlockHash) -> bool:
-        """Whether a tier holds a block of which nobody else can have deprived it."""
+    def surely_holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
+        """Whether a tier holds a block that no other node can have deleted."""
         return any(tier.exact and tier.holds(kind, block_hash) for tier in self.tiers)
 
-    def has_kept(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def has_kept(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block need not be written again to become durable."""
         tier = self._durable
         return tier is not None and tier.exact and tier.holds(kind, block_hash)
 
-    def keeps(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def keeps(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether the tier that makes blocks durable holds one; synced or not."""
         return self._durable is not None and self._durable.holds(kind, block_hash)
 
     def write(
         self,
-        kind: Kind,
+        kind: KvFormat,
         hashes: Sequence[BlockHash],
         views: Sequence[memoryview],
         done: Callable[[list[bool]], None],
@@ -141,19 +140,21 @@ class Chain:
         joint = Joint(len(targets), len(hashes), end)
         for at in targets[1:]:
             if not self.tiers[at].write(kind, hashes, views, joint.done):
-                joint.done([False] * len(hashes))  # somebody was faster: this tier goes without
+                joint.done([False] * len(hashes))  # another write was faster: this tier goes without
         if targets:
             tiers = [tier for at, tier in enumerate(self.tiers) if at >= targets[0] and at not in targets[1:]]
-            Descent(move, tiers, self._lock, joint.done).go_on(hashes, views)
+            WriteCascade(move, tiers, self._lock, joint.done).go_on(hashes, views)
         return True
 
-    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> set[BlockHash]:
+    def delete(
+        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
+    ) -> set[BlockHash]:
         """Forget blocks (``None``: all of the kind) in every tier and return those known.
 
         Args:
             kind: What they are.
             hashes: Their names.
-            done: Told, in any thread, whether nobody will find them again.
+            done: Told, in any thread, whether they cannot be found again.
         """
         joint = Joint(len(self.tiers), 1, lambda results: done(results[0]), every=True)
         found: set[BlockHash] = set()
@@ -174,7 +175,7 @@ class Chain:
             self._durable.sync(done)
 
     async def find(
-        self, kind: Kind, hashes: Sequence[BlockHash], deadline: float, *, again: bool = False
+        self, kind: KvFormat, hashes: Sequence[BlockHash], deadline: float, *, again: bool = False
     ) -> set[BlockHash]:
         """Ask all tiers that others write to, at once and for a short time, for a chain's blocks.
 
@@ -185,7 +186,7 @@ class Chain:
             again: Ask also for blocks that this node knows of, to be sure.
 
         Returns:
-            Those that somebody said are there.
+            Those that a tier said are there.
         """
         loop = asyncio.get_running_loop()
         asks: list[asyncio.Future[set[BlockHash]]] = []
@@ -206,8 +207,8 @@ class Chain:
         self.counters.skipped_lookups += len(slow)
         return {name for ask in ended if not ask.exception() for name in ask.result()}
 
-    async def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Fill page-aligned buffers, each from the fastest tier that has its block; nobody writes into them after."""
+    async def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """Fill page-aligned buffers, each from the fastest tier that has its block; no tier writes into them after."""
         results = [False] * len(hashes)
         tried: list[int] = [-1] * len(hashes)
         while True:
@@ -231,7 +232,7 @@ class Chain:
                     results[i] = right
 
     async def close(self) -> None:
-        """Finish what is queued, from the fastest tier to the slowest; nobody reads any more."""
+        """Finish what is queued, from the fastest tier to the slowest; no reads may be running."""
         for pool in (*self._readers.values(), *self._finders.values()):
             await asyncio.to_thread(pool.shutdown)
         for tier in self.tiers:
@@ -246,13 +247,13 @@ class Chain:
                 yield at, group[first : first + step]
 
     def _part(
-        self, at: int, kind: Kind, part: list[int], hashes: Sequence[BlockHash], into: Sequence[memoryview]
+        self, at: int, kind: KvFormat, part: list[int], hashes: Sequence[BlockHash], into: Sequence[memoryview]
     ) -> tuple[list[int], asyncio.Future[list[bool]]]:
         pool = self._readers[self.tiers[at].name]
         names, views = [hashes[i] for i in part], [into[i] for i in part]
         return part, asyncio.get_running_loop().run_in_executor(pool, self._read, at, kind, names, views)
 
-    def _read(self, at: int, kind: Kind, hashes: list[BlockHash], into: list[memoryview]) -> list[bool]:
+    def _read(self, at: int, kind: KvFormat, hashes: list[BlockHash], into: list[memoryview]) -> list[bool]:
         """In a reader's thread."""
         with self._moving(kind) as move:
             results = self.tiers[at].read(kind, hashes, into)
@@ -285,7 +286,7 @@ class Chain:
         return False
 
     @contextmanager
-    def _moving(self, kind: Kind) -> Iterator[Move]:
+    def _moving(self, kind: KvFormat) -> Iterator[Move]:
         move = Move(kind)
         with self._lock:
             self._moves.append(move)
@@ -296,17 +297,17 @@ class Chain:
                 self._moves.remove(move)
 
     @contextmanager
-    def _leaving(self, at: int, kind: Kind) -> Iterator[Offered]:
+    def _leaving(self, at: int, kind: KvFormat) -> Iterator[Offered]:
         """In the thread of the tier that drops."""
         with self._moving(kind) as move:
             yield Offered(move, self.tiers[at + 1 :], self._queue, self.counters)
 
-    def _queue(self, move: Move, tier: BackTier, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> int:
+    def _queue(self, move: Move, tier: LowerTier, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> int:
         """Queue what was not deleted meanwhile, in any thread, and return how many blocks."""
         with self._lock:
             kept = move.kept(hashes)
             names = [hashes[i] for i in kept]
-            taken = bool(kept) and tier.write(move.kind, names, [views[i] for i in kept], _nobody)
+            taken = bool(kept) and tier.write(move.kind, names, [views[i] for i in kept], _ignore)
         return len(kept) if taken else 0
 
     def _found(self, name: str, ask: asyncio.Future[set[BlockHash]]) -> None:
@@ -320,5 +321,5 @@ def _pool(threads: int, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
 
-def _nobody(results: list[bool]) -> None:
-    """Nobody waits for these blocks."""
+def _ignore(results: list[bool]) -> None:
+    """No caller waits for these blocks."""

@@ -41,7 +41,7 @@ class TierConfig:
     )
     redis_timeout_s: float = option(1.0, "longest wait for Redis to connect or to say something")
     object_url: str = option(
-        "", "object store for blocks that nobody else has room for, as fsspec names it; default: none"
+        "", "object store for blocks that no other tier has room for, as fsspec names it; default: none"
     )
     object_write: str = option("evicted", "blocks that go to the object store", choices=_WRITE)
     object_timeout_s: float = option(20.0, "longest time of one batch of requests to the object store")

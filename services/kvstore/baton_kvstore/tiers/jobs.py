@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.types import KvFormat
 
 
 @dataclass(eq=False)
 class Write:
     """Blocks, whose bytes stay as they are until ``done``. ``unwanted`` grows by what is deleted meanwhile."""
 
-    kind: Kind
+    kind: KvFormat
     hashes: Sequence[BlockHash]
     views: Sequence[memoryview]
     done: Callable[[list[bool]], None]
@@ -29,9 +29,9 @@ class Write:
 
 @dataclass(eq=False)
 class Bury:
-    """Blocks (``None``: all of the kind) that nobody may find again."""
+    """Blocks (``None``: all of the kind) that must not be found again."""
 
-    kind: Kind
+    kind: KvFormat
     hashes: Sequence[BlockHash] | None
     done: Callable[[bool], None]
 
@@ -53,7 +53,7 @@ class JobQueue:
         max_bytes: Of blocks. One larger job is taken when nothing else waits.
 
     Attributes:
-        changed: Held by whoever needs several steps to be one; notified with every change.
+        changed: Held while several steps must be one; notified with every change.
         closing: Nothing is taken in any more.
         queued_bytes: Of blocks that wait or are being written.
     """
@@ -106,13 +106,13 @@ class JobQueue:
         return jobs
 
     def finished(self, job: Write) -> None:
-        """Give a job's bytes free; before anybody is told who might have more."""
+        """Give a job's bytes free; before a caller is told that might have more."""
         with self.changed:
             self.queued_bytes -= job.num_bytes
             self._running.remove(job)
             self.changed.notify_all()
 
-    def writes(self, kind: Kind) -> list[Write]:
+    def writes(self, kind: KvFormat) -> list[Write]:
         """Return a kind's blocks on their way, while ``changed`` is held."""
         return [job for job in (*self._running, *self._jobs) if isinstance(job, Write) and job.kind == kind]
 

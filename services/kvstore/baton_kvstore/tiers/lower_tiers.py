@@ -2,7 +2,7 @@
 
 The tiers tell of their blocks without saying whose they are; a block's entry in memory does, while it is written or
 after it was brought back. So a block that lies on disk from an earlier process is known by tenant once its tenant has
-asked for it; until then nobody but that tenant could, and it counts for nobody. What one tier hands to the next leaves
+asked for it; until then only that tenant could, and it counts for none. What one tier hands to the next leaves
 the one before it comes to the other: its owner is remembered for a while.
 """
 
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.types import BlockHash
-from baton_kvstore.memory.quotas import NOBODY, Share
+from baton_kvstore.memory.pool import Owner
+from baton_kvstore.memory.quotas import NO_TENANT
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain
-from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.types import KvFormat
 
 DISK = "disk"
 _MAX_BLOCKS = 1_000_000
@@ -30,11 +31,11 @@ _BATCH = 256
 
 @dataclass(slots=True)
 class _Place:
-    share: Share
+    share: Owner
     tiers: set[str] = field(default_factory=set)
 
 
-class Behind:
+class LowerTiers:
     """Keeps the books of one store's tiers behind memory. Everything but :meth:`__call__` runs in the event loop.
 
     Args:
@@ -44,9 +45,9 @@ class Behind:
 
     def __init__(self, store: BlockStore, chain: Chain) -> None:
         self._store, self._chain = store, chain
-        self._places: OrderedDict[tuple[Kind, BlockHash], _Place] = OrderedDict()
-        self._on_disk: dict[Share, dict[tuple[Kind, BlockHash], None]] = {}
-        self._left: OrderedDict[tuple[Kind, BlockHash], Share] = OrderedDict()
+        self._places: OrderedDict[tuple[KvFormat, BlockHash], _Place] = OrderedDict()
+        self._on_disk: dict[Owner, dict[tuple[KvFormat, BlockHash], None]] = {}
+        self._left: OrderedDict[tuple[KvFormat, BlockHash], Owner] = OrderedDict()
         self._disk = next((tier for tier in chain.tiers if tier.name == DISK), None)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -55,12 +56,12 @@ class Behind:
         self._loop = asyncio.get_running_loop()
         self._chain.listen(self)
 
-    def __call__(self, kind: Kind, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
-        """Hear of a change, in any thread; see :class:`~baton_kvstore.memory.listener.TierListener`."""
+    def __call__(self, kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
+        """Hear of a change, in any thread; see :class:`~baton_kvstore.types.TierListener`."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._hear, kind, tuple(hashes), tier, present)
 
-    def learn(self, kind: Kind, hashes: Iterable[BlockHash]) -> None:
+    def learn(self, kind: KvFormat, hashes: Iterable[BlockHash]) -> None:
         """Take note of whose blocks these are that were brought to memory."""
         for name in hashes:
             if (kind, name) not in self._places:
@@ -68,17 +69,17 @@ class Behind:
                     if tier.holds(kind, name):
                         self._come(kind, name, tier.name)
 
-    def blocks(self, tenant: str) -> dict[Kind, set[BlockHash]]:
+    def blocks(self, tenant: str) -> dict[KvFormat, set[BlockHash]]:
         """Return what a tenant is known to have."""
-        found: dict[Kind, set[BlockHash]] = {}
+        found: dict[KvFormat, set[BlockHash]] = {}
         for (kind, name), place in self._places.items():
             if place.share.name == tenant:
                 found.setdefault(kind, set()).add(name)
         return found
 
-    def leaving(self, tenant: str) -> dict[Kind, set[BlockHash]]:
+    def leaving(self, tenant: str) -> dict[KvFormat, set[BlockHash]]:
         """Return what of a tenant's may be on its way from one tier to the next; most of it is in none any more."""
-        found: dict[Kind, set[BlockHash]] = {}
+        found: dict[KvFormat, set[BlockHash]] = {}
         for (kind, name), share in self._left.items():
             if share.name == tenant:
                 found.setdefault(kind, set()).add(name)
@@ -89,7 +90,7 @@ class Behind:
         over = {share for share in self._store.quotas if share.disk_quota and share.disk_bytes > share.disk_quota}
         if not over or self._disk is None:
             return 0
-        gone: dict[Kind, list[BlockHash]] = {}
+        gone: dict[KvFormat, list[BlockHash]] = {}
         for kind, name in self._surplus(over):
             gone.setdefault(kind, []).append(name)
             self._places[kind, name].share.disk_evictions += 1
@@ -98,8 +99,8 @@ class Behind:
             self._disk.delete(kind, names, done)
         return sum(map(len, gone.values()))
 
-    def _surplus(self, over: set[Share]) -> list[tuple[Kind, BlockHash]]:
-        found: list[tuple[Kind, BlockHash]] = []
+    def _surplus(self, over: Collection[Owner]) -> list[tuple[KvFormat, BlockHash]]:
+        found: list[tuple[KvFormat, BlockHash]] = []
         for share in over:
             left = share.disk_bytes - share.disk_quota
             for kind, name in self._on_disk.get(share, ()):
@@ -109,7 +110,7 @@ class Behind:
                 found.append((kind, name))
         return found
 
-    def _hear(self, kind: Kind, hashes: tuple[BlockHash, ...], tier: str, present: bool) -> None:
+    def _hear(self, kind: KvFormat, hashes: tuple[BlockHash, ...], tier: str, present: bool) -> None:
         for name in hashes:
             if present:
                 self._come(kind, name, tier)
@@ -118,13 +119,13 @@ class Behind:
         if present:
             self.trim()
 
-    def _come(self, kind: Kind, name: BlockHash, tier: str) -> None:
+    def _come(self, kind: KvFormat, name: BlockHash, tier: str) -> None:
         key = kind, name
         place = self._places.get(key)
         if place is None:
             entry, left = self._store.find(kind.key, name), self._left.pop(key, None)
             share = left if entry is None else entry.share
-            if share is None or share.name == NOBODY:
+            if share is None or share.name == NO_TENANT:
                 return
             place = self._places[key] = _Place(share)
             if len(self._places) > _MAX_BLOCKS:
@@ -136,7 +137,7 @@ class Behind:
             if tier == DISK:
                 self._count(key, place.share, present=True)
 
-    def _go(self, kind: Kind, name: BlockHash, tier: str) -> None:
+    def _go(self, kind: KvFormat, name: BlockHash, tier: str) -> None:
         key = kind, name
         place = self._places.get(key)
         if place is None or tier not in place.tiers:
@@ -151,7 +152,7 @@ class Behind:
                 if len(self._left) > _MAX_LEAVING:
                     self._left.popitem(last=False)
 
-    def _count(self, key: tuple[Kind, BlockHash], share: Share, *, present: bool) -> None:
+    def _count(self, key: tuple[KvFormat, BlockHash], share: Owner, *, present: bool) -> None:
         """A block came to the disk, or left it."""
         blocks = self._on_disk.setdefault(share, {})
         if present:

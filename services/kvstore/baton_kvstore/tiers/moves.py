@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import PAGE, Kind, pages
-from baton_kvstore.tiers.tier import BackTier
+from baton_kvstore.tiers.disk.format import PAGE, pages
+from baton_kvstore.tiers.tier import LowerTier
+from baton_kvstore.types import KvFormat
 
 _HAND_OVER_S = 5.0
 """Longest time that a tier waits, each time it makes room, for the next ones to take what it drops."""
@@ -40,7 +41,7 @@ class ChainCounters:
 class Move:
     """Blocks of one kind on their way, and what was deleted since it began."""
 
-    kind: Kind
+    kind: KvFormat
     unwanted: set[BlockHash] = field(default_factory=set)
     cleared: bool = False
 
@@ -55,8 +56,8 @@ class Offered:
     def __init__(
         self,
         move: Move,
-        tiers: Sequence[BackTier],
-        queue: Callable[[Move, BackTier, Sequence[BlockHash], Sequence[memoryview]], int],
+        tiers: Sequence[LowerTier],
+        queue: Callable[[Move, LowerTier, Sequence[BlockHash], Sequence[memoryview]], int],
         counters: ChainCounters,
     ) -> None:
         self._move, self._tiers, self._queue, self._counters = move, tiers, queue, counters
@@ -86,18 +87,18 @@ class Offered:
         self._counters.dropped += len(hashes)
 
 
-class Descent:
+class WriteCascade:
     """One write on its way down the tiers: what one refuses is offered to the next, unless it was deleted meanwhile.
 
     Args:
         move: Hears of deletions; told of them under ``lock``.
         tiers: Those that may be tried, the fastest first.
-        lock: Held by whoever deletes while all tiers are told.
+        lock: Held by a deletion while all tiers are told.
         done: Told, in any thread, which blocks some tier has got.
     """
 
     def __init__(
-        self, move: Move, tiers: Sequence[BackTier], lock: threading.Lock, done: Callable[[list[bool]], None]
+        self, move: Move, tiers: Sequence[LowerTier], lock: threading.Lock, done: Callable[[list[bool]], None]
     ) -> None:
         self._move, self._left, self._lock, self._done = move, list(tiers), lock, done
 
@@ -160,13 +161,13 @@ class Joint:
             self._done(self._results)
 
 
-def usable(tier: BackTier, kind: Kind) -> bool:
+def usable(tier: LowerTier, kind: KvFormat) -> bool:
     """Whether a tier takes such blocks, and is not left alone."""
     return tier.takes(kind) and not tier.resting
 
 
-def copies_of(kind: Kind, views: Sequence[memoryview]) -> list[memoryview]:
-    """Copy blocks into memory of their own, aligned as a disk wants it and free when nobody needs it."""
+def copies_of(kind: KvFormat, views: Sequence[memoryview]) -> list[memoryview]:
+    """Copy blocks into memory of their own, aligned as a disk wants it and freed with its last user."""
     size = max(PAGE, pages(kind.block_bytes))
     memory = memoryview(mmap.mmap(-1, len(views) * size))
     copies = [memory[i * size : i * size + kind.block_bytes] for i in range(len(views))]

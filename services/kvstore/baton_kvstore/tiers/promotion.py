@@ -1,6 +1,6 @@
-"""From the tiers behind to memory: prefixes that somebody asks for, read by threads into slots that are reserved.
+"""From the tiers behind to memory: prefixes that are asked for, read by threads into slots that are reserved.
 
-Each block is brought once, however many ask for it, and goes on being brought when nobody waits any more.
+Each block is brought once, however many ask for it, and goes on being brought when no caller waits any more.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from baton.errors import BatonError, DeadlineError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.leases import Lease
-from baton_kvstore.memory.pool import Pool, kind_of
-from baton_kvstore.memory.quotas import NOBODY
-from baton_kvstore.memory.reservation import Reservation
-from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.metrics.counts import TierCounters
+from baton_kvstore.memory.pool import Pool
+from baton_kvstore.memory.quotas import NO_TENANT
+from baton_kvstore.memory.store import BlockStore, Reservation
 from baton_kvstore.tiers.chain import Chain
-from baton_kvstore.tiers.disk.format import Kind
 from baton_kvstore.tiers.saver import RETRY_S, Saver
+from baton_kvstore.types import KvFormat, TierCounters, kv_format_of
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +30,12 @@ _MAX_PREFETCHES = 2
 _PIECE_BYTES = 16 << 20
 """Of blocks that are brought together."""
 _MAX_PIECES = 8
-"""Brought at once beyond those that somebody waits for."""
+"""Brought at once beyond those that callers wait for."""
 
 
 @dataclass
 class Ask:
-    """A Get that waits for a promotion: the lease it wants, ``None`` if nobody waits any more; and for whom."""
+    """A Get that waits for a promotion: the lease it wants, ``None`` if no caller waits any more; and for whom."""
 
     ttl_s: float | None
     tenant: Tenant | None = None
@@ -54,16 +52,16 @@ class Promoter:
         self._closed = False
 
     def crowded(self, tenant: Tenant | None) -> bool:
-        """Whether somebody waits for room already that a tenant would have to wait for."""
+        """Whether others wait already for the room that a tenant would have to wait for."""
         return self._line(tenant).locked()
 
     def _line(self, tenant: Tenant | None) -> asyncio.Lock:
         """Return where to stand: tenants with a quota wait for room in it, by themselves; all others for the memory."""
         share = self._store.quotas.of(tenant)
         line = asyncio.Lock()
-        return self._lines.setdefault(share.name if share.quota else NOBODY, line)
+        return self._lines.setdefault(share.name if share.quota else NO_TENANT, line)
 
-    def plan(self, kind: Kind, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], list[BlockHash]]:
+    def plan(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], list[BlockHash]]:
         """Return the prefix that can be had at once, and what of it is not in memory: at most half the memory then."""
         limit = max(1, self._store.capacity_bytes // 2 // kind.block_bytes)
         missing: list[BlockHash] = []
@@ -77,17 +75,17 @@ class Promoter:
             missing.append(name)
         return hashes, missing
 
-    def brings(self, kind: Kind, name: BlockHash) -> bool:
+    def brings(self, kind: KvFormat, name: BlockHash) -> bool:
         """Whether a block is on its way to memory."""
         return (kind.key, name) in self._promoting
 
-    async def wait_for(self, kind: Kind, name: BlockHash, deadline: float) -> None:
+    async def wait_for(self, kind: KvFormat, name: BlockHash, deadline: float) -> None:
         """Wait until a block that is on its way is there, or does not come."""
         await asyncio.wait([self._promoting[kind.key, name]], timeout=max(0.0, deadline - time.monotonic()))
 
     def prefetch(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], tenant: Tenant | None = None) -> None:
-        """Begin to bring a prefix that somebody may ask for soon, if that costs nobody else anything."""
-        kind = kind_of(fingerprint)
+        """Begin to bring a prefix that may be asked for soon, if that takes no room from others."""
+        kind = kv_format_of(fingerprint)
         prefix, missing = self.plan(kind, hashes)
         room = self._store.room() >= len(missing) * kind.block_bytes
         if missing and room and len(self._jobs) < _MAX_PREFETCHES and not self._others(kind, missing):
@@ -105,7 +103,7 @@ class Promoter:
         own = Ask(wanted.ttl_s, wanted.tenant)
         job = self.begin_pieces(fingerprint, prefix, own, deadline)
         try:
-            # Not asyncio.timeout: it may go off in the loop's turn in which the lease comes, which would be nobody's.
+            # Not asyncio.timeout: it may go off in the loop's turn in which the lease comes, which would then never be released.
             await asyncio.wait([job], timeout=max(0.0, deadline - time.monotonic()))
         except asyncio.CancelledError:
             if job.done() and not job.cancelled() and not job.exception() and (lease := job.result()) is not None:
@@ -121,12 +119,12 @@ class Promoter:
     def begin_pieces(
         self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float
     ) -> asyncio.Task[Lease | None]:
-        """Start to bring a prefix piece by piece: whoever asks has the first one while the others are read.
+        """Start to bring a prefix piece by piece: the caller has the first one while the others are read.
 
         Returns:
-            The first piece's promotion. What of the prefix somebody else brings already is left to them.
+            The first piece's promotion. What of the prefix is being brought already is left out.
         """
-        kind = kind_of(fingerprint)
+        kind = kv_format_of(fingerprint)
         missing = [at for at, name in enumerate(prefix) if not self._store.has(kind.key, name)]
         stop = next((at for at in missing if self.brings(kind, prefix[at])), len(prefix))
         step = max(1, _PIECE_BYTES // kind.block_bytes)
@@ -135,15 +133,15 @@ class Promoter:
         first = self.begin(fingerprint, pieces[0], ask, deadline)
         for piece in pieces[1:]:
             if len(self._jobs) >= _MAX_PIECES:
-                break  # many ask: what nobody has leased yet would be gone again before they come for it
+                break  # many ask: what has no lease yet would be gone again before they come for it
             self.begin(fingerprint, piece, Ask(None, ask.tenant), deadline)
         return first
 
     def begin(
         self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float
     ) -> asyncio.Task[Lease | None]:
-        """Start to bring a prefix to memory; goes on when nobody waits any more."""
-        kind = kind_of(fingerprint)
+        """Start to bring a prefix to memory; goes on when no caller waits any more."""
+        kind = kv_format_of(fingerprint)
         names = [(kind.key, name) for name in prefix if not self._store.has(kind.key, name)]
         done = asyncio.get_running_loop().create_future()
         self._promoting.update(dict.fromkeys(names, done))
@@ -163,7 +161,7 @@ class Promoter:
         return task
 
     async def close(self) -> None:
-        """Wait for what runs; nobody is given a lease any more."""
+        """Wait for what runs; no more leases are given."""
         self._closed = True
         self._saver.next_kick.set()
         if self._jobs:
@@ -186,7 +184,7 @@ class Promoter:
     async def _reserve(
         self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float, absent: int
     ) -> Reservation:
-        """Take slots. While others use everything, whoever is waited for stands in line; a part of it is enough."""
+        """Take slots. While others use everything, what callers wait for stands in line; a part of it is enough."""
         line = self._line(ask.tenant)
         if ask.ttl_s is None and line.locked():
             raise QueueFullError("others wait for room", retry_after_s=RETRY_S)
@@ -228,5 +226,5 @@ class Promoter:
         views = [memoryview(pool.arena.blocks[slot]) for slot in reservation.slots]
         return await self._chain.read(pool.kind, names, views)
 
-    def _others(self, kind: Kind, names: Sequence[BlockHash]) -> set[asyncio.Future[None]]:
+    def _others(self, kind: KvFormat, names: Sequence[BlockHash]) -> set[asyncio.Future[None]]:
         return {self._promoting[kind.key, name] for name in names if (kind.key, name) in self._promoting}

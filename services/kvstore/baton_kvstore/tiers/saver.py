@@ -14,9 +14,8 @@ from baton.errors import DeadlineError
 from baton.types import BlockHash
 from baton_kvstore.memory.pool import Entry
 from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.metrics.counts import TierCounters
 from baton_kvstore.tiers.chain import Chain
-from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.types import KvFormat, TierCounters
 
 RETRY_S = 5.0
 """How long blocks that no tier took are left alone."""
@@ -92,7 +91,7 @@ class Saver:
                 self._store.end_save(rest, saved=False)
                 return
 
-    async def persist(self, kind: Kind, hashes: Sequence[BlockHash], deadline: float) -> list[bool]:
+    async def persist(self, kind: KvFormat, hashes: Sequence[BlockHash], deadline: float) -> list[bool]:
         """Write blocks, sync, and return which of them a restart would find.
 
         Raises:
@@ -107,7 +106,7 @@ class Saver:
                 while entries and not self._save(kind, entries, durable=True):
                     if not await _set_before(self.next_kick, deadline):  # blocks of other tiers may fill the queue
                         raise DeadlineError("the tiers behind are too slow to take the blocks")
-            except BaseException:  # whoever asked may be gone
+            except BaseException:  # the caller may be gone
                 self._store.end_save(entries, saved=False)
                 raise
         synced = await ask(chain.sync, deadline)
@@ -142,7 +141,7 @@ class Saver:
             return True  # written again, it would push out another of its tenant, which would be written again, ...
         return self._chain.holds(kind, entry.block_hash)
 
-    def _save(self, kind: Kind, entries: Sequence[Entry], *, durable: bool = False) -> bool:
+    def _save(self, kind: KvFormat, entries: Sequence[Entry], *, durable: bool = False) -> bool:
         """Queue pinned blocks; ``False``: a queue is full."""
         loop = asyncio.get_running_loop()
 

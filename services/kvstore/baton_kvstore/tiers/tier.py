@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.types import BlockHash
-from baton_kvstore.memory.listener import TierListener
-from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.types import KvFormat, TierListener
 
 
 class Offer(Protocol):
@@ -19,10 +18,10 @@ class Offer(Protocol):
         """Return which of them a slower tier could take and does not have."""
 
     def take(self, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
-        """Queue blocks, whose bytes nobody changes any more, for a slower tier; waits for room, but not for long."""
+        """Queue blocks, whose bytes do not change any more, for a slower tier; waits for room, but not for long."""
 
 
-Leaving = Callable[[Kind], AbstractContextManager[Offer]]
+Leaving = Callable[[KvFormat], AbstractContextManager[Offer]]
 """Opened by a tier before it looks up what it is going to drop, so that deletions from then on are heard."""
 
 
@@ -45,12 +44,12 @@ class BackStats:
     resting: bool = False
 
 
-class BackTier(Protocol):
+class LowerTier(Protocol):
     """Keeps blocks that memory has no room for. ``done`` callbacks come from a thread of the tier's own.
 
     Attributes:
         name: As in metrics and events.
-        exact: The index is the truth: what it holds can be read, and nobody else writes here.
+        exact: The index is the truth: what it holds can be read, and no other node writes here.
         durable: What was synced survives a crash of the host.
         shared: Other nodes write here too, so :meth:`find` may know more than :meth:`holds`.
         leaving: Where blocks go that the tier drops to make room; set before the first write.
@@ -69,13 +68,13 @@ class BackTier(Protocol):
     def listen(self, listener: TierListener) -> None:
         """Tell a listener what is there, and then every change; see there."""
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: KvFormat) -> bool:
         """Whether blocks of this kind can be kept at all."""
 
-    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block can be read, as far as the tier knows; never waits."""
 
-    def find(self, kind: Kind, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
+    def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
         """Look for blocks that others may have written or deleted; blocks the calling thread, but not for long.
 
         Args:
@@ -87,7 +86,7 @@ class BackTier(Protocol):
             Those that are there.
         """
 
-    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill page-aligned buffers; blocks the calling thread. ``False``: not there, or damaged and now forgotten."""
 
     def room(self, num_bytes: int, share: float = 1.0) -> bool:
@@ -98,15 +97,17 @@ class BackTier(Protocol):
 
     def write(
         self,
-        kind: Kind,
+        kind: KvFormat,
         hashes: Sequence[BlockHash],
         views: Sequence[memoryview],
         done: Callable[[list[bool]], None],
     ) -> bool:
         """Queue blocks, whose bytes stay as they are until ``done``; ``False``: the queue is full."""
 
-    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> list[BlockHash]:
-        """Forget blocks (``None``: all of the kind) and return those known; ``done``: nobody finds them again."""
+    def delete(
+        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
+    ) -> list[BlockHash]:
+        """Forget blocks (``None``: all of the kind) and return those known; ``done``: they cannot be found again."""
 
     def sync(self, done: Callable[[bool], None]) -> None:
         """Tell whether everything queued so far survives a crash, when it does."""
@@ -115,4 +116,4 @@ class BackTier(Protocol):
         """Return what metrics show of every tier."""
 
     def close(self) -> None:
-        """Finish what is queued; nobody reads any more."""
+        """Finish what is queued; no reads may be running."""

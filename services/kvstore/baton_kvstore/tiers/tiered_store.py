@@ -1,7 +1,7 @@
 """Memory first, a chain of tiers behind it: what is evicted from memory was written there before, and comes back.
 
 The coldest part of a full memory is always behind already. A Put waits until there is room; a Get of blocks in memory
-never waits for anybody.
+never waits.
 """
 
 from __future__ import annotations
@@ -13,24 +13,20 @@ from collections.abc import Callable, Sequence
 from baton.errors import DeadlineError, InternalError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
-from baton_kvstore.memory.keeping import forget_tenant
 from baton_kvstore.memory.leases import Lease
-from baton_kvstore.memory.listener import TierListener
-from baton_kvstore.memory.pool import kind_of
 from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.metrics.counts import TierCounters
 from baton_kvstore.tiers.chain import Chain
-from baton_kvstore.tiers.disk.format import Kind
-from baton_kvstore.tiers.lower_tiers import Behind
+from baton_kvstore.tiers.lower_tiers import LowerTiers
 from baton_kvstore.tiers.promotion import Ask, Promoter
 from baton_kvstore.tiers.saver import Saver, Watermarks, ask
+from baton_kvstore.types import KvFormat, TierCounters, TierListener, kv_format_of
 
 _ROUNDS = 8
 _FLUSH_S = 30.0
 """Longest time that a clean end waits for blocks that are to be written."""
 
 
-class Tiers:
+class TieredStore:
     """A store in memory and, if there is one, a chain of tiers behind it. Used in one event loop.
 
     Args:
@@ -44,7 +40,7 @@ class Tiers:
         self.counters = TierCounters()
         self._saver = Saver(store, chain, self.counters, marks) if chain else None
         self._promoter = Promoter(store, chain, self._saver, self.counters) if chain and self._saver else None
-        self.behind_memory = Behind(store, chain) if chain else None
+        self.behind_memory = LowerTiers(store, chain) if chain else None
 
     def start(self) -> None:
         """Begin to keep the books of tenants, in the running loop."""
@@ -69,7 +65,7 @@ class Tiers:
         self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], deadline: float, *, durable: bool = False
     ) -> list[bool]:
         """Return which blocks need not be put: not in memory, but a tier surely has (``durable``: keeps) them."""
-        chain, kind = self.chain, kind_of(fingerprint)
+        chain, kind = self.chain, kv_format_of(fingerprint)
         if chain is None:
             return [False] * len(hashes)
         holds = chain.has_kept if durable else chain.surely_holds
@@ -104,7 +100,7 @@ class Tiers:
         """
         if self._saver is None:
             return [False] * len(hashes)
-        return await self._saver.persist(kind_of(fingerprint), hashes, deadline)
+        return await self._saver.persist(kv_format_of(fingerprint), hashes, deadline)
 
     # Get
 
@@ -125,7 +121,7 @@ class Tiers:
         Raises:
             QueueFullError: Too many leases.
         """
-        kind = kind_of(fingerprint)
+        kind = kv_format_of(fingerprint)
         await self._find(kind, hashes, deadline)
         where = self._where(kind, hashes)
         lease = await self._promoted(fingerprint, hashes, wanted, deadline)
@@ -141,7 +137,7 @@ class Tiers:
         self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], tenant: Tenant | None = None
     ) -> int:
         """Return how many leading blocks are in any tier, and begin to bring them to memory."""
-        kind = kind_of(fingerprint)
+        kind = kv_format_of(fingerprint)
         await self._find(kind, hashes, math.inf)
         found = 0
         while found < len(hashes) and self._holds(kind, hashes[found]):
@@ -156,7 +152,7 @@ class Tiers:
         Raises:
             InternalError: Some may be found again.
         """
-        kind = kind_of(fingerprint)
+        kind = kv_format_of(fingerprint)
         there = self.store.hashes(kind.key)
         gone = there if hashes is None else there & set(hashes)
         self.store.delete(fingerprint, hashes)
@@ -168,7 +164,7 @@ class Tiers:
         Raises:
             InternalError: Some may be found again.
         """
-        blocks, leaving = forget_tenant(self.store, name), dict[Kind, set[BlockHash]]()
+        blocks, leaving = forget_tenant(self.store, name), dict[KvFormat, set[BlockHash]]()
         if self.behind_memory is not None:
             leaving = self.behind_memory.leaving(name)
             for kind, hashes in self.behind_memory.blocks(name).items():
@@ -177,7 +173,7 @@ class Tiers:
             await self._delete_behind(kind, list(blocks.get(kind, set()) | leaving.get(kind, set())))
         return sum(map(len, blocks.values()))
 
-    async def _delete_behind(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> set[BlockHash]:
+    async def _delete_behind(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> set[BlockHash]:
         chain = self.chain
         if chain is None:
             return set()
@@ -200,8 +196,8 @@ class Tiers:
 
     # Inside
 
-    async def _find(self, kind: Kind, hashes: Sequence[BlockHash], deadline: float) -> None:
-        """Have the tiers that others write to asked for what nobody here knows of."""
+    async def _find(self, kind: KvFormat, hashes: Sequence[BlockHash], deadline: float) -> None:
+        """Have the tiers that others write to asked for what this node does not know of."""
         if self.chain is not None and self.chain.shared:
             unknown = [name for name in hashes if not self._holds(kind, name)]
             if unknown:
@@ -211,7 +207,7 @@ class Tiers:
         self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], wanted: Ask, deadline: float
     ) -> Lease | None:
         """Bring what is not in memory, and lease the prefix; ``None``: nothing to bring, or it did not come."""
-        kind, promoter = kind_of(fingerprint), self._promoter
+        kind, promoter = kv_format_of(fingerprint), self._promoter
         if promoter is None:
             return None
         for _ in range(_ROUNDS):
@@ -231,11 +227,11 @@ class Tiers:
                 return lease
         return None
 
-    def _holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def _holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block is in any tier, as far as this node knows."""
         return self.store.has(kind.key, block_hash) or (self.chain is not None and self.chain.holds(kind, block_hash))
 
-    def _where(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[int | None]:
+    def _where(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[int | None]:
         """Return each block's fastest tier: 0 is memory, ``None`` nowhere."""
         found: list[int | None] = []
         for name in hashes:
@@ -253,3 +249,42 @@ class Tiers:
         for at, name in enumerate(names):
             counters.hits[name] += sum(1 for place in found if place == at)
             counters.misses[name] += sum(1 for place in found if place is None or place > at) + len(missed)
+
+
+def keep(store: BlockStore, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> list[bool]:
+    """Pin blocks until :func:`unkeep`, and return which of them are there and pinned.
+
+    Raises:
+        QueueFullError: As much is pinned as may be; those before stay pinned.
+    """
+    found = []
+    for name in hashes:
+        entries = store.pin(fingerprint.digest(), [name])
+        found.append(bool(entries))
+        for entry in entries:
+            is_new = False
+            try:
+                is_new = store.holds.hold(entry)
+            finally:
+                if not is_new:
+                    store.end_save(entries, saved=False)
+    return found
+
+
+def unkeep(store: BlockStore, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> None:
+    """Pin blocks no more."""
+    entries = store.pin(fingerprint.digest(), hashes)
+    for entry in entries:
+        if entry.held:
+            store.let_go(entry)
+    store.end_save(entries, saved=False)
+
+
+def forget_tenant(store: BlockStore, name: str) -> dict[KvFormat, set[BlockHash]]:
+    """Forget everything of a tenant that is in memory, and return what that was."""
+    share = store.quotas.find(name)
+    if share is None:
+        return {}
+    blocks = share.blocks()
+    store.forget([entry for entry in share.entries if not entry.doomed])
+    return blocks

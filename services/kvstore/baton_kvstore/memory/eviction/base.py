@@ -9,7 +9,7 @@ from baton_kvstore.memory.pool import Entry
 
 
 class Eviction(ABC):
-    """The order in which blocks that nobody needs right now would be evicted. Every call takes constant time.
+    """The order in which unpinned blocks would be evicted. Every call takes constant time.
 
     The store tells of every pin and of the last unpin. An entry is evictable from its last unpin on until it is
     pinned, discarded or popped. A chain is unpinned from its end to its head: of blocks that are otherwise alike the
@@ -56,7 +56,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Nobody needs an entry any more: it is evictable; ``used``: it was read or written."""
+        """Take note that an entry is evictable; ``used``: it was read or written."""
 
     @abstractmethod
     def touch(self, entry: Entry) -> None:

@@ -29,7 +29,7 @@ class Directory:
         secret: Random number of this store, which seeds its checksums.
 
     Raises:
-        ConfigError: Somebody else uses it, it is not a store's, or it cannot be used.
+        ConfigError: Another process uses it, it is not a store's, or it cannot be used.
     """
 
     def __init__(self, path: str) -> None:

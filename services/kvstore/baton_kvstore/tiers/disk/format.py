@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import xxhash
 
 from baton.types import BlockHash
+from baton_kvstore.types import KvFormat
 
 PAGE = 4096
 VERSION = 1
@@ -35,21 +36,6 @@ class RecordType(enum.IntEnum):
     BLOCK = 1
     TOMBSTONE = 2
     MARK = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of KV, as a segment names it.
-
-    Attributes:
-        key: ``Fingerprint.digest()``.
-        content_key: ``Fingerprint.content_key()``.
-        block_bytes: Of every block.
-    """
-
-    key: bytes
-    content_key: bytes
-    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +64,7 @@ def pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def disk_bytes(kind: Kind) -> int:
+def disk_bytes(kind: KvFormat) -> int:
     """Return what the record of a block takes in a segment."""
     return PAGE + pages(kind.block_bytes)
 
@@ -105,13 +91,13 @@ def decode_store(data: bytes) -> tuple[int, int] | None:
     return version, int.from_bytes(secret, "little")
 
 
-def encode_segment(kind: Kind, segment_id: int, secret: int) -> bytes:
+def encode_segment(kind: KvFormat, segment_id: int, secret: int) -> bytes:
     """Return a segment's first page."""
     body = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, segment_id, kind.block_bytes, kind.key, kind.content_key)
     return _page(body, xxhash.xxh3_64_intdigest(body, seed=secret))
 
 
-def decode_segment(page: bytes, segment_id: int, secret: int) -> Kind | None:
+def decode_segment(page: bytes, segment_id: int, secret: int) -> KvFormat | None:
     """Return what a segment holds, or ``None`` if the page is not the first of this very segment."""
     body = page[: _SEGMENT.size]
     if not _holds(page, _SEGMENT.size, xxhash.xxh3_64_intdigest(body, seed=secret)):
@@ -119,10 +105,10 @@ def decode_segment(page: bytes, segment_id: int, secret: int) -> Kind | None:
     magic, version, number, block_bytes, key, content_key = _SEGMENT.unpack(body)
     if magic != _SEGMENT_MAGIC or version != VERSION or number != segment_id:
         return None
-    return Kind(key, content_key, block_bytes) if 0 < block_bytes <= MAX_BLOCK_BYTES else None
+    return KvFormat(key, content_key, block_bytes) if 0 < block_bytes <= MAX_BLOCK_BYTES else None
 
 
-def encode_record(record: Record, kind: Kind, place: tuple[int, int], secret: int) -> bytes:
+def encode_record(record: Record, kind: KvFormat, place: tuple[int, int], secret: int) -> bytes:
     """Return a record's header page. ``place`` is its segment's number and its offset there."""
     body = _RECORD.pack(
         _RECORD_MAGIC,
@@ -137,7 +123,7 @@ def encode_record(record: Record, kind: Kind, place: tuple[int, int], secret: in
     return _page(body, _record_sum(body, place, secret))
 
 
-def decode_record(page: bytes, kind: Kind, place: tuple[int, int], secret: int) -> Record | None:
+def decode_record(page: bytes, kind: KvFormat, place: tuple[int, int], secret: int) -> Record | None:
     """Return a record's header, or ``None`` if the page is not that of a record at this place."""
     body = page[: _RECORD.size]
     if not body.startswith(_RECORD_MAGIC) or not _holds(page, _RECORD.size, _record_sum(body, place, secret)):

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.types import BlockHash
-from baton_kvstore.memory.listener import Listeners, TierListener
 from baton_kvstore.tiers.disk.segment import Segment
+from baton_kvstore.types import Listeners, TierListener
 
 
 @dataclass(eq=False, slots=True)

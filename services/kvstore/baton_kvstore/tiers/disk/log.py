@@ -15,24 +15,14 @@ import os
 from collections.abc import Callable, Sequence
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.checkpoint import Covered, Known, encode_checkpoint
 from baton_kvstore.tiers.disk.directory import Directory
-from baton_kvstore.tiers.disk.format import (
-    PAGE,
-    Kind,
-    Record,
-    RecordType,
-    digest_of,
-    disk_bytes,
-    encode_segment,
-    pages,
-)
-from baton_kvstore.tiers.disk.index import DiskIndex, Location
-from baton_kvstore.tiers.disk.leaving import hand_over
+from baton_kvstore.tiers.disk.format import PAGE, Record, RecordType, digest_of, disk_bytes, encode_segment, pages
+from baton_kvstore.tiers.disk.index import DiskCounters, DiskIndex, Location
 from baton_kvstore.tiers.disk.reading import read_blocks
-from baton_kvstore.tiers.disk.recovery import recover
+from baton_kvstore.tiers.disk.recovery import Covered, Known, encode_checkpoint, recover
 from baton_kvstore.tiers.disk.segment import Segment, Write, scan
 from baton_kvstore.tiers.tier import Leaving, Offer
+from baton_kvstore.types import KvFormat
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +59,7 @@ class DiskLog:
         self._direct = direct
         self.index = DiskIndex()
         self.leaving: Leaving | None = None
-        self._damaged: list[tuple[Kind, BlockHash, Location]] = []
+        self._damaged: list[tuple[KvFormat, BlockHash, Location]] = []
         try:
             found = recover(self._directory, direct=direct)
         except BaseException:
@@ -101,11 +91,11 @@ class DiskLog:
 
     # Any thread
 
-    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Read blocks and check them; what is not there or damaged is ``False``, see :meth:`forget_damaged`."""
         return read_blocks(self.index, kind, hashes, into, self._damaged)
 
-    def forget_damaged(self) -> list[tuple[Kind, BlockHash]]:
+    def forget_damaged(self) -> list[tuple[KvFormat, BlockHash]]:
         """Make the blocks unfindable that were found damaged since the last call, and return them to be buried."""
         found = []
         while self._damaged:
@@ -115,7 +105,7 @@ class DiskLog:
         return found
 
     def hide(
-        self, kind: Kind, hashes: Sequence[BlockHash] | None, unwanted: Sequence[set[BlockHash]]
+        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, unwanted: Sequence[set[BlockHash]]
     ) -> list[BlockHash]:
         """Make blocks unfindable in this process; see :meth:`DiskIndex.hide`."""
         return self.index.hide(kind.key, hashes, disk_bytes(kind), unwanted)
@@ -123,7 +113,7 @@ class DiskLog:
     # The writer's thread
 
     def write(
-        self, kind: Kind, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
+        self, kind: KvFormat, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
     ) -> list[bool]:
         """Append blocks, not synced yet, and return which of them can be found now.
 
@@ -164,7 +154,7 @@ class DiskLog:
         ]
         self.index.add(kind.key, blocks, size, unwanted)
 
-    def bury(self, kind: Kind, hashes: Sequence[BlockHash]) -> None:
+    def bury(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
         """Append tombstones of blocks that were hidden, so that a restart does not find them either.
 
         Raises:
@@ -229,7 +219,7 @@ class DiskLog:
         return False
 
     def close(self) -> None:
-        """Close every file and give the directory back; nobody reads any more."""
+        """Close every file and give the directory back; no reads may be running."""
         for segment in self._segments.values():
             segment.let_go()
         self._segments.clear()
@@ -237,7 +227,7 @@ class DiskLog:
 
     # Inside
 
-    def _segment_for(self, kind: Kind, size: int) -> Segment:
+    def _segment_for(self, kind: KvFormat, size: int) -> Segment:
         segment = self._active.get(kind.key)
         if segment is not None and (segment.end + size <= self._segment_bytes or segment.end == PAGE):
             return segment
@@ -335,7 +325,7 @@ class DiskLog:
         key = segment.kind.key
         return segment.segment_id == min(n for n, other in self._segments.items() if other.kind.key == key)
 
-    def _copy(self, kind: Kind, kept: Sequence[tuple[Record, Location]], size: int) -> None:
+    def _copy(self, kind: KvFormat, kept: Sequence[tuple[Record, Location]], size: int) -> None:
         step = max(1, _COPY_BYTES // size)
         moved: list[tuple[BlockHash, Location, Location]] = []
         with contextlib.closing(mmap.mmap(-1, step * pages(kind.block_bytes))) as buffer, memoryview(buffer) as view:
@@ -347,7 +337,7 @@ class DiskLog:
         self.index.counters.moved += len(moved)
 
     def _copy_batch(
-        self, kind: Kind, batch: Sequence[tuple[Record, Location]], buffer: memoryview, size: int
+        self, kind: KvFormat, batch: Sequence[tuple[Record, Location]], buffer: memoryview, size: int
     ) -> list[tuple[BlockHash, Location, Location]]:
         moved = []
         for i, (record, place) in enumerate(batch):
@@ -373,3 +363,42 @@ class DiskLog:
         if self._active.get(segment.kind.key) is segment:
             del self._active[segment.kind.key]
         segment.let_go()
+
+
+log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 8 << 20
+
+
+def hand_over(kind: KvFormat, leaving: Sequence[tuple[Record, Location]], offer: Offer, counters: DiskCounters) -> None:
+    """Offer the blocks of a segment that is about to be dropped, in batches; damaged ones are left out.
+
+    Args:
+        kind: What they are.
+        leaving: Their records and places, whose segment stays open meanwhile.
+        offer: Takes them.
+        counters: Of the disk.
+    """
+    wanted = offer.wanted([record.block_hash for record, _ in leaving])
+    left = [(record, place) for record, place in leaving if record.block_hash in wanted]
+    step, size = max(1, _BATCH_BYTES // kind.block_bytes), pages(kind.block_bytes)
+    for at in range(0, len(left), step):
+        batch = left[at : at + step]
+        memory = memoryview(mmap.mmap(-1, max(PAGE, len(batch) * size)))  # aligned, and freed with its last user
+        hashes: list[BlockHash] = []
+        views: list[memoryview] = []
+        for i, (record, place) in enumerate(batch):
+            view = memory[i * size : i * size + kind.block_bytes]
+            try:
+                place.segment.read(place.offset + PAGE, [view])
+            except OSError as error:
+                counters.read_errors += 1
+                log.error("a block that leaves the disk cannot be read: %s", error)
+                continue
+            if digest_of(view) != record.digest:
+                counters.checksum_failures += 1
+                continue
+            hashes.append(record.block_hash)
+            views.append(view)
+        if hashes:
+            offer.take(hashes, views)

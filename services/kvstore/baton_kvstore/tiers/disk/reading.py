@@ -8,18 +8,19 @@ import mmap
 from collections.abc import Sequence
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import PAGE, Kind, digest_of, disk_bytes, pages
+from baton_kvstore.tiers.disk.format import PAGE, digest_of, disk_bytes, pages
 from baton_kvstore.tiers.disk.index import DiskIndex, Location
+from baton_kvstore.types import KvFormat
 
 log = logging.getLogger(__name__)
 
 
 def read_blocks(
     index: DiskIndex,
-    kind: Kind,
+    kind: KvFormat,
     hashes: Sequence[BlockHash],
     into: Sequence[memoryview],
-    damaged: list[tuple[Kind, BlockHash, Location]],
+    damaged: list[tuple[KvFormat, BlockHash, Location]],
 ) -> list[bool]:
     """Read blocks and check them.
 
@@ -48,9 +49,9 @@ def read_blocks(
 
 def _read_run(
     index: DiskIndex,
-    kind: Kind,
+    kind: KvFormat,
     blocks: Sequence[tuple[BlockHash, Location | None, memoryview]],
-    damaged: list[tuple[Kind, BlockHash, Location]],
+    damaged: list[tuple[KvFormat, BlockHash, Location]],
 ) -> list[bool]:
     """Blocks whose records follow one another, in one system call."""
     start = blocks[0][1]
@@ -88,7 +89,7 @@ def _read_run(
     return results
 
 
-def _follows(before: Location | None, after: Location | None, kind: Kind) -> bool:
+def _follows(before: Location | None, after: Location | None, kind: KvFormat) -> bool:
     if before is None or after is None or before.segment is not after.segment:
         return False
     return after.offset == before.offset + disk_bytes(kind)

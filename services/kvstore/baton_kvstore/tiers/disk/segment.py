@@ -13,7 +13,6 @@ from baton.hashing import HASH_BYTES
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.format import (
     PAGE,
-    Kind,
     Record,
     RecordType,
     decode_record,
@@ -22,6 +21,7 @@ from baton_kvstore.tiers.disk.format import (
     encode_record,
     pages,
 )
+from baton_kvstore.types import KvFormat
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Segment:
         synced: Where the part ends that would survive a loss of power.
     """
 
-    def __init__(self, segment_id: int, kind: Kind, fd: int, end: int, *, direct: bool) -> None:
+    def __init__(self, segment_id: int, kind: KvFormat, fd: int, end: int, *, direct: bool) -> None:
         self.segment_id, self.kind = segment_id, kind
         self.end = self.written = self.synced = end
         self.live_bytes = self.tombstone_bytes = 0
@@ -165,7 +165,7 @@ class Segment:
             raise OSError("a record's parts do not add up")
 
 
-def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[Kind, list[tuple[int, Record]]] | None:
+def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[KvFormat, list[tuple[int, Record]]] | None:
     """Read a segment's record headers.
 
     A page that is no header where one should be is damage or a torn end; the search goes on page by page behind it, so
@@ -225,7 +225,7 @@ def sound_end(fd: int, records: Sequence[tuple[int, Record]], start: int) -> int
     return end
 
 
-def _next_header(fd: int, kind: Kind, segment_id: int, secret: int, at: int, size: int) -> int | None:
+def _next_header(fd: int, kind: KvFormat, segment_id: int, secret: int, at: int, size: int) -> int | None:
     for offset, page in _pages(fd, at, size):
         record = decode_record(page, kind, (segment_id, offset), secret)
         if record is not None and offset + record.disk_bytes <= size:

@@ -1,8 +1,8 @@
 """The disk tier as the store uses it: reads in the caller's thread, everything else in a thread of its own.
 
 Writes and deletions are taken in order, many at a time, appended together and synced together: at the latest
-``sync_interval_s`` after they were written, at once if somebody waits for it. The queue is bounded by bytes; who finds
-it full comes back later. Nobody who reads ever waits for the queue.
+``sync_interval_s`` after they were written, at once if a caller waits for it. The queue is bounded by bytes; who finds
+it full comes back later. Readers never wait for the queue.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.types import BlockHash
-from baton_kvstore.memory.listener import TierListener
-from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES, Kind
+from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.jobs import Bury, Job, JobQueue, Sync, Write
 from baton_kvstore.tiers.tier import BackStats, Leaving
+from baton_kvstore.types import KvFormat, TierListener
 
 log = logging.getLogger(__name__)
 
@@ -89,24 +89,24 @@ class DiskTier:
         """Tell a listener what is there, and then every change."""
         self._log.index.listen(listener)
 
-    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block can be read; never waits."""
         return self._log.index.find(kind.key, block_hash) is not None
 
-    def find(self, kind: Kind, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
-        """Nobody else writes here: there is nothing to find."""
+    def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
+        """No other node writes here: there is nothing to find."""
         return set()
 
-    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill page-aligned buffers, in the calling thread. ``False``: a block is not there or was damaged."""
         results = self._log.read(kind, hashes, into)
         if not all(results):
-            with self._jobs.changed:  # before anybody can queue them to be written again
+            with self._jobs.changed:  # before they can be queued to be written again
                 for damaged, name in self._log.forget_damaged():
                     self._jobs.add(Bury(damaged, [name], lambda right: None))
         return results
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: KvFormat) -> bool:
         """Whether blocks of this size can be kept at all."""
         return kind.block_bytes <= min(MAX_BLOCK_BYTES, self._capacity // 8)
 
@@ -120,7 +120,7 @@ class DiskTier:
 
     def write(
         self,
-        kind: Kind,
+        kind: KvFormat,
         hashes: Sequence[BlockHash],
         views: Sequence[memoryview],
         done: Callable[[list[bool]], None],
@@ -135,7 +135,9 @@ class DiskTier:
         """
         return self._jobs.offer(Write(kind, hashes, views, done))
 
-    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> list[BlockHash]:
+    def delete(
+        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
+    ) -> list[BlockHash]:
         """Forget blocks (``None``: all of the kind) at once, also those on their way to the disk.
 
         Args:
@@ -193,7 +195,7 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Write and sync what is queued, checkpoint, and close; nobody reads any more."""
+        """Write and sync what is queued, checkpoint, and close; no reads may be running."""
         self._jobs.close()
         self._thread.join()
         self._log.close()

@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 from baton.types import BlockHash
-from baton_kvstore.memory.listener import Listeners, TierListener
-from baton_kvstore.tiers.disk.format import Kind
+from baton_kvstore.types import KvFormat, Listeners, TierListener
 
 
 class RemoteIndex:
@@ -26,7 +25,7 @@ class RemoteIndex:
         self, tier: str, max_blocks: int, *, absent_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max, self._absent_s, self._clock = max_blocks, absent_s, clock
-        self._blocks: OrderedDict[bytes, Kind] = OrderedDict()
+        self._blocks: OrderedDict[bytes, KvFormat] = OrderedDict()
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._bytes = 0
         self._mutex = threading.Lock()
@@ -43,18 +42,18 @@ class RemoteIndex:
     def listen(self, listener: TierListener) -> None:
         """Tell a listener what is known, and then every change."""
         with self._mutex:
-            kinds: dict[Kind, list[BlockHash]] = {}
+            kinds: dict[KvFormat, list[BlockHash]] = {}
             for key, kind in self._blocks.items():
                 kinds.setdefault(kind, []).append(BlockHash(key[len(kind.key) :]))
             for kind, names in kinds.items():
                 listener(kind, names, self._listeners.tier, True)
             self._listeners.add(listener)
 
-    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block is known."""
         return kind.key + block_hash in self._blocks
 
-    def add(self, kind: Kind, hashes: Sequence[BlockHash], *, unless: Collection[BlockHash] = ()) -> None:
+    def add(self, kind: KvFormat, hashes: Sequence[BlockHash], *, unless: Collection[BlockHash] = ()) -> None:
         """Note blocks that are there; those of ``unless`` were deleted meanwhile."""
         with self._mutex:
             new = []
@@ -73,14 +72,14 @@ class RemoteIndex:
             while len(self._blocks) > self._max:
                 self._forget(next(iter(self._blocks)))
 
-    def use(self, kind: Kind, hashes: Sequence[BlockHash]) -> None:
+    def use(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
         """Note that blocks were read."""
         with self._mutex:
             for name in hashes:
                 if kind.key + name in self._blocks:
                     self._blocks.move_to_end(kind.key + name)
 
-    def drop(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> list[BlockHash]:
+    def drop(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> list[BlockHash]:
         """Forget blocks (``None``: all of the kind) and return those that were known."""
         with self._mutex:
             if hashes is None:
@@ -95,7 +94,7 @@ class RemoteIndex:
     def clear(self) -> None:
         """Forget every block."""
         with self._mutex:
-            kinds: dict[Kind, list[BlockHash]] = {}
+            kinds: dict[KvFormat, list[BlockHash]] = {}
             for key, kind in self._blocks.items():
                 kinds.setdefault(kind, []).append(BlockHash(key[len(kind.key) :]))
             self._blocks.clear()
@@ -103,7 +102,7 @@ class RemoteIndex:
             for kind, names in kinds.items():
                 self._listeners.tell(kind, names, False)
 
-    def coldest(self, num_bytes: int) -> tuple[Kind, list[BlockHash]] | None:
+    def coldest(self, num_bytes: int) -> tuple[KvFormat, list[BlockHash]] | None:
         """Return the blocks of one kind, unused for longest, that have so many bytes together; ``None``: none known."""
         chosen: list[BlockHash] = []
         with self._mutex:
@@ -116,7 +115,7 @@ class RemoteIndex:
                 chosen.append(BlockHash(key[len(kind.key) :]))
         return first, chosen
 
-    def unknown(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+    def unknown(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """Return those that are neither known nor were looked for in vain a moment ago."""
         now = self._clock()
         with self._mutex:
@@ -127,7 +126,7 @@ class RemoteIndex:
                     found.append(name)
             return found
 
-    def missed(self, kind: Kind, hashes: Sequence[BlockHash]) -> None:
+    def missed(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
         """Note blocks that were looked for in vain."""
         until = self._clock() + self._absent_s
         with self._mutex:

@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 
 from baton.errors import ConfigError
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
-from baton_kvstore.tiers.remote.backend import RemoteError
-from baton_kvstore.tiers.remote.format import HEADER_BYTES, decode_kind
+from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_kind
+from baton_kvstore.types import KvFormat
 
 T = TypeVar("T")
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -43,7 +42,7 @@ class ObjectBackend:
         url: As fsspec understands it: ``s3://bucket/folder``, ``gs://…``, ``file:///…``, ``memory://…``.
         timeout_s: Of one call, however many requests it makes.
         requests: Side by side.
-        find_timeout_s: Of a look-up, which nobody waits long for; default: as any other call.
+        find_timeout_s: Of a look-up, which callers do not wait long for; default: as any other call.
 
     Raises:
         ConfigError: fsspec or its backend is not installed, or does not understand the URL.
@@ -71,16 +70,16 @@ class ObjectBackend:
         self._closed = threading.Event()
         self.on_new_server: Callable[[], None] = lambda: None  # object stores keep what they have
 
-    def get(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[bytes | None]:
+    def get(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bytes | None]:
         """Return values; ``None``: there is none."""
         return self._each(lambda name: self._get(self._path(kind, name)), hashes)
 
-    def put(self, kind: Kind, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
+    def put(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
         """Write values; either all are taken or the call fails."""
         self._each(lambda item: self._put(self._path(kind, item[0]), item[1]), list(zip(hashes, values, strict=True)))
         return [True] * len(hashes)
 
-    def has(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[bool | None]:
+    def has(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bool | None]:
         """Look for a chain's first block, then for more and more of them at once, up to one that is not there."""
         found: list[bool | None] = []
         count, ends = 1, time.monotonic() + self._find_timeout_s
@@ -90,7 +89,7 @@ class ObjectBackend:
             count *= _PROBES
         return found + [None] * (len(hashes) - len(found))
 
-    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> None:
+    def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> None:
         """Delete values (``None``: all of the kind)."""
         if hashes is not None:
             self._each(self._remove, [self._path(kind, name) for name in hashes])
@@ -98,10 +97,10 @@ class ObjectBackend:
         for shard in self._list(f"{self._root}/{kind.key.hex()}"):
             self._each(self._remove, self._list(shard))
 
-    def scan(self) -> Iterator[tuple[Kind, list[BlockHash]]]:
+    def scan(self) -> Iterator[tuple[KvFormat, list[BlockHash]]]:
         """Yield what is there; of each kind one value's beginning is read to know what it is."""
         for folder in self._list(self._root):
-            kind: Kind | None = None
+            kind: KvFormat | None = None
             for shard in self._list(folder) if _NAME.fullmatch(_last(folder)) else []:
                 paths = [path for path in self._list(shard) if _NAME.fullmatch(_last(path))]
                 for path in paths[:_TRIES]:
@@ -113,7 +112,7 @@ class ObjectBackend:
                     yield kind, [BlockHash(bytes.fromhex(_last(path))) for path in paths]
 
     def used_bytes(self) -> int | None:
-        """Nobody knows without listing everything."""
+        """Unknown without listing everything."""
         return None
 
     def close(self) -> None:
@@ -121,7 +120,7 @@ class ObjectBackend:
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _path(self, kind: Kind, name: BlockHash) -> str:
+    def _path(self, kind: KvFormat, name: BlockHash) -> str:
         digits = name.hex()
         return f"{self._root}/{kind.key.hex()}/{digits[:_DIGITS]}/{digits}"
 

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 
 from baton.errors import ConfigError
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import Kind
-from baton_kvstore.tiers.remote.backend import RemoteError
-from baton_kvstore.tiers.remote.format import HEADER_BYTES, decode_kind
+from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_kind
+from baton_kvstore.types import KvFormat
 
 T = TypeVar("T")
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
@@ -40,7 +39,7 @@ class RedisOptions:
 
     Attributes:
         url: ``redis://``, ``rediss://`` or ``unix://``; of any node of a cluster.
-        ttl_s: Life of a value that nobody writes again; 0: no end.
+        ttl_s: Life of a value that is not written again; 0: no end.
         timeout_s: Of a connection being made, and of every wait for bytes.
         connections: At most, per server.
     """
@@ -99,11 +98,11 @@ class RedisBackend:
         self._client: _Client | None = None
         self._closed = False
 
-    def get(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[bytes | None]:
+    def get(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bytes | None]:
         """Return values; ``None``: there is none."""
         return self._pipelined(lambda pipe, key: pipe.get(key), kind, hashes)
 
-    def put(self, kind: Kind, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
+    def put(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
         """Write values and return which were taken: all of them, unless Redis has no memory for more."""
         life = {"px": max(1, round(1000 * self._options.ttl_s))} if self._options.ttl_s else {}
 
@@ -119,11 +118,11 @@ class RedisBackend:
 
         return self._call(call)
 
-    def has(self, kind: Kind, hashes: Sequence[BlockHash]) -> list[bool | None]:
+    def has(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bool | None]:
         """Return which are there."""
         return [bool(found) for found in self._pipelined(lambda pipe, key: pipe.exists(key), kind, hashes)]
 
-    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> None:
+    def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> None:
         """Delete values (``None``: all of the kind)."""
         if hashes is not None:
             self._pipelined(lambda pipe, key: pipe.unlink(key), kind, hashes)
@@ -131,16 +130,16 @@ class RedisBackend:
         for keys in self._scan(f"{_escaped(self._options.prefix)}:{kind.key.hex()}:*", _DELETED_AT_ONCE):
             self._call(functools.partial(_unlink, keys))
 
-    def scan(self) -> Iterator[tuple[Kind, list[BlockHash]]]:
+    def scan(self) -> Iterator[tuple[KvFormat, list[BlockHash]]]:
         """Yield what is there; of each kind one value's beginning is read to know what it is."""
-        kinds: dict[str, Kind | None] = {}
+        kinds: dict[str, KvFormat | None] = {}
         tries: Counter[str] = Counter()
         start = len(self._options.prefix) + 1
         for keys in self._scan(f"{_escaped(self._options.prefix)}:*", _SCAN_COUNT):
-            found: dict[Kind, list[BlockHash]] = {}
+            found: dict[KvFormat, list[BlockHash]] = {}
             for key in keys:
                 parts = _NAME.fullmatch(key[start:])
-                if parts is None:  # somebody else's
+                if parts is None:  # another application's
                     continue
                 digest, name = (part.decode() for part in parts.groups())
                 if kinds.get(digest) is None and tries[digest] < _TRIES:
@@ -170,13 +169,13 @@ class RedisBackend:
         if used is not None and idle:
             self._close_client(used)
 
-    def _key(self, kind: Kind, name: BlockHash) -> str:
+    def _key(self, kind: KvFormat, name: BlockHash) -> str:
         return f"{self._options.prefix}:{kind.key.hex()}:{name.hex()}"
 
-    def _kind(self, key: bytes) -> Kind | None:
+    def _kind(self, key: bytes) -> KvFormat | None:
         return decode_kind(self._call(lambda client: client.getrange(key, 0, HEADER_BYTES - 1)))
 
-    def _pipelined(self, add: Callable[[Any, str], object], kind: Kind, hashes: Sequence[BlockHash]) -> list[Any]:
+    def _pipelined(self, add: Callable[[Any, str], object], kind: KvFormat, hashes: Sequence[BlockHash]) -> list[Any]:
         def call(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
                 for name in hashes:

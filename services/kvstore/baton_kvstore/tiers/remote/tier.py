@@ -16,13 +16,12 @@ from typing import TypeVar
 
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.types import BlockHash
-from baton_kvstore.memory.listener import TierListener
-from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES, Kind
+from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES
 from baton_kvstore.tiers.jobs import Bury, Job, JobQueue, Sync, Write
-from baton_kvstore.tiers.remote.backend import Backend, RemoteError
-from baton_kvstore.tiers.remote.format import HEADER_BYTES, decode_block, encode_header
+from baton_kvstore.tiers.remote.backend import HEADER_BYTES, Backend, RemoteError, decode_block, encode_header
 from baton_kvstore.tiers.remote.index import RemoteIndex
 from baton_kvstore.tiers.tier import BackStats, Leaving
+from baton_kvstore.types import KvFormat, TierListener
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +71,7 @@ class RemoteCounters:
 
 
 class RemoteTier:
-    """A tier over a :class:`Backend`; see :class:`baton_kvstore.tiers.tier.BackTier`.
+    """A tier over a :class:`Backend`; see :class:`baton_kvstore.tiers.tier.LowerTier`.
 
     Args:
         backend: Closed with this.
@@ -111,15 +110,15 @@ class RemoteTier:
         """Tell a listener what is known, and then every change."""
         self.index.listen(listener)
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: KvFormat) -> bool:
         """Whether blocks of this size can be kept at all."""
         return kind.block_bytes <= self._options.max_block_bytes
 
-    def holds(self, kind: Kind, block_hash: BlockHash) -> bool:
+    def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block can be read, as far as this node knows; never waits."""
         return self.index.holds(kind, block_hash) and not self.breaker.open
 
-    def find(self, kind: Kind, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
+    def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
         """Look for a chain's blocks that others may have written, in the calling thread, and return those there are."""
         names = hashes if again else self.index.unknown(kind, hashes)
         found = self._ask(functools.partial(self._backend.has, kind, names)) if names else None
@@ -132,7 +131,7 @@ class RemoteTier:
         self.index.missed(kind, gone)
         return set(there)
 
-    def read(self, kind: Kind, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill buffers, in the calling thread. ``False``: not there, damaged, or the backend is away."""
         results = [False] * len(hashes)
         for part in self._batches(kind, len(hashes)):
@@ -162,7 +161,7 @@ class RemoteTier:
 
     def write(
         self,
-        kind: Kind,
+        kind: KvFormat,
         hashes: Sequence[BlockHash],
         views: Sequence[memoryview],
         done: Callable[[list[bool]], None],
@@ -170,7 +169,9 @@ class RemoteTier:
         """Queue blocks, whose bytes stay as they are until ``done``; ``False``: the queue is full."""
         return self._jobs.offer(Write(kind, hashes, views, done))
 
-    def delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]) -> list[BlockHash]:
+    def delete(
+        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
+    ) -> list[BlockHash]:
         """Forget blocks (``None``: all of the kind), also those on their way, and return those known."""
         with self._jobs.changed:
             writes = self._jobs.writes(kind)
@@ -203,7 +204,7 @@ class RemoteTier:
         )
 
     def close(self) -> None:
-        """Write what is queued, unless that takes too long, and close the backend; nobody reads any more."""
+        """Write what is queued, unless that takes too long, and close the backend; no reads may be running."""
         self._jobs.close()
         self._scan_wanted.set()
         self._threads[0].join(_CLOSE_S)
@@ -281,7 +282,7 @@ class RemoteTier:
             used -= len(names) * (kind.block_bytes + HEADER_BYTES)
         return used is not None
 
-    def _hand_over(self, kind: Kind, names: list[BlockHash]) -> None:
+    def _hand_over(self, kind: KvFormat, names: list[BlockHash]) -> None:
         if self.leaving is None:
             return
         with self.leaving(kind) as offer:
@@ -343,14 +344,14 @@ class RemoteTier:
         self.breaker.succeeded()
         return answer
 
-    def _bury(self, kind: Kind, hashes: Sequence[BlockHash] | None) -> bool:
+    def _bury(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> bool:
         """Delete for good, also from a backend that is left alone; ``False``: some may be left."""
         if hashes is None:
             return self._delete(kind, None, always=True)
         parts = (hashes[at : at + _DELETED_AT_ONCE] for at in range(0, len(hashes), _DELETED_AT_ONCE))
         return all(self._delete(kind, part, always=True) for part in parts)
 
-    def _delete(self, kind: Kind, hashes: Sequence[BlockHash] | None, *, always: bool = False) -> bool:
+    def _delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None, *, always: bool = False) -> bool:
         def call() -> bool:
             self._backend.delete(kind, hashes)
             return True
@@ -364,12 +365,12 @@ class RemoteTier:
         if not before:
             log.warning("tier %s: %s%s", self.name, error, "; left alone for a while" if self.breaker.open else "")
 
-    def _damaged(self, kind: Kind, name: BlockHash) -> None:
+    def _damaged(self, kind: KvFormat, name: BlockHash) -> None:
         self.counters.damaged += 1
         log.error("tier %s: a block is damaged: %s", self.name, name.hex())
         self._jobs.add(Bury(kind, [name], lambda right: None))
 
-    def _batches(self, kind: Kind, count: int) -> Iterator[slice]:
+    def _batches(self, kind: KvFormat, count: int) -> Iterator[slice]:
         step = max(1, self._options.batch_bytes // kind.block_bytes)
         for at in range(0, count, step):
             yield slice(at, min(count, at + step))

@@ -1,4 +1,4 @@
-"""Blocks that somebody asked to keep, and blocks that somebody asked to forget after a time."""
+"""Pinned blocks, and blocks with a time to live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHARE = 0.5
 _LEAST_SWEEP = 1024
 
 
-class Holds:
+class Pins:
     """Keeps the books of pins and times to live; the store acts on them.
 
     Args:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton_kvstore.memory.quotas import ShareUse
 from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.metrics.tenant_metrics import MAX_TENANTS, tenant_metrics
-from baton_kvstore.metrics.tier_metrics import TIERS, chain_metrics
+from baton_kvstore.tiers.chain import Chain
 from baton_kvstore.tiers.disk.index import DiskCounters
 from baton_kvstore.tiers.disk.tier import DiskStats, DiskTier
-from baton_kvstore.tiers.tiered_store import Tiers
+from baton_kvstore.tiers.moves import ChainCounters
+from baton_kvstore.tiers.tier import BackStats
+from baton_kvstore.tiers.tiered_store import TieredStore
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -37,7 +39,7 @@ class StoreMetrics(Collector):
         "used_bytes": "Bytes of blocks held or being filled",
         "backed_bytes": "Memory taken, free slots that were not given back included",
         "num_blocks": "Blocks held or being filled",
-        "num_pools": "Kinds of KV held",
+        "num_pools": "PoolSet of KV held",
         "num_leases": "Live leases",
     }
     _COUNTERS: ClassVar = {
@@ -45,7 +47,7 @@ class StoreMetrics(Collector):
         "misses": "Blocks asked for by Get and not found",
         "evictions": "Blocks evicted",
         "stored": "Blocks stored by Put",
-        "expired_leases": "Leases that nobody gave back",
+        "expired_leases": "Leases that ended by time",
         "expired_blocks": "Blocks forgotten because their time was up",
     }
 
@@ -74,7 +76,7 @@ class StoreMetrics(Collector):
         "queued_bytes": "Bytes of blocks that wait to be written",
     }
 
-    def __init__(self, store: BlockStore, tiers: Tiers, disk: DiskTier | None) -> None:
+    def __init__(self, store: BlockStore, tiers: TieredStore, disk: DiskTier | None) -> None:
         self._store, self._tiers, self._disk = store, tiers, disk
         self.registry = CollectorRegistry()
         to = self.registry
@@ -149,3 +151,74 @@ class StoreMetrics(Collector):
             yield CounterMetricFamily(f"baton_kvstore_disk_{name}", text, value=getattr(disk, name))
         for name, text in self._DISK_GAUGES.items():
             yield GaugeMetricFamily(f"baton_kvstore_disk_{name.removeprefix('num_')}", text, value=getattr(stats, name))
+
+
+MAX_TENANTS = 50
+"""That have metrics of their own: those with most bytes."""
+
+
+def tenant_metrics(uses: Sequence[ShareUse]) -> Iterable[Metric]:
+    """Yield what tenants have."""
+    used = GaugeMetricFamily("baton_kvstore_tenant_used_bytes", "Memory of a tenant's blocks", labels=["tenant"])
+    quota = GaugeMetricFamily("baton_kvstore_tenant_quota_bytes", "Memory that it may have; 0: any", labels=["tenant"])
+    pinned = GaugeMetricFamily("baton_kvstore_tenant_pinned_bytes", "Memory pinned for it", labels=["tenant"])
+    lost = CounterMetricFamily(
+        "baton_kvstore_tenant_evictions", "Blocks that it lost to its own quota", labels=["tenant"]
+    )
+    disk = GaugeMetricFamily(
+        "baton_kvstore_tenant_disk_bytes", "Its blocks on disk, as far as known", labels=["tenant"]
+    )
+    disk_lost = CounterMetricFamily(
+        "baton_kvstore_tenant_disk_evictions", "Blocks that it lost on disk to its own quota", labels=["tenant"]
+    )
+    for use in uses:
+        label = [use.name or "default"]
+        used.add_metric(label, use.used_bytes)
+        quota.add_metric(label, use.quota)
+        pinned.add_metric(label, use.held_bytes)
+        lost.add_metric(label, use.evictions)
+        disk.add_metric(label, use.disk_bytes)
+        disk_lost.add_metric(label, use.disk_evictions)
+    yield from (used, quota, pinned, lost, disk, disk_lost)
+
+
+TIERS: Final = ("memory", "disk", "redis", "object")
+
+_GAUGES: Final = {
+    "num_blocks": "Blocks that this store knows of",
+    "used_bytes": "Bytes of them; on disk: of files",
+    "queued_bytes": "Bytes of blocks that wait to be written",
+    "resting": "Whether the tier is left alone after failures",
+}
+_COUNTERS: Final = {
+    "read_bytes": "Bytes of blocks read",
+    "written_bytes": "Bytes of blocks written",
+    "errors": "Calls that failed",
+    "damaged": "Blocks that were damaged",
+    "evictions": "Blocks dropped by this store to make room",
+}
+_CHAIN: Final = {
+    "handed_over": "Blocks that one tier dropped and the next one was given",
+    "dropped": "Blocks that one tier dropped and no other took",
+    "raised": "Blocks given back to the first tier because they were read again",
+    "skipped_lookups": "Questions to shared tiers that were not asked or not answered in time",
+}
+
+
+def chain_metrics(chain: Chain | None) -> Iterable[Metric]:
+    """Yield what every tier tells, by tier, and what moves between them (any thread)."""
+    stats = {tier.name: tier.back_stats() for tier in chain.tiers} if chain else {}
+    names = TIERS[1:]
+    for field, text in _GAUGES.items():
+        gauge = GaugeMetricFamily(f"baton_kvstore_tier_{field.removeprefix('num_')}", text, labels=["tier"])
+        for name in names:
+            gauge.add_metric([name], float(getattr(stats.get(name, BackStats()), field)))
+        yield gauge
+    for field, text in _COUNTERS.items():
+        counter = CounterMetricFamily(f"baton_kvstore_tier_{field}", text, labels=["tier"])
+        for name in names:
+            counter.add_metric([name], getattr(stats.get(name, BackStats()), field))
+        yield counter
+    counts = dataclasses.asdict(chain.counters if chain else ChainCounters())
+    for field, text in _CHAIN.items():
+        yield CounterMetricFamily(f"baton_kvstore_{field}", text, value=counts[field])

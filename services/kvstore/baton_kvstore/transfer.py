@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from baton.kv_transfer.blocks import (
@@ -22,20 +23,19 @@ from baton.rpc.tls import Tls
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.memory.pool import Pool
-from baton_kvstore.transfer.following import MAX_FOLLOWED
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Lane:
+class PoolEndpoints:
     """One pool's way in and out."""
 
     server: BlockServer
     fetcher: BlockFetcher
 
 
-class Lanes:
+class PoolIO:
     """Opens a lane with a pool's first use and closes it with the pool.
 
     Attributes:
@@ -51,7 +51,7 @@ class Lanes:
         self._config, self._instance_id, self._token = config, instance_id, token
         self._tls = None if config.clear_kv else tls
         self.kinds = resolve_kinds(config.pipes, tls=self._tls is not None)
-        self._lanes: dict[bytes, Lane] = {}
+        self._lanes: dict[bytes, PoolEndpoints] = {}
         self._closing: set[asyncio.Future[None]] = set()
 
     def source(self, pool: Pool) -> BlockSource:
@@ -70,7 +70,7 @@ class Lanes:
         deadline: float,
         ready: int | None = None,
     ) -> FetchResult:
-        """Fetch blocks into a pool's slots. When this returns or raises, nobody writes into them any more.
+        """Fetch blocks into a pool's slots. When this returns or raises, no pipe writes into them any more.
 
         Args:
             pool: Whose slots.
@@ -107,7 +107,7 @@ class Lanes:
             if result is not None:
                 log.warning("closing a kind of KV: %s", result)
 
-    def _of(self, pool: Pool) -> Lane:
+    def _of(self, pool: Pool) -> PoolEndpoints:
         lane = self._lanes.get(pool.key)
         if lane is None:
             config, kind = self._config, pool.fingerprint
@@ -128,6 +128,38 @@ class Lanes:
                 max_threads=config.pull_workers + MAX_FOLLOWED,
                 links=LinkOptions(token=self._token, tls=self._tls),
             )
-            lane = self._lanes[pool.key] = Lane(server, fetcher)
+            lane = self._lanes[pool.key] = PoolEndpoints(server, fetcher)
             log.info("new kind of KV: model %s, %d bytes per block", kind.model, kind.block_bytes)
         return lane
+
+
+MAX_FOLLOWED = 8
+"""Computations that are followed at once, each by a thread of its own: other Puts never wait for them."""
+_SHARE = 0.25
+"""Of the memory, for blocks that are being computed."""
+
+
+class FollowerSlots:
+    """Lets a few such Puts in. Used in one event loop.
+
+    Args:
+        capacity_bytes: Of the store.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._limit = int(_SHARE * capacity_bytes)
+        self._count = self._bytes = 0
+
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[bool]:
+        """Say whether a Put of so much may follow its source, which it does until the end of the context."""
+        if self._count >= MAX_FOLLOWED or self._bytes + num_bytes > self._limit:
+            yield False
+            return
+        self._count += 1
+        self._bytes += num_bytes
+        try:
+            yield True
+        finally:
+            self._count -= 1
+            self._bytes -= num_bytes

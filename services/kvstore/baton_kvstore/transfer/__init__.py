@@ -1,1 +1,0 @@
-"""How the bytes of blocks come and go."""

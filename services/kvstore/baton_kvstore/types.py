@@ -1,0 +1,123 @@
+"""Words that every part of the store shares: formats of KV, counters, and who hears of changes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.types import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """One format of KV: what tiers need to know of a fingerprint.
+
+    Attributes:
+        key: ``Fingerprint.digest()``.
+        content_key: ``Fingerprint.content_key()``.
+        block_bytes: Of every block.
+    """
+
+    key: bytes
+    content_key: bytes
+    block_bytes: int
+
+
+@functools.lru_cache(maxsize=256)  # asked for several times in every call
+def kv_format_of(fingerprint: Fingerprint) -> KvFormat:
+    """Return what a tier behind needs to know of a kind of KV."""
+    return KvFormat(fingerprint.digest(), fingerprint.content_key(), fingerprint.block_bytes)
+
+
+@dataclass
+class Counters:
+    """Since start; blocks unless a name says otherwise."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    stored: int = 0
+    expired_leases: int = 0
+    expired_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A moment's view of a store; counts of blocks unless a name says otherwise."""
+
+    capacity_bytes: int
+    used_bytes: int
+    backed_bytes: int
+    num_blocks: int
+    num_pools: int
+    num_leases: int
+    hits: int
+    misses: int
+    evictions: int
+    stored: int
+    expired_leases: int
+    expired_blocks: int
+
+
+@dataclass
+class TierCounters:
+    """Of the tiers, since start; blocks. ``hits`` and ``misses`` by tier."""
+
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    promotions: int = 0
+    demotions: int = 0
+    refused: int = 0
+
+
+log = logging.getLogger(__name__)
+
+
+class TierListener(Protocol):
+    """Hears of changes: ``listener(kind, hashes, tier, present)``.
+
+    What is promised, per tier:
+
+    - A block is told as present after it can be found, and as not present after it cannot any more, in the order in
+      which that happened. A tier that forgets and finds again says both.
+    - A new listener is told of everything that is there first, then of changes; nothing in between is lost.
+    - Of ``memory`` and ``disk`` every change is told. ``redis`` and ``object`` are shared with other nodes: told is
+      what this node knows of, so a block that another node or the server dropped counts as present until a read
+      misses it.
+
+    Calls come from the event loop (``memory``) or from any thread, while the tier is locked: append to a queue and
+    return. Do not wait, do not raise, and do not call the tier.
+    """
+
+    def __call__(self, kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
+        """Hear that blocks of one kind came to or left a tier: ``memory``, ``disk``, ``redis`` or ``object``."""
+
+
+class Listeners:
+    """The listeners of one tier; the tier calls this while it is locked."""
+
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+        self._listeners: list[TierListener] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def add(self, listener: TierListener) -> None:
+        """Tell it everything from now on."""
+        self._listeners.append(listener)
+
+    def tell(self, kind: KvFormat, hashes: Sequence[BlockHash], present: bool) -> None:
+        """Tell everybody; a listener that fails is logged, and others still hear."""
+        if not hashes:
+            return
+        for listener in self._listeners:
+            try:
+                listener(kind, hashes, self.tier, present)
+            except Exception:
+                log.exception("a listener of tier %s failed", self.tier)
