@@ -1,8 +1,8 @@
 """Whose blocks the memory holds, how much each tenant may have, and which of its own go when that is too little.
 
-A tenant above its quota loses its own coldest blocks, never another tenant's. Below its quota it competes with all others
-for the memory as if there were no tenants; quotas that add up to no more than the memory keep tenants apart entirely.
-The order here is recency alone, whatever policy evicts from the store as a whole.
+A tenant above its quota loses its own coldest blocks, never another tenant's. Below its quota it competes with all
+others for the memory as if there were no tenants; quotas that add up to no more than the memory keep tenants apart
+entirely. The order here is recency alone, whatever policy evicts from the store as a whole.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ class Promoter:
         own = Ask(wanted.ttl_s, wanted.tenant)
         job = self.begin_pieces(fingerprint, prefix, own, deadline)
         try:
-            # Not asyncio.timeout: it may go off in the loop's turn in which the lease comes, which would then never be released.
+            # Not asyncio.timeout: it may go off in the loop's turn in which the lease comes, which would then never be
+            # released.
             await asyncio.wait([job], timeout=max(0.0, deadline - time.monotonic()))
         except asyncio.CancelledError:
             if job.done() and not job.cancelled() and not job.exception() and (lease := job.result()) is not None:

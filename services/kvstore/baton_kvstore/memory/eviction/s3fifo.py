@@ -60,9 +60,9 @@ class _Queue:
 class S3Fifo(Eviction):
     """Newcomers wait in the small queue; who is used there goes on to the main one, others leave and are remembered.
 
-    A use moves nothing: it only counts, so an entry keeps its place while it is pinned. An entry that is pinned when its turn
-    to go comes is set aside, and joins the main queue with its last unpin. A block that was evicted from the small
-    queue and comes back while its name is remembered begins in the main queue.
+    A use moves nothing: it only counts, so an entry keeps its place while it is pinned. An entry that is pinned when
+    its turn to go comes is set aside, and joins the main queue with its last unpin. A block that was evicted from the
+    small queue and comes back while its name is remembered begins in the main queue.
 
     Args:
         behind: Whether there is a tier behind.
