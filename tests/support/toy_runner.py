@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from baton.engine.sched.step_plan import ForwardBatch, RunnerLostError
+from baton.engine.executor.base import ExecutorLostError
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -25,7 +26,7 @@ WIDTH = HEADS * DIM
 
 
 class ToyRunner:
-    """Implements :class:`baton.engine.sched.step_plan.Runner`.
+    """Implements :class:`baton.engine.executor.base.Executor`.
 
     Attributes:
         num_tokens: Tokens computed so far.
@@ -34,7 +35,8 @@ class ToyRunner:
         poisoned: Token ids after which the logits are NaN.
     """
 
-    attention_backend = "toy"
+    attention_backend = description = "toy"
+    device = torch.device("cpu")
 
     def __init__(
         self, *, block_size: int = 4, vocab_size: int = 64, max_model_len: int = 256, eos: int = 1, seed: int = 0
@@ -42,6 +44,7 @@ class ToyRunner:
         self.layout = KVLayout((LayerShape(HEADS, DIM, DIM),) * LAYERS, block_size, "float32")
         self.geometry = KVGeometry(self.layout.layers, self.layout.dtype)
         self.shards = (ShardSpec(),)
+        self.input_buffers: InputBuffers | None = None
         self.on_layer: Callable[[int], None] | None = None
         self.fingerprint = Fingerprint.of(model="toy", model_digest=f"toy-{seed}", rope="", layout=self.layout)
         self.vocab_size = vocab_size
@@ -70,7 +73,13 @@ class ToyRunner:
         self.bind(shards)
         return shards
 
-    def watch(self, on_lost: Callable[[RunnerLostError], None]) -> None:
+    def load(self) -> None:
+        """The weights are there."""
+
+    def trial_run(self, num_tokens: int) -> None:
+        """It takes no memory worth measuring."""
+
+    def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
         """There is no other process that could be lost."""
 
     def close(self) -> None:
@@ -87,7 +96,7 @@ class ToyRunner:
             self._keys.append(pool[:, k : k + length].view(-1, HEADS, size, DIM))
             self._values.append(pool[:, v : v + length].view(-1, HEADS, size, DIM))
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run one step: write the new tokens' KV into the pool and return float32 logits [R, vocab]."""
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
@@ -112,7 +121,8 @@ class ToyRunner:
         logits = (torch.tanh(hidden) @ self._head).float()
         for token in self.poisoned:
             logits[tokens == token] = float("nan")
-        return logits[torch.from_numpy(batch.logit_rows)]
+        rows = torch.from_numpy(batch.logit_rows)
+        return ForwardOutput(logits[rows], hidden[rows] if batch.with_hidden else None)
 
     def _attend(self, layer: int, query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         out = torch.empty_like(query)
@@ -134,7 +144,7 @@ class ToyRunner:
         other.__dict__.update(self.__dict__)
         count, blocks = len(token_ids), self.layout.num_blocks_for(len(token_ids))
         arena = other.make_arena(blocks)
-        logits = other.forward(
+        output = other.forward(
             ForwardBatch(
                 token_ids=np.array(token_ids, np.int64),
                 positions=np.arange(count),
@@ -145,7 +155,7 @@ class ToyRunner:
             )
         )
         arena.close()
-        return logits
+        return output.logits
 
     def greedy(self, prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
         """Return what greedy generation must give, computed token by token from the start without any cache."""

@@ -24,7 +24,7 @@ class DecodeParts:
     """A decode instance fetches KV from the store, if it has one, and from prefill instances."""
 
     def __init__(self, parts: Parts) -> None:
-        config, fingerprint = parts.config, parts.runner.fingerprint
+        config, fingerprint = parts.config, parts.executor.fingerprint
         self._has_tickets = bool(config.ticket_key_file)
         self._fetcher = BlockFetcher(
             parts.shards, fingerprint, kinds=config.pipes, max_threads=config.fetch_threads, links=parts.links

@@ -36,9 +36,9 @@ class PrefillParts:
             block_size=parts.engine_config.block_size,
             lease_s=config.lease_s,
             max_leases=config.max_leases,
-            layers=len(parts.runner.fingerprint.layer_shapes) if config.layerwise else 0,
+            layers=len(parts.executor.fingerprint.layer_shapes) if config.layerwise else 0,
         )
-        self._fetcher = BlockFetcher(parts.shards, parts.runner.fingerprint, kinds=config.pipes, links=parts.links)
+        self._fetcher = BlockFetcher(parts.shards, parts.executor.fingerprint, kinds=config.pipes, links=parts.links)
         offerer = self._offerer
         self._store = StoreSide(
             parts, self._fetcher, next_step=(lambda: offerer.next_step) if config.layerwise else None

@@ -105,7 +105,7 @@ class PrefillServicer(WorkerServicerBase):
     def _engine_request(self, request: worker_pb2.PrefillRequest) -> EngineRequest:
         tokens = list(request.prompt_token_ids)
         request_id = require_request(request.request_id, len(tokens))
-        mine, theirs = self._worker.runner.fingerprint, fingerprint_from_pb(request.fingerprint)
+        mine, theirs = self._worker.executor.fingerprint, fingerprint_from_pb(request.fingerprint)
         mine.require_reader(theirs, who="decode instance")
         theirs.plan_from(mine)  # whether its shape can take these blocks
         if request.num_held_tokens >= len(tokens):
@@ -127,7 +127,7 @@ class PrefillServicer(WorkerServicerBase):
     def _held(self, request: worker_pb2.PrefillRequest) -> HeldBlocks | None:
         """Return the blocks that the caller holds; ``None``: there are none that this instance takes."""
         held = _held(request)
-        return held if held is not None and self._worker.runner.fingerprint.takes(held.source.fingerprint) else None
+        return held if held is not None and self._worker.executor.fingerprint.takes(held.source.fingerprint) else None
 
 
 def _held(request: worker_pb2.PrefillRequest) -> HeldBlocks | None:

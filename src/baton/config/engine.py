@@ -42,8 +42,12 @@ class EngineConfig:
         "take KV of another dtype from other instances, converted while it is loaded; what this instance holds is then "
         "kept apart from KV that was computed in its dtype",
     )
-    attention_backend: str = option("auto", "attention operator", choices=("auto", "cpp", "torch"))
+    attention_backend: str = option("auto", "attention operator: auto, cpp, torch, or one of an installed package")
     packed_linears: bool = option(True, "repack weights for the processor (bfloat16 on a CPU)")
+    executor: str = option(
+        "auto",
+        "what runs the model: auto, in_process, multiprocess (tp, pp), or one of an installed package",
+    )
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:

@@ -14,14 +14,13 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import KVExchange
-from baton.engine.outputs import end_output, token_output
+from baton.engine.executor.base import Executor, ExecutorLostError
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput
-from baton.engine.runner.input_batch import PromptRows, StepBatch, build_batch
+from baton.engine.runner.input_batch import LogitRows, StepBatch, build_batch
 from baton.engine.sample.logprobs import token_logprobs
-from baton.engine.sample.parallel_sampling import spawn_siblings
 from baton.engine.sample.sampler import Sampler
-from baton.engine.sched.scheduler import Scheduler, StepPlan
-from baton.engine.sched.step_plan import Runner, RunnerLostError
+from baton.engine.sched.scheduler import Scheduler
+from baton.engine.sched.step_plan import StepPlan
 from baton.engine.sched.validation import check_request
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError
@@ -41,7 +40,7 @@ class EngineCore:
     """Continuous batching over one model and one KV pool.
 
     Attributes:
-        runner: The model.
+        executor: Runs the model.
         shards: The KV pool's memory, of all ranks.
         arena: This process's part of it, whose generations fence all parts.
         max_model_len: Most tokens of prompt and output together: of the model, the configuration and the pool.
@@ -50,7 +49,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        runner: Runner,
+        executor: Executor,
         shards: KVShards,
         connector: KVConnector | None = None,
         on_events: Callable[[list[KVEvent]], None] | None = None,
@@ -59,7 +58,7 @@ class EngineCore:
 
         Args:
             config: Scheduler limits, prefix caching, seed.
-            runner: The model, bound to ``shards``.
+            executor: Runs the model, bound to ``shards``.
             shards: The KV pool's memory.
             connector: Where KV may come from and go to.
             on_events: Called with each step's KV events, in order, in the engine's thread.
@@ -67,29 +66,29 @@ class EngineCore:
         Raises:
             ConfigError: ``max_model_len`` is more than the model can do, or ``block_size`` is not the pool's.
         """
-        if config.max_model_len is not None and config.max_model_len > runner.max_model_len:
+        if config.max_model_len is not None and config.max_model_len > executor.max_model_len:
             raise ConfigError(
-                f"max_model_len is {config.max_model_len}, but the model can do {runner.max_model_len}",
+                f"max_model_len is {config.max_model_len}, but the model can do {executor.max_model_len}",
                 field="max_model_len",
             )
-        if config.block_size != runner.layout.block_size:
+        if config.block_size != executor.layout.block_size:
             raise ConfigError(
-                f"block_size is {config.block_size}, but the model's pool has {runner.layout.block_size}",
+                f"block_size is {config.block_size}, but the model's pool has {executor.layout.block_size}",
                 field="block_size",
             )
         self._config = config
-        self.runner = runner
+        self.executor = executor
         self.shards = shards
         self.arena: Arena = shards.primary
         self._on_events = on_events
         self._events: list[KVEvent] = []
-        self._block_size = runner.layout.block_size
+        self._block_size = executor.layout.block_size
         self._pool = BlockPool(
             self.arena.num_blocks, self.arena.generations, self._events.append if on_events else None
         )
         self._exchange = KVExchange(connector, self._pool, self._block_size)
         if self._exchange.on_layer is not None:
-            runner.on_layer = self._exchange.on_layer
+            executor.on_layer = self._exchange.on_layer
         self._scheduler = Scheduler(config, self._pool, self._exchange)
         self._sampler = Sampler()
         self._groups: dict[RequestId, RequestGroup] = {}
@@ -98,8 +97,8 @@ class EngineCore:
         self._arrivals = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
-        self._content_key = runner.fingerprint.content_key()
-        limit = config.max_model_len or runner.max_model_len
+        self._content_key = executor.fingerprint.content_key()
+        limit = config.max_model_len or executor.max_model_len
         self.max_model_len = min(limit, self.arena.num_blocks * self._block_size)
 
     # Requests
@@ -112,7 +111,7 @@ class EngineCore:
         """
         return check_request(
             request,
-            vocab_size=self.runner.vocab_size,
+            vocab_size=self.executor.vocab_size,
             max_model_len=self.max_model_len,
             seed=self._config.seed,
         )
@@ -135,7 +134,7 @@ class EngineCore:
         group = RequestGroup(
             request=request,
             sampling=sampling,
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self.runner.eos_token_ids,
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self.executor.eos_token_ids,
             root=root_hash(self._content_key, request.cache_salt),
             priority=request.priority if self._config.policy == "priority" else 0,
             arrival=self._arrivals,
@@ -232,34 +231,34 @@ class EngineCore:
         goes on.
 
         Raises:
-            RunnerLostError: A process that runs part of the model is gone; the engine cannot go on.
+            ExecutorLostError: A process that runs part of the model is gone; the engine cannot go on.
         """
         outputs, self._early = self._early, []
         loads = self._exchange.poll()
         for sequence, update in loads:
             self._finish_load(sequence, update, outputs)
         plan = self._scheduler.schedule()
-        if plan:
+        if plan.counts:
             try:
                 self._run(plan, outputs)
-            except RunnerLostError:
+            except ExecutorLostError:
                 raise
             except Exception as error:
                 _log.exception("step of %d sequences failed", len(plan))
-                for sequence in plan:
+                for sequence in plan.counts:
                     self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
-        self._progressed = bool(plan or outputs or loads)
+        self._progressed = bool(plan.counts or outputs or loads)
         self._flush_events()
         return outputs
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
-        batch = build_batch(plan, self._block_size)
-        self._exchange.begin_step(plan)
-        logits = self.runner.forward(batch.forward)
+        batch = build_batch(plan, self._block_size, self.executor.input_buffers)
+        self._exchange.begin_step(plan.counts)
+        logits = self.executor.forward(batch.forward).logits
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
-        for sequence, count in plan.items():
+        for sequence, count in plan.counts.items():
             prompt = sequence.num_computed < sequence.num_prompt
             if prompt:
                 self._prefill_tokens += min(count, sequence.num_prompt - sequence.num_computed)
@@ -282,7 +281,7 @@ class EngineCore:
             else:
                 self._accept(sequence, found.token_ids[i], logprobs[i], outputs)
 
-    def _score_prompt(self, rows: PromptRows, logits: torch.Tensor) -> None:
+    def _score_prompt(self, rows: LogitRows, logits: torch.Tensor) -> None:
         group = rows.sequence.group
         if group.prompt_logprobs is not None:
             count = group.sampling.prompt_logprobs or 0
@@ -303,7 +302,7 @@ class EngineCore:
                 self._fail(sequence, f"its KV could not be loaded: {update.error}", outputs)
                 return
         first = update.first_token
-        if first is not None and not 0 <= first.token_id < self.runner.vocab_size:
+        if first is not None and not 0 <= first.token_id < self.executor.vocab_size:
             _log.error("request %s: first token %d is not in the vocabulary", update.request_id, first.token_id)
             first = None
         # Without the next token the last one is computed again, for its logits.
@@ -335,9 +334,9 @@ class EngineCore:
         stopped = token in group.stop_ids
         if stopped or sequence.num_output >= sequence.max_output:
             sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        outputs.append(token_output(sequence, token, logprob, first=first))
+        outputs.append(sequence.token_output(token, logprob, first=first))
         if first and group.sampling.n > 1:
-            for sibling in spawn_siblings(group):
+            for sibling in group.spawn_siblings():
                 self._scheduler.waiting.push(sibling)
         if sequence.finish_reason is not None:
             self._scheduler.finish(sequence)
@@ -355,12 +354,12 @@ class EngineCore:
     ) -> None:
         """End all sequences of a request that have not ended; those not begun are reported too."""
         del self._groups[group.request.request_id]
-        spawn_siblings(group)
+        group.spawn_siblings()
         for sequence in group.sequences:
             if sequence.state is not SequenceState.FINISHED:
                 sequence.finish_reason = reason
                 self._scheduler.finish(sequence)
-                outputs.append(end_output(sequence, error))
+                outputs.append(sequence.end_output(error))
 
     def _flush_events(self) -> None:
         if self._events and self._on_events is not None:

@@ -103,7 +103,7 @@ class LLM:
 
     def close(self) -> None:
         """Give the KV pool's memory back, and end the other ranks."""
-        self.core.runner.close()
+        self.core.executor.close()
         self.core.shards.close()
 
     def __enter__(self) -> Self:

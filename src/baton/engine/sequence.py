@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.request import EngineRequest
+from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.engine.sample.sampler import SamplerRow
 from baton.hashing import block_hashes
 from baton.kv_cache.connector import TransferStats
@@ -75,6 +75,17 @@ class RequestGroup:
     def finished(self) -> bool:
         """Whether all ``n`` sequences ended."""
         return len(self.sequences) == self.sampling.n and all(s.state is SequenceState.FINISHED for s in self.sequences)
+
+    def spawn_siblings(self) -> list[Sequence]:
+        """Create the sequences that do not exist yet (``n`` > 1), and return them.
+
+        Sequence 0 goes first and computes the prompt; when it has its first token the others are queued. They find the
+        prompt's full blocks in the prefix cache and compute only its tail, which gives each its own first token
+        (without a prefix cache they compute the prompt again). Each has a seed of its own.
+        """
+        siblings = [Sequence(self, index) for index in range(len(self.sequences), self.sampling.n)]
+        self.sequences.extend(siblings)
+        return siblings
 
 
 class Sequence:
@@ -230,3 +241,54 @@ class Sequence:
             # What was computed before a preemption counts once.
             self.num_prompt_computed += max(0, min(end, self.num_prompt) - max(start, self.high_water))
             self.high_water = max(self.high_water, min(end, self.num_prompt))
+
+    # Reports
+
+    def token_output(self, token: int, logprob: TokenLogprob | None, *, first: bool) -> SequenceOutput:
+        """Report a token that was just appended; ``finish_reason`` is set if it ended the sequence.
+
+        Args:
+            token: The token.
+            logprob: Its log probability, if asked for.
+            first: Whether it is the request's first token here.
+        """
+        group, reason = self.group, self.finish_reason
+        return SequenceOutput(
+            request_id=group.request.request_id,
+            index=self.index,
+            token_ids=[token],
+            logprobs=[logprob] if logprob is not None else None,
+            finish_reason=reason,
+            stop_token_id=token if reason is not None and token in group.stop_ids else None,
+            metrics=self.metrics() if first or reason is not None else None,
+            prompt_logprobs=group.prompt_logprobs if first else None,
+        )
+
+    def end_output(self, error: str | None) -> SequenceOutput:
+        """Report an end without a token: abort or error."""
+        return SequenceOutput(
+            request_id=self.group.request.request_id,
+            index=self.index,
+            token_ids=[],
+            finish_reason=self.finish_reason,
+            error=error,
+            metrics=self.metrics(),
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """Return how the sequence fared so far; times are those of its request."""
+        group = self.group
+        return RequestMetrics(
+            prompt_tokens=self.num_prompt,
+            cached_tokens=min(self.num_cached, self.num_prompt),
+            transferred_tokens=self.num_transferred,
+            computed_tokens=self.num_prompt_computed,
+            queue_us=_microseconds(group.arrived_ns, group.admitted_ns),
+            ttft_us=_microseconds(group.arrived_ns, group.first_token_ns),
+            num_preemptions=self.num_preemptions,
+            transfer=group.transfer,
+        )
+
+
+def _microseconds(start_ns: int, end_ns: int) -> int:
+    return max(0, end_ns - start_ns) // 1000

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from baton.engine.core import EngineCore
+from baton.engine.executor.base import ExecutorLostError
 from baton.engine.request import EngineRequest, SequenceOutput
-from baton.engine.sched.step_plan import RunnerLostError
 from baton.errors import InternalError, InvalidRequestError, UnavailableError
 from baton.types import RequestId
 
@@ -163,7 +163,7 @@ class EngineThread:
                     self._wakeup.wait(IDLE_WAIT_S)
         except BaseException as error:
             self.failure = error
-            if isinstance(error, RunnerLostError):  # nothing of ours to trace
+            if isinstance(error, ExecutorLostError):  # nothing of ours to trace
                 log.critical("the engine stops: %s", error.message)
             else:
                 log.critical("the engine failed and stops", exc_info=error)

@@ -15,9 +15,9 @@ from prometheus_client import start_http_server
 from baton.api.v1 import worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
-from baton.engine.build import load_runner, make_arena
+from baton.engine.build import make_arena
 from baton.engine.core import EngineCore
-from baton.engine.sched.step_plan import Runner
+from baton.engine.executor.base import Executor, load_executor
 from baton.errors import ConfigError
 from baton.hashing import native_chain
 from baton.kv_cache.arena import Arena
@@ -61,7 +61,7 @@ class Parts:
     role: Role
     config: WorkerConfig
     engine_config: EngineConfig
-    runner: Runner
+    executor: Executor
     shards: KVShards
     arena: Arena
     token: str | None
@@ -156,9 +156,9 @@ class WorkerInstance:
         require_free_port(config.host, config.port)
         require_free_port(config.host, config.kv_port, field="kv_port")
         require_free_port(config.host, config.metrics_port, field="metrics_port")
-        runner = load_runner(self._engine_config)
-        self._stack.callback(runner.close)
-        shards = make_arena(self._engine_config, runner)
+        executor = load_executor(self._engine_config)
+        self._stack.callback(executor.close)
+        shards = make_arena(self._engine_config, executor)
         self._stack.callback(shards.close)
         arena = shards.primary
         wake, tiers = _Wake(), TierBoard()
@@ -168,7 +168,7 @@ class WorkerInstance:
                 role=self._role,
                 config=config,
                 engine_config=self._engine_config,
-                runner=runner,
+                executor=executor,
                 shards=shards,
                 arena=arena,
                 token=token,
@@ -192,7 +192,7 @@ class WorkerInstance:
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
 
-        core = EngineCore(self._engine_config, runner, shards, connector=parts.connector, on_events=on_events)
+        core = EngineCore(self._engine_config, executor, shards, connector=parts.connector, on_events=on_events)
         engine = EngineThread(core, loop, on_failure=self._on_failure)
         wake.target = engine.wake
         instance_id = InstanceId(
@@ -205,7 +205,13 @@ class WorkerInstance:
             tls=None if config.clear_kv else tls,
         )
         block_server = BlockServer(
-            shards, runner.fingerprint, instance_id, kinds=config.pipes, host=config.host, token=token, options=options
+            shards,
+            executor.fingerprint,
+            instance_id,
+            kinds=config.pipes,
+            host=config.host,
+            token=token,
+            options=options,
         )
         self._stack.callback(block_server.close)
         self.context = WorkerContext(
@@ -213,7 +219,7 @@ class WorkerInstance:
             instance_id=instance_id,
             config=config,
             engine_config=self._engine_config,
-            runner=runner,
+            executor=executor,
             engine=engine,
             shards=shards,
             arena=arena,
@@ -229,7 +235,7 @@ class WorkerInstance:
         engine.start()
         self._stack.push_async_callback(engine.stop)
         # An engine that has lost a rank ends also while it has nothing to do.
-        runner.watch(engine.fail)
+        executor.watch(engine.fail)
         await self._listen(parts, token, tls)
 
     async def _listen(self, parts: RoleParts, token: str | None, tls: Tls | None) -> None:
@@ -261,7 +267,7 @@ class WorkerInstance:
             self.address,
             context.arena.num_blocks,
             context.engine_config.block_size,
-            context.runner.attention_backend,
+            context.executor.attention_backend,
             ",".join(endpoint.kind for endpoint in context.block_server.endpoints),
         )
 

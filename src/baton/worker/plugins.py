@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
-from baton.engine.runner.memory import available_bytes
+from baton.engine.executor.memory import available_bytes
 from baton.errors import ConfigError
 from baton.kv_cache.arena import arena_bytes
 from baton.kv_cache.connector import KVConnector
@@ -70,7 +68,7 @@ def _context(parts: Parts, options: Options) -> ConnectorContext:
         instance_id=InstanceId(parts.config.instance_id or str(parts.role)),
         role=parts.role,
         shards=parts.shards,
-        fingerprint=parts.runner.fingerprint,
+        fingerprint=parts.executor.fingerprint,
         loop=parts.loop,
         wake=parts.wake,
         options=options,
@@ -85,7 +83,7 @@ def _shared_storage(parts: Parts, options: Options) -> BackedConnector:
     if known["sync"] not in ("on", "off"):
         raise ConfigError(f"shared_storage.sync must be on or off, got {known['sync']!r}", field=FIELD)
     threads = _number("shared_storage.threads", known["threads"], most=256)
-    fingerprint = parts.runner.fingerprint
+    fingerprint = parts.executor.fingerprint
     folder = BlockFolder(
         Path(known["path"]),
         fingerprint.undivided(),
@@ -109,12 +107,12 @@ def _offload(parts: Parts, options: Options) -> BackedConnector:
     """Host memory: ``bytes`` (1 GiB)."""
     known = _known("offload", options, bytes=str(1 << 30))
     size = _number("offload.bytes", known["bytes"], most=_MAX_BYTES)
-    fingerprint = parts.runner.fingerprint
+    fingerprint = parts.executor.fingerprint
     block_bytes = fingerprint.undivided().block_bytes
     num_blocks = size // block_bytes
     if not num_blocks:
         raise ConfigError(f"offload.bytes is {size}, less than a block of {block_bytes}", field=FIELD)
-    available = available_bytes(torch.device("cpu"))
+    available = available_bytes()
     if arena_bytes(num_blocks, block_bytes) > available:
         raise ConfigError(f"offload.bytes is {size}, but only {available} bytes are free", field=FIELD)
     side = SideArena(parts.shards, fingerprint, num_blocks)

@@ -15,8 +15,8 @@ from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.stores import DISCOVER, StoreAddress
 from baton.config.worker import WorkerConfig
+from baton.engine.executor.base import Executor
 from baton.engine.request import EngineStats
-from baton.engine.sched.step_plan import Runner
 from baton.errors import InvalidRequestError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.events import KVEvent
@@ -43,7 +43,7 @@ class WorkerContext:
     instance_id: InstanceId
     config: WorkerConfig
     engine_config: EngineConfig
-    runner: Runner
+    executor: Executor
     engine: EngineThread
     shards: KVShards
     arena: Arena
@@ -104,17 +104,17 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
             instance_id=worker.instance_id,
             role=role_to_pb(worker.role),
             epoch=worker.arena.epoch,
-            fingerprint=fingerprint_to_pb(worker.runner.fingerprint),
+            fingerprint=fingerprint_to_pb(worker.executor.fingerprint),
             num_blocks=worker.arena.num_blocks,
             max_model_len=worker.engine.core.max_model_len,
             max_num_seqs=worker.engine_config.max_num_seqs,
             endpoints=[common_pb2.KvEndpoint(kind=e.kind, address=e.address) for e in worker.block_server.endpoints],
             served_model_name=worker.engine_config.model_name,
             version=__version__,
-            attention_backend=worker.runner.attention_backend,
+            attention_backend=worker.executor.attention_backend,
             device=worker.engine_config.device,
-            eos_token_ids=sorted(worker.runner.eos_token_ids),
-            vocab_size=worker.runner.vocab_size,
+            eos_token_ids=sorted(worker.executor.eos_token_ids),
+            vocab_size=worker.executor.vocab_size,
             model_path=worker.engine_config.model,
             tokenizer_digest=worker.tokenizer_digest,
             kvstore=_store_nodes(worker.config.kvstore),

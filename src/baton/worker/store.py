@@ -27,7 +27,7 @@ class StoreSide:
             self.connector = StoreConnector(
                 _options(parts),
                 arena=parts.arena,
-                fingerprint=parts.runner.fingerprint,
+                fingerprint=parts.executor.fingerprint,
                 fetcher=fetcher,
                 loop=parts.loop,
                 wake=parts.wake,

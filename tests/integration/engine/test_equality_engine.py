@@ -50,7 +50,7 @@ def test_equality_of_32_concurrent_requests(references: References, architecture
     expected = references.greedy(architecture, prompts, NEW_TOKENS)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     check(llm.generate(prompts, sampling), expected, NEW_TOKENS)
-    assert llm.core.runner.attention_backend.startswith(backend)
+    assert llm.core.executor.attention_backend.startswith(backend)
     first = llm.core.stats()
     assert first.prefix_hit_tokens > 0
     # Again, mostly from the prefix cache now.

@@ -103,7 +103,7 @@ def test_a_failing_model_raises_and_leaves_nothing_behind(llm: LLM, monkeypatch:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.core.runner, "forward", fail)
+        patch.setattr(llm.core.executor, "forward", fail)
         with pytest.raises(InternalError, match="out of memory"):
             llm.generate(PROMPTS, GREEDY)
     assert llm.generate(PROMPTS[0], GREEDY)[0].finish_reason is FinishReason.LENGTH

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.config import EngineConfig
 from baton.engine.build import make_arena
-from baton.engine.executor.model_runner import ModelRunner
+from baton.engine.executor.base import Executor, load_executor
+from baton.engine.executor.memory import plan_kv_blocks
 from baton.engine.models.checkpoint import model_digest, weight_files
 from baton.engine.models.loader import quiet_transformers
-from baton.engine.runner.memory import plan_kv_blocks
-from baton.engine.sched.step_plan import ForwardBatch
+from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError
 
 BLOCK = 16
@@ -34,7 +34,7 @@ def llama(tmp_path):
     return make_checkpoint(tmp_path / "llama", "llama")
 
 
-def run(runner: ModelRunner, pieces: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
+def run(runner: Executor, pieces: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
     """One step over (new tokens, tokens before, blocks) per sequence; returns the logits of every new token."""
     counts = [len(tokens) for tokens, _, _ in pieces]
     width = max(len(blocks) for _, _, blocks in pieces)
@@ -47,7 +47,7 @@ def run(runner: ModelRunner, pieces: list[tuple[list[int], int, list[int]]]) -> 
         block_tables=np.array([blocks + [0] * (width - len(blocks)) for _, _, blocks in pieces], dtype=np.int32),
         logit_rows=np.arange(total, dtype=np.int64),
     )
-    return runner.forward(batch).float().clone()
+    return runner.forward(batch).logits.float().clone()
 
 
 def reference(path: Any, tokens: list[int]) -> torch.Tensor:
@@ -64,7 +64,7 @@ FEATURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "gpt_oss
 @pytest.mark.parametrize("architecture", FEATURES)
 def test_logits_are_those_of_transformers_in_chunks_and_ragged_batches(tmp_path, architecture, backend, packed):
     path = make_checkpoint(tmp_path, architecture)
-    runner = ModelRunner(config(path, attention_backend=backend, packed_linears=packed))
+    runner = load_executor(config(path, attention_backend=backend, packed_linears=packed))
     arena = make_arena(runner.config, runner)
     rng = np.random.default_rng(0)
     long, short = rng.integers(8, 512, 75).tolist(), rng.integers(8, 512, 9).tolist()
@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers_in_chunks_and_ragged_batches(tmp_path,
 
 def test_bfloat16_is_near(tmp_path):
     path = make_checkpoint(tmp_path, "llama")
-    runner = ModelRunner(config(path, dtype="bfloat16"))
+    runner = load_executor(config(path, dtype="bfloat16"))
     arena = make_arena(runner.config, runner)
     tokens = np.random.default_rng(1).integers(8, 512, 60).tolist()
     got, want = run(runner, [(tokens, 0, [1, 2, 3, 4])]), reference(path, tokens)
@@ -99,7 +99,7 @@ def test_bfloat16_is_near(tmp_path):
 
 def refused(path: Any, **changes: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        ModelRunner(config(path, **changes))
+        load_executor(config(path, **changes))
     assert "\n" not in caught.value.message
     return caught.value
 
@@ -175,23 +175,23 @@ def test_another_rope_is_another_fingerprint(llama, tmp_path):
     for holder in (changed, changed.get("rope_parameters") or {}):
         holder["rope_theta"] = 77.0
     (copy / "config.json").write_text(json.dumps(changed))
-    one, other = ModelRunner(config(llama)).fingerprint, ModelRunner(config(copy)).fingerprint
+    one, other = load_executor(config(llama)).fingerprint, load_executor(config(copy)).fingerprint
     assert one.rope != other.rope
     assert one.content_key() != other.content_key()
 
 
 def test_the_pool_is_what_was_asked_for_or_what_memory_holds(llama):
-    runner = ModelRunner(config(llama, kv_blocks=None, kv_memory_fraction=0.01, max_num_seqs=2))
+    runner = load_executor(config(llama, kv_blocks=None, kv_memory_fraction=0.01, max_num_seqs=2))
     blocks = plan_kv_blocks(runner.config, runner)
     assert runner.max_model_len // BLOCK <= blocks <= 2 * runner.max_model_len // BLOCK + 2
     assert plan_kv_blocks(config(llama, kv_blocks=77), runner) == 77
 
 
 def test_a_pool_too_small_lowers_the_model_length_or_refuses_the_one_asked_for(llama, caplog):
-    runner = ModelRunner(config(llama))
+    runner = load_executor(config(llama))
     plan_kv_blocks(config(llama, kv_blocks=10), runner)
     assert runner.max_model_len == 10 * BLOCK
     assert "lowered" in caplog.text
     with pytest.raises(ConfigError) as caught:
-        plan_kv_blocks(config(llama, kv_blocks=10, max_model_len=500), ModelRunner(config(llama)))
+        plan_kv_blocks(config(llama, kv_blocks=10, max_model_len=500), load_executor(config(llama)))
     assert caught.value.field == "kv_blocks"

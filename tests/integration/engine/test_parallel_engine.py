@@ -18,12 +18,12 @@ import torch
 from tests.support.equality import References, mixed_prompts
 
 from baton.config import EngineConfig
+from baton.engine import communicator
 from baton.engine.build import make_arena
-from baton.engine.executor import multiprocess as team
-from baton.engine.executor import peers
-from baton.engine.executor.model_runner import ModelRunner
+from baton.engine.executor import multiprocess
+from baton.engine.executor.base import Executor, ExecutorLostError, load_executor
 from baton.engine.llm import LLM
-from baton.engine.sched.step_plan import ForwardBatch, RunnerLostError
+from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import KVShards, ShardSpec, shard_layout
 from baton.types import SamplingParams
@@ -106,7 +106,7 @@ def one_prompt(num_tokens: int = 40, *, first_token: int = 9, row: int | None = 
     )
 
 
-def layer_bytes(runner: ModelRunner, shards: KVShards, spec: ShardSpec, layer: int) -> np.ndarray:
+def layer_bytes(runner: Executor, shards: KVShards, spec: ShardSpec, layer: int) -> np.ndarray:
     """Return what a rank has of a layer (by its index in the rank) in the blocks 1, 2 and 3."""
     layout = shard_layout(runner.geometry, spec, BLOCK)
     begin = layout.layer_offsets[layer] * layout.dtype_bytes
@@ -119,14 +119,15 @@ def test_shards_hold_the_parts_of_the_whole_and_layers_are_reported_when_all_ran
     references: References, request: pytest.FixtureRequest, name: str, tp: int, pp: int
 ) -> None:
     """With the fused decoder and with transformers' modules."""
-    whole_runner = ModelRunner(engine_config(references, name))
-    whole = make_arena(whole_runner.config, whole_runner)
-    want = whole_runner.forward(one_prompt())
+    whole_config = engine_config(references, name)
+    whole_runner = load_executor(whole_config)
+    whole = make_arena(whole_config, whole_runner)
+    want = whole_runner.forward(one_prompt()).logits
     if pp > 1:
         llm = request.getfixturevalue("square")
-        runner, shards = llm.core.runner, llm.core.shards
+        runner, shards = llm.core.executor, llm.core.shards
     else:
-        runner = ModelRunner(engine_config(references, name, tp=tp, pp=pp))
+        runner = load_executor(engine_config(references, name, tp=tp, pp=pp))
         shards = make_arena(runner.config, runner)
     seen: list[int] = []
 
@@ -142,7 +143,7 @@ def test_shards_hold_the_parts_of_the_whole_and_layers_are_reported_when_all_ran
         arena.blocks[:] = 0
     runner.on_layer = look
     try:
-        got = runner.forward(one_prompt())
+        got = runner.forward(one_prompt()).logits
     finally:
         runner.on_layer = None
     assert seen == list(range(len(runner.layout.layers)))
@@ -174,12 +175,12 @@ def test_shards_hold_the_parts_of_the_whole_and_layers_are_reported_when_all_ran
 
 def test_bfloat16_with_packed_linears(references: References) -> None:
     before = children()
-    one = ModelRunner(engine_config(references, dtype="bfloat16"))
+    one = load_executor(engine_config(references, dtype="bfloat16"))
     pool = make_arena(one.config, one)
-    want = one.forward(one_prompt()).float()
-    runner = ModelRunner(engine_config(references, dtype="bfloat16", tp=2))
+    want = one.forward(one_prompt()).logits.float()
+    runner = load_executor(engine_config(references, dtype="bfloat16", tp=2))
     shards = make_arena(runner.config, runner)
-    got = runner.forward(one_prompt()).float()
+    got = runner.forward(one_prompt()).logits.float()
     assert (got - want).norm() <= 0.12 * want.norm()  # weights this large lose digits in bfloat16
     assert runner.description.split(", tp")[0] == one.description
     for arenas in (shards, pool):
@@ -191,42 +192,42 @@ def test_bfloat16_with_packed_linears(references: References) -> None:
 
 def test_a_step_that_fails_anywhere_fails_alone(square: LLM) -> None:
     """Token 9999 is in no vocabulary: the ranks that embed fail. Row 77: the rank that has the head, a follower."""
-    runner = square.core.runner
-    want = runner.forward(one_prompt())
+    runner = square.core.executor
+    want = runner.forward(one_prompt()).logits
     for bad, rank in ((one_prompt(first_token=9999), "[01]"), (one_prompt(row=77), "2")):
         began = time.monotonic()
         with pytest.raises(InternalError, match=f"rank {rank}: IndexError"):
             runner.forward(bad)
         assert time.monotonic() - began < 60.0, "ranks waited for each other until their time was up"
-        assert torch.equal(runner.forward(one_prompt()), want)
+        assert torch.equal(runner.forward(one_prompt()).logits, want)
     with pytest.raises(InternalError, match="larger than was planned"):
         runner.forward(dataclasses.replace(one_prompt(), logit_rows=np.zeros(1_000_000, np.int64)))
-    assert torch.equal(runner.forward(one_prompt()), want)
+    assert torch.equal(runner.forward(one_prompt()).logits, want)
 
 
 def test_a_follower_killed_in_the_middle_of_generation_ends_it(square: LLM) -> None:
     """Rank 3 is not connected with the leader at all, who learns of it through rank 2, or as its parent."""
-    lost: list[RunnerLostError] = []
+    lost: list[ExecutorLostError] = []
     told = threading.Event()
 
-    def on_lost(error: RunnerLostError) -> None:
+    def on_lost(error: ExecutorLostError) -> None:
         lost.append(error)
         told.set()
 
-    runner = square.core.runner
+    runner = square.core.executor
     runner.watch(on_lost)
     victim = max(children())
     killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
     killer.start()
     endless = [[9, 10, 11]] * 1000
-    with pytest.raises(RunnerLostError) as caught:
+    with pytest.raises(ExecutorLostError) as caught:
         square.generate(endless, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
     killer.join()
     assert re.fullmatch(rf"rank 3 \(.*process {victim}\) was killed by SIGKILL", caught.value.message)
     assert told.wait(30.0)
     runner.watch(on_lost)  # who asks later is told as well
     assert [error.message for error in lost] == [caught.value.message] * 2
-    with pytest.raises(RunnerLostError):
+    with pytest.raises(ExecutorLostError):
         runner.forward(one_prompt())
     assert not square.core.has_work()
     square.core.check_integrity()
@@ -239,14 +240,14 @@ def test_a_follower_that_hangs_is_given_up(references: References, monkeypatch: 
     before = children()
     with LLM(engine_config(references, tp=2)) as llm:
         (follower,) = children() - before
-        for module in (peers, team):
+        for module in (communicator, multiprocess):
             monkeypatch.setattr(module, "STEP_TIMEOUT_S", 3.0)
         with pytest.raises(InternalError, match="IndexError"):
-            llm.core.runner.forward(one_prompt(row=77))  # the ranks meet anew after it, with the shorter time
-        llm.core.runner.forward(one_prompt())
+            llm.core.executor.forward(one_prompt(row=77))  # the ranks meet anew after it, with the shorter time
+        llm.core.executor.forward(one_prompt())
         os.kill(follower, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(RunnerLostError, match=f"process {follower}\\).* does not answer"):
+        with pytest.raises(ExecutorLostError, match=f"process {follower}\\).* does not answer"):
             llm.generate([[9, 10, 11]], SamplingParams(temperature=0.0, max_tokens=3))
         assert time.monotonic() - began < 60.0
     assert children() == before

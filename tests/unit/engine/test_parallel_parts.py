@@ -19,6 +19,7 @@ from tests.support.checkpoints import make_checkpoint
 
 from baton.cli import up
 from baton.config import EngineConfig
+from baton.engine.communicator import Communicator, Rendezvous
 from baton.engine.executor.messages import (
     MAX_MESSAGE_BYTES,
     LineClosedError,
@@ -28,12 +29,10 @@ from baton.engine.executor.messages import (
     recv_message,
     send_message,
 )
-from baton.engine.executor.peers import Peers, Rendezvous
 from baton.engine.executor.step_buffer import StepBuffer
-from baton.engine.models.share import cut
-from baton.engine.models.tensor_parallel import rank_attention, split_tensors
-from baton.engine.runner.rank_model import WholeModel, load_whole
-from baton.engine.sched.step_plan import ForwardBatch
+from baton.engine.models.tensor_parallel import divide, rank_attention, split_tensors
+from baton.engine.runner.input_batch import ForwardBatch
+from baton.engine.runner.model_runner import WholeModel, load_whole
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import shard_specs
 from baton_kernels.paged_attention import AttentionSpec
@@ -136,7 +135,7 @@ def test_steps_are_read_as_they_were_written_by_whoever_maps_the_memory() -> Non
         written = step(*sizes)
         buffer.write(written)
         read = other.read()
-        for name in ForwardBatch.__slots__:
+        for name in set(ForwardBatch.__slots__) - {"with_hidden"}:
             mine, theirs = getattr(written, name), getattr(read, name)
             assert mine.dtype == theirs.dtype
             assert np.array_equal(mine, theirs)
@@ -252,7 +251,7 @@ def test_what_cannot_be_divided_is_refused_by_name(
     specs = dict(zip(_attention_modules(whole, module), whole.found.specs.values(), strict=True))
     found = dataclasses.replace(whole.found, specs=specs)
     with pytest.raises(ConfigError, match=words) as caught:
-        cut(_with_module(whole, module), found, Peers(shard_specs(tp, pp)[-1]))
+        divide(_with_module(whole, module), found, Communicator(shard_specs(tp, pp)[-1]))
     assert caught.value.field == field
 
 
@@ -260,38 +259,40 @@ def test_an_inner_width_that_cannot_be_divided_is_refused(tmp_path: Path) -> Non
     path = make_checkpoint(tmp_path, "llama", intermediate_size=97)
     whole = load_whole(EngineConfig(model=str(path), dtype="float32"))
     with pytest.raises(ConfigError, match=r"97 columns of layers\.0\.mlp\.gate_proj") as caught:
-        cut(whole.model, whole.found, Peers(shard_specs(2, 1)[0]))
+        divide(whole.model, whole.found, Communicator(shard_specs(2, 1)[0]))
     assert caught.value.field == "tp"
 
 
-# Peers
+# Communicator
 
 
 def test_peers_add_up_hand_over_and_wake_each_other() -> None:
     """Four ranks in threads: sums within a stage, hidden states to the next, logits to the first; one leaves."""
-    team = [Peers(spec) for spec in shard_specs(2, 2)]
+    team = [Communicator(spec) for spec in shard_specs(2, 2)]
     rendezvous = Rendezvous()
     results: dict[int, Any] = {}
 
-    def rank(peers: Peers) -> None:
-        index = peers.spec.index
-        peers.connect(rendezvous if index == 0 else rendezvous.port, 1)
-        hidden = torch.full((3, 8), float(index)) if peers.first else peers.receive_hidden((3, 8), torch.float32)
-        hidden = peers.reduce(hidden + 1.0)
-        if not peers.last:
-            peers.send_hidden(hidden)
-        logits = peers.hand_in(hidden if peers.gives_logits else torch.empty(0), 3, 8)
+    def rank(member: Communicator) -> None:
+        index = member.spec.index
+        member.connect(rendezvous if index == 0 else rendezvous.port, 1)
+        hidden = (
+            torch.full((3, 8), float(index)) if member.is_first_stage else member.receive_hidden((3, 8), torch.float32)
+        )
+        hidden = member.all_reduce(hidden + 1.0)
+        if not member.is_last_stage:
+            member.send_hidden(hidden)
+        logits = member.gather_logits(hidden if member.has_head else torch.empty(0), 3, 8)
         if index == 0:
             results["logits"] = logits
         if index == 3:
-            peers.drop()
+            member.disconnect()
         if index == 2:
             try:
-                peers.reduce(hidden)
+                member.all_reduce(hidden)
             except RuntimeError as error:
                 results[index] = error
 
-    threads = [threading.Thread(target=rank, args=(peers,)) for peers in team]
+    threads = [threading.Thread(target=rank, args=(member,)) for member in team]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -300,9 +301,9 @@ def test_peers_add_up_hand_over_and_wake_each_other() -> None:
     # 0 + 1 and 1 + 1 make 3 in the first stage; (3 + 1) twice makes 8 in the second.
     assert torch.equal(results["logits"], torch.full((3, 8), 8.0))
     assert "by peer" in str(results[2])
-    for peers in team:
-        peers.drop()
-        assert not peers.connected
+    for member in team:
+        member.disconnect()
+        assert not member.connected
 
 
 # Flags

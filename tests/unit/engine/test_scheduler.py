@@ -15,7 +15,7 @@ from tests.support.toy_runner import ToyRunner
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
-from baton.engine.sched.step_plan import ForwardBatch
+from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import QueueFullError
 from baton.types import FinishReason, RequestId, SamplingParams
 

@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: the backends, and how they take the place of a model's own."""
+"""Attention over the paged KV pool: the registry of backends."""

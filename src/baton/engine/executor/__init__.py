@@ -1,16 +1,17 @@
-"""One model over several processes: tensor parallelism within a stage, pipeline stages one after the other.
+"""Runs one model in the engine's process or over several processes.
 
-Rank 0, the **leader**, lives in the process of the engine: it schedules, samples and keeps the books. The other ranks,
-its **followers**, are child processes that run the same steps on their share of the model.
+With ``tp`` or ``pp`` above 1, rank 0, the **leader**, lives in the process of the engine: it schedules, samples and
+keeps the books. The other ranks, its **followers**, are child processes that run the same steps on their share of the
+model: tensor parallelism within a stage, pipeline stages one after the other.
 
-==================  ==============================================================================
-``team``            the leader's side: tells followers what to do, and what became of it
-``processes``       followers as processes: start, death, end
-``follower``        a follower's process
-``messages``        the line between the two: small messages and file descriptors over a socket
-``step_buffer``     a step's arrays in memory that all ranks map
-``peers``           gloo: sums over the ranks of a stage, hidden states from stage to stage
-``tensor_split``    cuts a loaded model's weights down to a rank's heads and columns
-``stages``          cuts it down to a stage's layers
-==================  ==============================================================================
+================  ==============================================================================
+``base``          the ``Executor`` protocol and the registry
+``in_process``    one rank, in the engine's process
+``multiprocess``  the leader's side of several ranks: tells followers what to do, and their errors
+``processes``     followers as processes: start, death, end
+``follower``      a follower's process
+``messages``      small messages and file descriptors between leader and follower over a socket
+``step_buffer``   a step's arrays in memory that all ranks map
+``memory``        how many KV blocks fit beside the model
+================  ==============================================================================
 """

@@ -1,4 +1,4 @@
-"""A follower's process: loads its share of the model and does what the leader says, until the leader is gone."""
+"""A follower's process: loads its share of the model and runs what the leader asks for, until the leader is gone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.communicator import CONNECT_TIMEOUT_S, Communicator, is_echo
 from baton.engine.executor.messages import (
     LineClosedError,
     Message,
@@ -22,9 +23,8 @@ from baton.engine.executor.messages import (
     recv_message,
     send_message,
 )
-from baton.engine.executor.peers import CONNECT_TIMEOUT_S, Peers, is_echo
 from baton.engine.executor.step_buffer import StepBuffer
-from baton.engine.runner.rank_model import RankModel, load_whole
+from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.shards import ShardSpec
@@ -41,8 +41,8 @@ class Follower:
 
     def __init__(self, config: EngineConfig, spec: ShardSpec) -> None:
         torch.set_num_threads(config.threads)
-        self.peers = Peers(spec)
-        self._rank = RankModel(config, load_whole(config), self.peers)
+        self.communicator = Communicator(spec)
+        self._runner = ModelRunner(config, load_whole(config), self.communicator)
         self._steps: StepBuffer | None = None
         self._requests: dict[str, Callable[[Message, list[int]], Message]] = {
             "map_steps": self.do_map_steps,
@@ -57,10 +57,10 @@ class Follower:
         try:
             return self._requests[str(message.get("do"))](message, descriptors)
         except Exception as error:
-            # Whoever waits for this rank in the middle of a step fails too, up to the leader.
-            self.peers.drop()
+            # Ranks that wait for this one in the middle of a step fail too, up to the leader.
+            self.communicator.disconnect()
             if not isinstance(error, BatonError) and not is_echo(error):
-                log.exception("rank %d failed", self.peers.spec.index)
+                log.exception("rank %d failed", self.communicator.spec.index)
             return error_to_message(error)
 
     def do_map_steps(self, _: Message, descriptors: list[int]) -> Message:
@@ -70,23 +70,23 @@ class Follower:
 
     def do_connect(self, message: Message, _: list[int]) -> Message:
         """Meet the other ranks."""
-        self.peers.connect(int(message["port"]), int(message["generation"]))
+        self.communicator.connect(int(message["port"]), int(message["generation"]))
         return {}
 
     def do_use(self, message: Message, _: list[int]) -> Message:
-        """Run the model in another way."""
-        return {"why": self._rank.use(str(message["way"]))}
+        """Run the model on another path."""
+        return {"why": self._runner.use(ExecutionPath(message["path"]))}
 
     def do_bind(self, _: Message, descriptors: list[int]) -> Message:
         """Take this rank's part of the KV pool."""
-        self._rank.bind(HostArena.attach(_only(descriptors), writable=True))
+        self._runner.bind(HostArena.attach(_only(descriptors), writable=True))
         return {}
 
     def do_step(self, message: Message, _: list[int]) -> Message:
         """Run this rank's share of a step."""
         if self._steps is None:
             raise InternalError("a step before there is memory for it")
-        self._rank.run(self._steps.read(), int(message["scratch_blocks"]))
+        self._runner.run(self._steps.read(), int(message["scratch_blocks"]))
         return {}
 
 

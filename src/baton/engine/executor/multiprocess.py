@@ -1,8 +1,8 @@
-"""The leader's side of an instance with several ranks: starts the followers, leads them, and knows when one is gone.
+"""The executor of several processes, as the leader sees it: starts the followers, leads them, notices their death.
 
 Every request to the followers has a number, which each of them answers once. A rank that fails in the middle of a step
-has left its peers (:meth:`Peers.drop`); before the next step all of them meet anew. A rank that dies ends the instance:
-its part of the KV is lost.
+leaves its groups (:meth:`Communicator.disconnect`); before the next step all of them connect anew. A rank that dies
+ends the instance: its part of the KV is lost.
 """
 
 from __future__ import annotations
@@ -13,83 +13,82 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
-
 from baton.config import EngineConfig
+from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Communicator, Rendezvous, is_echo
+from baton.engine.executor.base import ExecutorLostError
+from baton.engine.executor.in_process import InProcessExecutor
 from baton.engine.executor.messages import (
     LineClosedError,
     Message,
     error_from_message,
     recv_message,
 )
-from baton.engine.executor.peers import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Peers, Rendezvous, is_echo
 from baton.engine.executor.processes import END_TIMEOUT_S, FollowerProcess, end_followers, watch_followers
 from baton.engine.executor.step_buffer import StepBuffer
-from baton.engine.sched.step_plan import ForwardBatch, RunnerLostError
-from baton.errors import BatonError, InternalError
-from baton.kv_cache.shards import KVShards, ShardSpec
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
+from baton.engine.runner.model_runner import ExecutionPath
+from baton.errors import BatonError, ConfigError, InternalError
+from baton.kv_cache.shards import KVShards
 
 LOAD_TIMEOUT_S = 1800.0
 """How long a follower may take to load its share, after the leader has loaded its own."""
 
-RunShare = Callable[[ForwardBatch, int], torch.Tensor]
 
+class MultiprocessExecutor(InProcessExecutor):
+    """Runs rank 0 in this process and every other rank in a child process."""
 
-class Team:
-    """The followers of one leader, which is rank 0.
-
-    Args:
-        config: Of the engine; every rank gets it.
-        shards: All ranks, the leader first.
-
-    Attributes:
-        peers: The leader's view of the other ranks.
-    """
-
-    def __init__(self, config: EngineConfig, shards: Sequence[ShardSpec]) -> None:
-        self._config = config
-        self.peers = Peers(shards[0])
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.communicator = Communicator(self.shards[0])
         self._generation = 0
         self._request = 0
         self._open_requests = True  # to load
         self._buffer: StepBuffer | None = None
-        self._lost: RunnerLostError | None = None
-        self._on_lost: Callable[[RunnerLostError], None] | None = None
+        self._lost: ExecutorLostError | None = None
+        self._on_lost: Callable[[ExecutorLostError], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._followers: list[FollowerProcess] = []
-        try:
-            for spec in shards[1:]:
-                self._followers.append(FollowerProcess(spec, config))
-        except BaseException:
-            end_followers(self._followers)
-            raise
-        # Also when nobody called close: at the interpreter's end at the latest.
+        self._watcher: threading.Thread | None = None
+        # Also when close is never called: at the interpreter's end at the latest.
+        self._end = weakref.finalize(self, end_followers, self._followers)
+
+    def load(self) -> None:
+        """Load the model on all ranks, at the same time."""
+        if len(self.shards) == 1:
+            raise ConfigError("executor multiprocess needs tp or pp above 1", field="executor")
+        for spec in self.shards[1:]:
+            self._followers.append(FollowerProcess(spec, self.config))
+        self._start_watching()
+        self._load(self.communicator, self._wait_loaded)
+
+    def _start_watching(self) -> None:
         stop, stop_watching = os.pipe()
+        self._end.detach()
         self._end = weakref.finalize(self, end_followers, self._followers, stop_watching)
-        this = weakref.ref(self)
+        this, followers = weakref.ref(self), list(self._followers)
 
         def watch() -> None:
-            watch_followers(followers, stop, lambda dead: _tell_of(this(), dead))
+            watch_followers(followers, stop, lambda dead: _report(this(), dead))
 
-        followers = list(self._followers)
         self._watcher = threading.Thread(target=watch, name="ranks", daemon=True)
         self._watcher.start()
 
-    def wait_loaded(self, max_model_len: int) -> None:
+    def _wait_loaded(self, max_model_len: int) -> None:
         """Wait until every follower has loaded its share, and bring all ranks together.
 
         Raises:
             ConfigError: A follower cannot work like that.
-            RunnerLostError: A follower died.
+            ExecutorLostError: A follower died.
         """
         self._answers(LOAD_TIMEOUT_S)
-        self._buffer = StepBuffer.create(self._config, max_model_len)
+        self._buffer = StepBuffer.create(self.config, max_model_len)
         self.ask({"do": "map_steps"}, descriptors=[(self._buffer.fd,)] * len(self._followers))
         self._meet()
 
     def bind(self, shards: KVShards) -> None:
-        """Give every follower its arena."""
+        """Bind this rank's arena, and give every follower its own."""
+        super().bind(shards)
         self.ask({"do": "bind"}, descriptors=[(arena.fd,) for arena in shards.arenas[1:]])
 
     def ask(self, message: Message, *, descriptors: Sequence[Sequence[int]] = ()) -> list[Message]:
@@ -101,59 +100,55 @@ class Team:
 
         Raises:
             ConfigError, InternalError: A follower could not.
-            RunnerLostError: A follower died.
+            ExecutorLostError: A follower died.
         """
         self._tell(message, descriptors)
         try:
             return self._answers(STEP_TIMEOUT_S)
         except BaseException:
-            self.peers.drop()  # as the one that failed did
+            self.communicator.disconnect()  # as the one that failed did
             raise
 
-    def step(self, batch: ForwardBatch, scratch_blocks: int, run: RunShare) -> torch.Tensor:
-        """Run one step on all ranks.
+    def _use(self, path: ExecutionPath) -> str:
+        answers = self.ask({"do": "use", "path": path})
+        return next((why for why in (super()._use(path), *(answer["why"] for answer in answers)) if why), "")
 
-        Args:
-            batch: The step.
-            scratch_blocks: See :meth:`baton.engine.runner.rank_model.RankModel.run`.
-            run: Runs the leader's share, and gets the logits.
-
-        Returns:
-            The logits.
+    def _run(self, batch: ForwardBatch, scratch_blocks: int = 0) -> ForwardOutput:
+        """Run a step on all ranks.
 
         Raises:
             InternalError: A rank failed; the next step may work.
-            RunnerLostError: A rank is gone.
+            ExecutorLostError: A rank is gone.
         """
         if self._buffer is None:
             raise InternalError("a step before the ranks have met")
-        if not self.peers.connected:
+        if not self.communicator.connected:
             self._meet()
         self._buffer.write(batch)
         try:
             self._tell({"do": "step", "scratch_blocks": scratch_blocks})
-            logits = run(batch, scratch_blocks)
+            output = super()._run(batch, scratch_blocks)
             self._answers(STEP_TIMEOUT_S)
         except Exception as error:
-            self.peers.drop()  # whoever waits for this rank fails now, and answers
+            self.communicator.disconnect()  # ranks that wait for this one fail now, and answer
             raise self._blame(error) from error
         except BaseException:
             # Interrupted: answers that are still to come will be passed over by their number.
-            self.peers.drop()
+            self.communicator.disconnect()
             raise
-        return logits
+        return output
 
     def _blame(self, error: Exception) -> BatonError:
         """Return what to tell of a step that failed: a death, else a cause, else what was noticed here."""
         mine = error if isinstance(error, BatonError) else InternalError(f"rank 0: {type(error).__name__}: {error}")
-        if self._open_requests and not isinstance(error, RunnerLostError):
+        if self._open_requests and not isinstance(error, ExecutorLostError):
             try:
                 self._answers(STEP_TIMEOUT_S)
             except BatonError as theirs:
                 return min(theirs, mine, key=_weight)
         return mine
 
-    def watch(self, on_lost: Callable[[RunnerLostError], None]) -> None:
+    def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
         """Have a function called when a follower dies, in a thread of its own; at once if one has."""
         with self._lock:
             self._on_lost = on_lost
@@ -167,9 +162,9 @@ class Team:
             if self._closed:
                 return
             self._closed = True
-        self.peers.drop()
+        self.communicator.disconnect()
         self._end()
-        if threading.current_thread() is not self._watcher:
+        if self._watcher is not None and threading.current_thread() is not self._watcher:
             self._watcher.join()
         if self._buffer is not None:
             self._buffer.close()
@@ -180,9 +175,9 @@ class Team:
         rendezvous = Rendezvous()
         self._tell({"do": "connect", "port": rendezvous.port, "generation": self._generation})
         try:
-            self.peers.connect(rendezvous, self._generation)
+            self.communicator.connect(rendezvous, self._generation)
         except RuntimeError as error:
-            self.peers.drop()
+            self.communicator.disconnect()
             self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
             raise InternalError(f"the ranks did not find each other: {error}") from error
         self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
@@ -213,7 +208,7 @@ class Team:
             except LineClosedError:
                 errors.append(self._bury(follower.obituary()))
             except InternalError as error:
-                errors.append(self._bury(RunnerLostError(f"{follower.name}: {error.message}")))
+                errors.append(self._bury(ExecutorLostError(f"{follower.name}: {error.message}")))
             else:
                 if "error" in answer:
                     errors.append(error_from_message(answer, follower.spec.index))
@@ -230,8 +225,8 @@ class Team:
             if answer.get("request") == self._request:
                 return answer
 
-    def _bury(self, lost: RunnerLostError) -> RunnerLostError:
-        """Note that the team is incomplete; returns the first loss there was."""
+    def _bury(self, lost: ExecutorLostError) -> ExecutorLostError:
+        """Note that a rank is gone; returns the first loss there was."""
         with self._lock:
             self._lost = self._lost or lost
             return self._lost
@@ -246,10 +241,10 @@ class Team:
 
 
 def _weight(error: BatonError) -> int:
-    """Order of what to tell first: a death, a cause, then those who only noticed."""
-    return 0 if isinstance(error, RunnerLostError) else 2 if is_echo(error) else 1
+    """Order in which errors are reported: a death, a cause, then errors of ranks that only noticed."""
+    return 0 if isinstance(error, ExecutorLostError) else 2 if is_echo(error) else 1
 
 
-def _tell_of(team: Team | None, dead: FollowerProcess) -> None:
-    if team is not None:
-        team.found_dead(dead)
+def _report(executor: MultiprocessExecutor | None, dead: FollowerProcess) -> None:
+    if executor is not None:
+        executor.found_dead(dead)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton.config import EngineConfig
+from baton.engine.communicator import CONNECT_TIMEOUT_S
+from baton.engine.executor.base import ExecutorLostError
 from baton.engine.executor.messages import LineClosedError, Message, open_line, send_message
-from baton.engine.executor.peers import CONNECT_TIMEOUT_S
-from baton.engine.sched.step_plan import RunnerLostError
 from baton.kv_cache.shards import ShardSpec
 
 END_TIMEOUT_S = 10.0
@@ -77,14 +77,14 @@ class FollowerProcess:
         """Send a message; see :func:`baton.engine.executor.messages.send_message`."""
         send_message(self.line, message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
 
-    def obituary(self) -> RunnerLostError:
+    def obituary(self) -> ExecutorLostError:
         """Say how it ended; waits a moment for its end, which a closed line announces."""
         try:
             code = self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return RunnerLostError(f"{self.name} does not answer")
+            return ExecutorLostError(f"{self.name} does not answer")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return RunnerLostError(f"{self.name} {how}")
+        return ExecutorLostError(f"{self.name} {how}")
 
 
 def watch_followers(followers: Sequence[FollowerProcess], stop: int, dead: Callable[[FollowerProcess], None]) -> None:

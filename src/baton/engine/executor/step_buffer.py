@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.config import EngineConfig
-from baton.engine.sched.step_plan import ForwardBatch
+from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import InternalError
 
 _COUNTS = 4

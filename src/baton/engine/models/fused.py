@@ -18,19 +18,15 @@ from torch import nn
 
 from baton.engine.models.linears import MakeLinear
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
-from baton.engine.executor.peers import Peers
-from baton.engine.models.share import Share
-from baton.engine.models.tensor_parallel import unreduced
+from baton.engine.communicator import Communicator
+from baton.engine.models.quirks import ATTENTION_PARTS, LAYER_PARTS, MLP_PARTS
+from baton.engine.models.tensor_parallel import Share, unreduced
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool
 from baton_kernels.paged_attention.cpu import CpuPlan, Rotation
 from baton_kernels.rms_norm import CpuRmsNorm
 from baton_kernels.silu_mul import CpuSiluMul
-
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
-MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 
 
 class NotFusableError(Exception):
@@ -74,7 +70,7 @@ class FusedDecoder:
         specs = list(share.specs.values())
         parts = _decoder_parts(model, share)
         self.on_layer: Callable[[int], None] | None = None
-        self._specs, self._attention, self._peers, self._first_layer = specs, attention, share.peers, share.first_layer
+        self._specs, self._attention, self._communicator, self._first_layer = specs, attention, share.communicator, share.first_layer
         self._dtype = TORCH_DTYPES[model.dtype]
         self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
         cos, sin = _rotary_table(parts.rotary, model, max_len, specs)
@@ -99,13 +95,14 @@ class FusedDecoder:
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
-    ) -> torch.Tensor:
-        """Run tokens int64 [T] through the stack; returns the logits [R, vocab] of ``rows`` int64 [R].
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run tokens int64 [T] through the stack; ``positions`` are those of ``plan``.
 
-        ``positions`` are those of ``plan``.
+        Returns:
+            The logits [R, vocab] of ``rows`` int64 [R], and their hidden states [R, width] after the final norm.
         """
-        if self._peers is not None:
-            return self._forward_share(self._peers, tokens, rows, plan, pools)
+        if self._communicator is not None:
+            return self._forward_share(self._communicator, tokens, rows, plan, pools)
         assert self._embedding is not None
         hidden = F.embedding(tokens, self._embedding)
         attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
@@ -119,16 +116,16 @@ class FusedDecoder:
         return self._logits(hidden, rows)
 
     def _forward_share(
-        self, peers: Peers, tokens: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
-    ) -> torch.Tensor:
+        self, communicator: Communicator, tokens: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run this rank's share: its heads and columns, summed over the ranks of its stage, of its stage's layers."""
         if self._embedding is not None:
             hidden = F.embedding(tokens, self._embedding)
         else:
-            hidden = peers.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
+            hidden = communicator.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
         attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
-        total = peers.reduce if peers.splits_heads else _itself
-        adds_residual = peers.spec.tp_rank == 0
+        total = communicator.all_reduce if communicator.splits_heads else _itself
+        adds_residual = communicator.spec.tp_rank == 0
         for index, (layer, spec, pool) in enumerate(zip(self._layers, self._specs, pools, strict=True)):
             qkv = layer.qkv(layer.input_norm(hidden))
             out = attention.run_rotated(plan, spec, pool, _split(qkv, spec), layer.rotation)
@@ -137,15 +134,16 @@ class FusedDecoder:
                 on_layer(self._first_layer + index)
             inner = silu_mul(layer.gate_up(layer.mlp_norm(hidden)))
             hidden = total(layer.down(inner, hidden if adds_residual else None))
-        if not peers.last:
-            peers.send_hidden(hidden)
+        if not communicator.is_last_stage:
+            communicator.send_hidden(hidden)
         return self._logits(hidden, rows)
 
-    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, vocab], or [0, 0] on a rank that has no head."""
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits [R, vocab] and hidden states [R, width]; on a rank that has no head [0, 0] and ``None``."""
         if self._head is None or self._norm is None:
-            return hidden.new_empty((0, 0))
-        return self._head(self._norm(hidden[rows]))
+            return hidden.new_empty((0, 0)), None
+        hidden = self._norm(hidden[rows])
+        return self._head(hidden), hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +157,8 @@ class _Parts:
 
 def _decoder_parts(model: LoadedModel, share: Share) -> _Parts:
     """Find the modules of a stack of the known shape, as far as this rank has them."""
-    peers = share.peers
-    embeds, gives_logits = peers is None or peers.first, peers is None or peers.gives_logits
+    communicator = share.communicator
+    embeds, gives_logits = communicator is None or communicator.is_first_stage, communicator is None or communicator.has_head
     _need(model.device.type == "cpu", "not on a CPU")
     stack = getattr(model.module, "model", None)
     head: Any = getattr(model.module, "lm_head", None)

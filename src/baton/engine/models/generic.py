@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from baton.engine.attention.transformers_hook import AttentionName
+from baton.engine.models.attention_hook import AttentionName
 from baton.engine.models.loader import LoadedModel
-from baton.engine.models.share import Share
+from baton.engine.models.tensor_parallel import Share
 from baton.errors import InternalError
 from baton_kernels.paged_attention import LayerPool, PagedAttention
 
@@ -33,11 +33,14 @@ class GenericDecoder:
         self._device = model.device
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model.module).forward).parameters
         self._step: tuple[Any, list[LayerPool]] | None = None
+        self._hidden: torch.Tensor | None = None
         self._name = self._take_over()
         # Other ranks have written a layer's heads once the sum after its attention is there, at the module's end.
-        self._reports_in_attention = share.peers is None or not share.peers.splits_heads
+        self._reports_in_attention = share.communicator is None or not share.communicator.splits_heads
         if not self._reports_in_attention:
             self._report_after_attention()
+        if share.communicator is None or share.communicator.has_head:
+            self._keep_hidden()
 
     def _take_over(self) -> AttentionName:
         """Make the module call this object; through a weak reference, so that dropping it frees the model."""
@@ -67,10 +70,27 @@ class GenericDecoder:
             if id(module) in self._layer_of:
                 module.register_forward_hook(report)
 
+    def _keep_hidden(self) -> None:
+        """Keep what the stack below the head returns."""
+        this = weakref.ref(self)
+
+        def keep(_: Any, __: Any, output: Any) -> None:
+            decoder = this()
+            if decoder is not None:
+                decoder._hidden = getattr(output, "last_hidden_state", None)
+
+        if self.module.base_model is not self.module:
+            self.module.base_model.register_forward_hook(keep)
+
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: Any, pools: list[LayerPool]
-    ) -> torch.Tensor:
-        """Run tokens and positions int64 [T] through the model; returns the logits [R, vocab] of ``rows`` int64 [R]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run tokens and positions int64 [T] through the model.
+
+        Returns:
+            The logits [R, vocab] of ``rows`` int64 [R], and their hidden states [R, width] after the final norm, or
+            ``None`` if this rank, or the architecture, has none to show.
+        """
         tokens, positions, rows = (tensor.to(self._device) for tensor in (tokens, positions, rows))
         options = {"logits_to_keep": rows} if self._keeps_logits else {}
         self._step = (plan, pools)
@@ -78,10 +98,11 @@ class GenericDecoder:
             output = self.module(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
             )
+            hidden = None if self._hidden is None else self._hidden[0][rows]
         finally:
-            self._step = None
+            self._step = self._hidden = None
         logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps_logits else logits[rows]
+        return (logits if self._keeps_logits else logits[rows]), hidden
 
     def _attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: query [1, heads, T, dim], key and value likewise -> [1, T, heads, v_dim]."""

@@ -13,38 +13,38 @@ import torch
 from torch import nn
 
 from baton.engine.models.loader import LoadedModel
-from baton.engine.executor.peers import Peers
+from baton.engine.communicator import Communicator
 from baton.errors import ConfigError
 
 
-def keep_stage(model: LoadedModel, layers: range, peers: Peers) -> None:
+def keep_stage(model: LoadedModel, layers: range, communicator: Communicator) -> None:
     """Drop, in place, what this rank's stage does not compute.
 
     Args:
         model: The whole model.
         layers: Those of the stage.
-        peers: Where hidden states come from and go to.
+        communicator: Where hidden states come from and go to.
 
     Raises:
         ConfigError: The architecture cannot be cut into stages; names ``pp``.
     """
-    if not peers.gives_logits:
-        # A layer without weights: what nobody asks for costs nothing.
+    if not communicator.has_head:
+        # A layer without weights: logits that are not asked for cost nothing.
         model.module.set_output_embeddings(_NoHead())
-    if peers.spec.pp_size == 1:
+    if communicator.spec.pp_size == 1:
         return
     base, norm = model.module.base_model, _check_plan(model)
-    if not peers.first:
+    if not communicator.is_first_stage:
         model.module.set_input_embeddings(_NoEmbedding(model.text_config.hidden_size, model.module.dtype))
-    if not peers.last:
+    if not communicator.is_last_stage:
         setattr(base, norm, nn.Identity())
     for index, layer in enumerate(base.layers):
         if index not in layers:
             _empty(layer)
-    if not peers.first:
-        base.layers[layers.start].register_forward_pre_hook(_Receive(peers), with_kwargs=True)
-    if not peers.last:
-        base.layers[layers.stop - 1].register_forward_hook(_Send(peers))
+    if not communicator.is_first_stage:
+        base.layers[layers.start].register_forward_pre_hook(_Receive(communicator), with_kwargs=True)
+    if not communicator.is_last_stage:
+        base.layers[layers.stop - 1].register_forward_hook(_Send(communicator))
 
 
 def _check_plan(model: LoadedModel) -> str:
@@ -87,7 +87,7 @@ class _NoEmbedding(nn.Module):
 
 
 class _NoHead(nn.Module):
-    """Stands in for the head where nobody asks for logits."""
+    """Stands in for the head on ranks that give no logits."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Take hidden [1, R, width], return [1, R, 0]."""
@@ -97,20 +97,20 @@ class _NoHead(nn.Module):
 class _Receive:
     """Gives a stage's first layer what the stage before computed."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         like = args[0] if args else kwargs["hidden_states"]
-        hidden = self._peers.receive_hidden(like.shape, like.dtype)
+        hidden = self._communicator.receive_hidden(like.shape, like.dtype)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 class _Send:
     """Sends what a stage's last layer computed to the stage after."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
 
     def __call__(self, _: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
-        self._peers.send_hidden(output)
+        self._communicator.send_hidden(output)

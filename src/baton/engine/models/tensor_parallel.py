@@ -1,4 +1,4 @@
-"""Cuts the weights of a loaded model down to one rank's share of its heads and of its MLPs' inner columns.
+"""Divides a loaded model among ranks: its layers over pipeline stages, heads and MLPs' inner columns over a stage's ranks.
 
 Attention is divided by heads: queries, keys and values by rows (a KV head that several ranks need is on all of them),
 the output by columns, then a sum over the ranks. The MLP is divided as transformers' own plan says
@@ -10,25 +10,68 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from baton.engine.communicator import Communicator
+from baton.engine.models.attention_hook import Probe
 from baton.engine.models.loader import LoadedModel
+from baton.engine.models.pipeline import keep_stage
+from baton.engine.models.quirks import (
+    HEAD_NORMS,
+    KEY_VALUE_PROJECTIONS,
+    QUERY_PROJECTIONS,
+    WHOLE_PROJECTIONS,
+    WHOLE_STYLES,
+    has_interleaved_experts,
+)
 from baton.errors import ConfigError, InternalError
-from baton.kv_cache.shards import ShardSpec, head_range
+from baton.kv_cache.shards import ShardSpec, head_range, layer_range
 from baton_kernels.paged_attention import AttentionSpec
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks of a stage."""
 
-QUERIES = {"q_proj", "q_b_proj"}
-KEYS_AND_VALUES = {"k_proj", "v_proj", "kv_b_proj"}
-WHOLE = {"q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-WHOLE_STYLES = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}
-"""Styles of transformers' plans whose result is the same if every rank computes all of it."""
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's layers and heads.
+
+    Attributes:
+        specs: Attention of its layers, with its heads, by the id of the module.
+        first_layer: Index of the first of them in the whole model.
+        communicator: To the other ranks; ``None`` if there are none.
+    """
+
+    specs: dict[int, AttentionSpec]
+    first_layer: int = 0
+    communicator: Communicator | None = None
+
+
+def divide(model: LoadedModel, found: Probe, communicator: Communicator | None) -> Share:
+    """Cut a whole model down, in place, to what this process computes of it.
+
+    Args:
+        model: As it was loaded.
+        found: Its attention.
+        communicator: To the other ranks; ``None``: all of it stays.
+
+    Raises:
+        ConfigError: It cannot be divided so; names ``tp`` or ``pp``.
+    """
+    if communicator is None:
+        return Share(found.specs)
+    shard = communicator.spec
+    layers = layer_range(len(found.specs), shard.pp_size, shard.pp_rank)
+    # Ids of the other layers' modules, which end here, may be given to new objects.
+    whole = {module: spec for index, (module, spec) in enumerate(found.specs.items()) if index in layers}
+    specs = {module: rank_attention(spec, shard) for module, spec in whole.items()}
+    keep_stage(model, layers, communicator)
+    split_tensors(model, whole, shard, communicator.all_reduce)
+    return Share(specs, layers.start, communicator)
 
 
 class Reduced(nn.Module):
@@ -107,9 +150,9 @@ class _Splitter:
         found = set()
         for name, child in list(module.named_children()):
             found.add(name)
-            if name in QUERIES:
+            if name in QUERY_PROJECTIONS:
                 _keep_rows(self._linear(child, name), heads, spec.num_heads)
-            elif name in KEYS_AND_VALUES:
+            elif name in KEY_VALUE_PROJECTIONS:
                 _keep_rows(self._linear(child, name), kv_heads, spec.kv_heads)
             elif name == "o_proj":
                 _keep_columns(self._linear(child, name), heads, spec.num_heads, first=self._shard.tp_rank == 0)
@@ -117,9 +160,9 @@ class _Splitter:
             elif name in HEAD_NORMS:
                 if any(weight.shape != (spec.k_dim,) for weight in child.parameters()):
                     raise self._refuse(f"{name} spans all heads")
-            elif name not in WHOLE and next(child.parameters(), None) is not None:
+            elif name not in WHOLE_PROJECTIONS and next(child.parameters(), None) is not None:
                 raise self._refuse(f"its attention has a {name}")
-        if "o_proj" not in found or not found & QUERIES or not found & KEYS_AND_VALUES:
+        if "o_proj" not in found or not found & QUERY_PROJECTIONS or not found & KEY_VALUE_PROJECTIONS:
             raise self._refuse(f"its attention has only {', '.join(sorted(found))}")
 
     def rest(self) -> None:
@@ -135,7 +178,7 @@ class _Splitter:
                 if not f"{prefix}{name}".startswith(attention):
                     self._apply(base, name, style)
         for name, module in list(base.named_modules()):
-            if hasattr(module, "gate_up_proj_bias") and hasattr(module, "down_proj_bias"):
+            if has_interleaved_experts(module):
                 self._interleaved_experts(base, name, module)
 
     def _apply(self, base: nn.Module, name: str, style: str) -> None:

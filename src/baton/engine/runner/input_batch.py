@@ -5,20 +5,61 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from baton.engine.sched.scheduler import StepPlan
-from baton.engine.sched.step_plan import ForwardBatch
+from baton.engine.sched.step_plan import StepPlan
 from baton.engine.sequence import Sequence
+
+LongArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Rows of the logits that predict prompt tokens.
+class ForwardBatch:
+    """A ragged batch of S sequences with T tokens in all; prompt chunks and decodes mix freely.
 
     Attributes:
-        sequence: Whose.
+        token_ids: int64 [T], the sequences' new tokens one after the other.
+        positions: int64 [T], each token's position in its sequence.
+        query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
+        context_lens: int32 [S], tokens of each sequence with this step's included.
+        block_tables: int32 [S, W], block ids from the first token on, rows padded with 0.
+        logit_rows: int64 [R], indices into the T tokens whose logits are wanted, ascending.
+        with_hidden: Whether the hidden states of these rows are wanted too.
+    """
+
+    token_ids: LongArray
+    positions: LongArray
+    query_starts: IntArray
+    context_lens: IntArray
+    block_tables: IntArray
+    logit_rows: LongArray
+    with_hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What a forward pass computed, for the R rows that were asked for.
+
+    Attributes:
+        logits: [R, vocab], float32 or model dtype.
+        hidden: [R, width], the last layer's hidden states after the final norm, model dtype; ``None`` if they were not
+            asked for, or if another process has them (the last of several pipeline stages).
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Rows of the logits of one sequence, and the tokens that they predict.
+
+    Attributes:
+        sequence: The sequence.
         rows: Rows of the logits [R, vocab].
-        token_ids: The prompt tokens they predict.
+        token_ids: The tokens they predict, parallel to ``rows``.
     """
 
     sequence: Sequence
@@ -31,59 +72,110 @@ class StepBatch:
     """A forward pass and what its logits are for.
 
     Attributes:
-        forward: For the runner.
+        forward: For the executor.
         sampled: Sequences that get a token from this step.
         sample_rows: Their rows of the logits, parallel to ``sampled``.
         prompt_rows: Rows for prompt log probabilities.
+        draft_rows: Rows that verify draft tokens; there is one row more than draft tokens, that of the last one, which
+            predicts the token after it.
     """
 
     forward: ForwardBatch
     sampled: list[Sequence]
     sample_rows: list[int]
-    prompt_rows: list[PromptRows]
+    prompt_rows: list[LogitRows]
+    draft_rows: list[LogitRows]
 
 
-def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
-    """Flatten a plan; asks for logits of the rows that are sampled or scored, and no others."""
-    count, total = len(plan), sum(plan.values())
-    token_ids = np.empty(total, np.int64)
-    positions = np.empty(total, np.int64)
-    starts = np.zeros(count + 1, np.int32)
-    contexts = np.empty(count, np.int32)
-    width = max(-(-(s.num_computed + n) // block_size) for s, n in plan.items())
-    tables = np.zeros((count, width), np.int32)
+StepArrays = tuple[LongArray, LongArray, IntArray, IntArray, IntArray]
+"""The first five arrays of a :class:`ForwardBatch`."""
+
+
+class InputBuffers:
+    """Arrays at fixed addresses, one set per bucket of sizes: what a captured graph of a step reads.
+
+    A step's arrays are the beginnings of its bucket's; a bucket is the next power of two of each size.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[int, int, int], StepArrays] = {}
+
+    def take(self, tokens: int, sequences: int, width: int) -> StepArrays:
+        """Return views for T tokens and S sequences, which are valid until the bucket is taken again.
+
+        Block tables are zeroed, and as wide as the bucket's, which is at least ``width``.
+        """
+        bucket = (_bucket(tokens), _bucket(sequences), _bucket(width))
+        arrays = self._arrays.get(bucket)
+        if arrays is None:
+            arrays = self._arrays[bucket] = _new_arrays(*bucket)
+        token_ids, positions, starts, contexts, tables = arrays
+        tables[:sequences] = 0
+        return token_ids[:tokens], positions[:tokens], starts[: sequences + 1], contexts[:sequences], tables[:sequences]
+
+
+def _bucket(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _new_arrays(tokens: int, sequences: int, width: int) -> StepArrays:
+    return (
+        np.empty(tokens, np.int64),
+        np.empty(tokens, np.int64),
+        np.zeros(sequences + 1, np.int32),
+        np.empty(sequences, np.int32),
+        np.zeros((sequences, width), np.int32),
+    )
+
+
+def build_batch(plan: StepPlan, block_size: int, buffers: InputBuffers | None = None) -> StepBatch:
+    """Flatten a plan; asks for logits of the rows that are sampled, scored or verified, and no others.
+
+    Args:
+        plan: Not empty.
+        block_size: Tokens per block.
+        buffers: Where the arrays have to lie; default: new ones.
+    """
+    counts, drafts = plan.counts, plan.drafts
+    width = max(-(-(s.num_computed + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
+    take = _new_arrays if buffers is None else buffers.take
+    token_ids, positions, starts, contexts, tables = take(plan.num_tokens, len(counts), width)
     sampled: list[Sequence] = []
     sample_rows: list[int] = []
-    prompt_rows: list[PromptRows] = []
+    prompt_rows: list[LogitRows] = []
+    draft_rows: list[LogitRows] = []
     logit_rows: list[int] = []
     at = 0
-    for i, (sequence, new) in enumerate(plan.items()):
+    for i, (sequence, own) in enumerate(counts.items()):
         start = sequence.num_computed
-        context = start + new
-        contexts[i] = context
-        if new == 1:
-            token_ids[at] = sequence.buffer[start]
-            positions[at] = start
-        else:
-            token_ids[at : at + new] = sequence.buffer[start:context]
-            positions[at : at + new] = np.arange(start, context)
+        draft = drafts.get(sequence, ())
+        new = own + len(draft)
+        contexts[i] = context = start + new
+        token_ids[at : at + own] = sequence.buffer[start : start + own]
+        token_ids[at + own : at + new] = draft
+        positions[at : at + new] = np.arange(start, context)
         blocks = -(-context // block_size)
         tables[i, :blocks] = sequence.table[:blocks]
         if sequence.group.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
-            prompt_rows += _add_prompt_rows(logit_rows, sequence, at, new)
-        if context == sequence.num_tokens:
-            last = at + new - 1
+            prompt_rows += _add_prompt_rows(logit_rows, sequence, at, own)
+        if start + own == sequence.num_tokens:
+            last = at + own - 1
             if not logit_rows or logit_rows[-1] != last:
                 logit_rows.append(last)
-            sampled.append(sequence)
-            sample_rows.append(len(logit_rows) - 1)
+            row = len(logit_rows) - 1
+            if draft:
+                logit_rows.extend(range(last + 1, at + new))
+                draft_rows.append(LogitRows(sequence, list(range(row, len(logit_rows))), list(draft)))
+            else:
+                sampled.append(sequence)
+                sample_rows.append(row)
         at += new
         starts[i + 1] = at
     forward = ForwardBatch(token_ids, positions, starts, contexts, tables, np.array(logit_rows, np.int64))
-    return StepBatch(forward, sampled, sample_rows, prompt_rows)
+    return StepBatch(forward, sampled, sample_rows, prompt_rows, draft_rows)
 
 
-def _add_prompt_rows(logit_rows: list[int], sequence: Sequence, at: int, new: int) -> list[PromptRows]:
+def _add_prompt_rows(logit_rows: list[int], sequence: Sequence, at: int, new: int) -> list[LogitRows]:
     """Ask for the logits at those new positions whose next token is a prompt token not scored yet."""
     scored = sequence.group.prompt_logprobs or ()
     start = sequence.num_computed
@@ -93,4 +185,4 @@ def _add_prompt_rows(logit_rows: list[int], sequence: Sequence, at: int, new: in
         return []
     rows = range(len(logit_rows), len(logit_rows) + end - first)
     logit_rows.extend(range(at + first - start, at + end - start))
-    return [PromptRows(sequence, list(rows), sequence.buffer[first + 1 : end + 1].tolist())]
+    return [LogitRows(sequence, list(rows), sequence.buffer[first + 1 : end + 1].tolist())]

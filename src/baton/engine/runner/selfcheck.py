@@ -1,4 +1,4 @@
-"""Compares a way of running a model with the model's own attention, at load.
+"""Compares an execution path of a model with the model's own attention, at load.
 
 Some architectures take another attention function and still compute something else (ALiBi added elsewhere, state
 kept between calls, positions counted by the model itself): they are refused. The fast path is used only if it is as
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.models.loader import LoadedModel, quiet_transformers
-from baton.engine.sched.step_plan import ForwardBatch
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 
 LENGTHS = (37, 9)
 SPLITS = (21, 8)
@@ -34,11 +34,11 @@ class SelfCheck:
         self.steps, self.num_blocks = _check_batches(self.tokens, block_size)
         self._expected = torch.cat([_eager_logits(model, tokens) for tokens in self.tokens])
 
-    def error(self, forward: Callable[[ForwardBatch], torch.Tensor]) -> float:
+    def error(self, forward: Callable[[ForwardBatch], ForwardOutput]) -> float:
         """Run the steps and return the median over tokens of |difference| / |logits|; infinite if there are NaNs."""
         parts: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
         for step in self.steps:
-            logits = forward(step).float().cpu()
+            logits = forward(step).logits.float().cpu()
             for row in range(len(LENGTHS)):
                 parts[row].append(logits[step.query_starts[row] : step.query_starts[row + 1]])
         got = torch.cat([torch.cat(rows) for rows in parts])

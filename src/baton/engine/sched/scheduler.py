@@ -16,21 +16,65 @@ prefill (in chunks), admission from the queue. Why it always makes progress:
 
 from __future__ import annotations
 
+import heapq
 import time
 from bisect import insort
+from collections.abc import Iterator
 from operator import attrgetter
 
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import KVExchange
-from baton.engine.sched.queue import WaitingQueue
-from baton.engine.sequence import Sequence, SequenceState
+from baton.engine.sched.step_plan import StepPlan
+from baton.engine.sequence import Sequence, SequenceState, SortKey
 from baton.kv_cache.block_pool import BlockPool
 from baton.types import BlockId
 
-StepPlan = dict[Sequence, int]
-"""Sequences of one step and how many tokens of each are computed; decodes first."""
-
 _by_key = attrgetter("key")
+
+
+class WaitingQueue:
+    """A priority queue by sort key (priority, arrival, index).
+
+    A preempted sequence keeps its key, so it comes back before everything that arrived after it. Removal from the
+    middle is lazy: the heap keeps a key until it comes up.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[SortKey] = []
+        self._live: dict[SortKey, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        # A copy, made in one bytecode: statistics are read from other threads.
+        return iter(tuple(self._live.values()))
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence."""
+        self._live[sequence.key] = sequence
+        heapq.heappush(self._heap, sequence.key)
+
+    def peek(self) -> Sequence | None:
+        """Return the first sequence, or ``None``."""
+        while self._heap:
+            found = self._live.get(self._heap[0])
+            if found is not None:
+                return found
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> Sequence:
+        """Remove and return the first sequence."""
+        found = self.peek()
+        if found is None:
+            raise IndexError("the queue is empty")
+        del self._live[heapq.heappop(self._heap)]
+        return found
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence, if it is there."""
+        self._live.pop(sequence.key, None)
 
 
 class Scheduler:
@@ -60,7 +104,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next step; reserves their blocks, admits and preempts sequences."""
-        plan: StepPlan = {}
+        plan = StepPlan()
         preemptions = self.num_preemptions
         budget = self._plan_decodes(plan, self._budget)
         budget = self._plan_prefills(plan, budget)
@@ -71,15 +115,15 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
         for sequence in self.running.copy():
             if sequence.num_missing == 1 and budget and self._make_room(sequence, sequence.num_tokens, plan):
-                plan[sequence] = 1
+                plan.counts[sequence] = 1
                 budget -= 1
         return budget
 
     def _plan_prefills(self, plan: StepPlan, budget: int) -> int:
-        for sequence in [other for other in self.running if other not in plan]:
+        for sequence in [other for other in self.running if other not in plan.counts]:
             count = min(sequence.num_missing, self._chunk, budget)
             if count and self._make_room(sequence, sequence.num_computed + count, plan):
-                plan[sequence] = count
+                plan.counts[sequence] = count
                 budget -= count
         return budget
 
@@ -89,8 +133,8 @@ class Scheduler:
             if sequence is None or not self._admit(sequence):
                 return
             if sequence.state is SequenceState.RUNNING:
-                plan[sequence] = min(sequence.num_missing, self._chunk, budget)
-                budget -= plan[sequence]
+                plan.counts[sequence] = min(sequence.num_missing, self._chunk, budget)
+                budget -= plan.counts[sequence]
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give the queue's first sequence its blocks and let it run or load; ``False``: there is no room yet."""
@@ -142,7 +186,7 @@ class Scheduler:
             if victim is None:
                 return False
             self._preempt(victim)
-            plan.pop(victim, None)
+            plan.counts.pop(victim, None)
             if victim is sequence:
                 return False
         sequence.append_blocks(blocks)

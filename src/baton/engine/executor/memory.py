@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.executor.model_runner import ModelRunner
+from baton.engine.executor.base import Executor
 from baton.errors import ConfigError
 from baton.kv_cache.shards import shard_layout
 
@@ -32,10 +32,10 @@ class MemoryReport:
     block_bytes: int
 
 
-def plan_kv_blocks(config: EngineConfig, runner: ModelRunner) -> int:
+def plan_kv_blocks(config: EngineConfig, executor: Executor) -> int:
     """Return the number of blocks of the KV pool: ``kv_blocks``, or what the memory fraction holds.
 
-    If less than one longest sequence fits, ``runner.max_model_len`` is lowered to what does, with a warning.
+    If less than one longest sequence fits, ``executor.max_model_len`` is lowered to what does, with a warning.
 
     Raises:
         ConfigError: Not even one block fits, or less than a sequence of the ``max_model_len`` that was asked for.
@@ -43,7 +43,7 @@ def plan_kv_blocks(config: EngineConfig, runner: ModelRunner) -> int:
     if config.kv_blocks is not None:
         blocks = config.kv_blocks
     else:
-        report = measure(config, runner)
+        report = measure(config, executor)
         blocks = report.blocks
         log.info(
             "KV pool: %d blocks of %d bytes (%.0f MiB free after loading, %.0f MiB for activations)",
@@ -54,36 +54,32 @@ def plan_kv_blocks(config: EngineConfig, runner: ModelRunner) -> int:
             "no memory is left for a single KV block; raise kv_memory_fraction", field="kv_memory_fraction"
         )
     fits = blocks * config.block_size
-    if fits < runner.max_model_len:
+    if fits < executor.max_model_len:
         if config.max_model_len is not None:
             raise ConfigError(
                 f"the KV pool holds {fits} tokens ({blocks} blocks), less than one sequence of max_model_len "
                 f"{config.max_model_len}",
                 field="kv_blocks" if config.kv_blocks is not None else "kv_memory_fraction",
             )
-        log.warning("the KV pool holds %d tokens: max_model_len lowered from %d", fits, runner.max_model_len)
-        runner.max_model_len = fits
+        log.warning("the KV pool holds %d tokens: max_model_len lowered from %d", fits, executor.max_model_len)
+        executor.max_model_len = fits
     return blocks
 
 
-def measure(config: EngineConfig, runner: ModelRunner) -> MemoryReport:
+def measure(config: EngineConfig, executor: Executor) -> MemoryReport:
     """Measure a trial run and return how many blocks fit into the configured share of what it leaves."""
     # All ranks share this host's memory; a follower's activations are taken to be as large as the leader's.
-    activations = _activation_bytes(config, runner) * len(runner.shards)
-    available = available_bytes(runner.device)
-    layouts = [shard_layout(runner.geometry, spec, config.block_size) for spec in runner.shards]
+    activations = _activation_bytes(config, executor) * len(executor.shards)
+    available = available_bytes()
+    layouts = [shard_layout(executor.geometry, spec, config.block_size) for spec in executor.shards]
     block_bytes = sum(layout.block_bytes for layout in layouts)
     usable = config.kv_memory_fraction * max(0, available - activations)
-    useful = config.max_num_seqs * runner.layout.num_blocks_for(runner.max_model_len)
+    useful = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
     return MemoryReport(available, activations, min(int(usable) // block_bytes, useful), block_bytes)
 
 
-def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can still take for a KV pool: host memory, within the limit of its control group.
-
-    The pool lies in host memory also beside a CUDA model, whose own memory is not part of this.
-    """
-    del device
+def available_bytes() -> int:
+    """Bytes of host memory that this process can still take, within the limit of its control group."""
     available = int(psutil.virtual_memory().available)
     for limit, used in (_cgroup_v2(), _cgroup_v1()):
         if limit is not None:
@@ -117,28 +113,28 @@ def _cgroup(limit: Path, usage: Path, stat: Path, cache: str) -> tuple[int | Non
         return None, 0
 
 
-def _activation_bytes(config: EngineConfig, runner: ModelRunner) -> int:
+def _activation_bytes(config: EngineConfig, executor: Executor) -> int:
     """Peak bytes of a step of ``max_num_batched_tokens``, extrapolated from a short one, and of its logits."""
-    tokens = min(FIRST_TRIAL_TOKENS, config.max_num_batched_tokens, runner.max_model_len)
-    runner.trial_run(tokens)
+    tokens = min(FIRST_TRIAL_TOKENS, config.max_num_batched_tokens, executor.max_model_len)
+    executor.trial_run(tokens)
     begin = time.perf_counter()
-    peak = _peak_of(runner, tokens)
+    peak = _peak_of(executor, tokens)
     per_token = max(1e-9, (time.perf_counter() - begin) / tokens)
-    more = min(config.max_num_batched_tokens, runner.max_model_len, int(TRIAL_SECONDS / per_token))
+    more = min(config.max_num_batched_tokens, executor.max_model_len, int(TRIAL_SECONDS / per_token))
     if more > tokens:
-        tokens, peak = more, _peak_of(runner, more)
-    logits = config.max_num_seqs * runner.vocab_size * 4 * 3
+        tokens, peak = more, _peak_of(executor, more)
+    logits = config.max_num_seqs * executor.vocab_size * 4 * 3
     return int(peak * config.max_num_batched_tokens / tokens) + logits
 
 
-def _peak_of(runner: ModelRunner, tokens: int) -> int:
-    if runner.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(runner.device)
-        before = torch.cuda.memory_allocated(runner.device)
-        runner.trial_run(tokens)
-        return int(torch.cuda.max_memory_allocated(runner.device)) - before
+def _peak_of(executor: Executor, tokens: int) -> int:
+    if executor.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(executor.device)
+        before = torch.cuda.memory_allocated(executor.device)
+        executor.trial_run(tokens)
+        return int(torch.cuda.max_memory_allocated(executor.device)) - before
     before = _resident_peak(reset=True)
-    runner.trial_run(tokens)
+    executor.trial_run(tokens)
     return max(0, _resident_peak(reset=False) - before)
 
 

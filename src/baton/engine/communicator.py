@@ -1,8 +1,8 @@
-"""What ranks say to each other during a step, over gloo on loopback: sums within a stage, hidden states between stages.
+"""Collective operations of an instance's ranks, over gloo on loopback: sums in a stage, hidden states between stages.
 
 Process groups are made directly, not through torch's global registry: several engines may live in one process. Gloo
-tells at once when a peer's connection closes; a rank that fails therefore drops its groups, and whoever waits for it
-fails too, and so on, until the leader hears of it.
+reports at once when a peer's connection closes; a rank that fails therefore leaves its groups, ranks that wait for it
+fail too, and so on, up to the leader.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class Rendezvous:
-    """Where ranks find each other: a store that listens on loopback, for as long as it takes."""
+    """Where ranks find each other: a store that listens on loopback as long as this object lives."""
 
     def __init__(self) -> None:
         listener = socket.socket()
@@ -36,12 +36,11 @@ class Rendezvous:
         self.store = _store(self.port, listener.detach())
 
 
-class Peers:
-    """The other ranks, as one rank sees them.
+class Communicator:
+    """One rank's connection to the other ranks.
 
     Attributes:
         spec: This rank.
-        connected: Whether groups are there; after :meth:`drop` they are not.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -50,19 +49,19 @@ class Peers:
         self._all: Any = None
 
     @property
-    def first(self) -> bool:
+    def is_first_stage(self) -> bool:
         """Whether this rank's stage begins the model."""
         return self.spec.pp_rank == 0
 
     @property
-    def last(self) -> bool:
+    def is_last_stage(self) -> bool:
         """Whether this rank's stage ends the model."""
         return self.spec.pp_rank == self.spec.pp_size - 1
 
     @property
-    def gives_logits(self) -> bool:
-        """Whether this rank computes the logits: one of the last stage does."""
-        return self.last and self.spec.tp_rank == 0
+    def has_head(self) -> bool:
+        """Whether this rank computes the logits: the first one of the last stage does."""
+        return self.is_last_stage and self.spec.tp_rank == 0
 
     @property
     def splits_heads(self) -> bool:
@@ -71,11 +70,11 @@ class Peers:
 
     @property
     def connected(self) -> bool:
-        """Whether the groups are there."""
+        """Whether the groups are there; after :meth:`disconnect` they are not."""
         return self._stage is not None or self._all is not None
 
     def connect(self, rendezvous: Rendezvous | int, generation: int) -> None:
-        """Join groups with all other ranks, which must do the same; drops those there were.
+        """Join groups with all other ranks, which must do the same; leaves earlier ones.
 
         Args:
             rendezvous: Of the leader, or the port of it.
@@ -84,7 +83,7 @@ class Peers:
         Raises:
             RuntimeError: Not all of them came in time.
         """
-        self.drop()
+        self.disconnect()
         store = _store(rendezvous) if isinstance(rendezvous, int) else rendezvous.store
         device = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)
         spec = self.spec
@@ -94,11 +93,11 @@ class Peers:
         if spec.pp_size > 1:
             self._all = _group(store, f"{generation}/all", device, (spec.index, spec.tp_size * spec.pp_size))
 
-    def drop(self) -> None:
-        """Close the connections, which wakes whoever waits for this rank; harmless if repeated."""
+    def disconnect(self) -> None:
+        """Close the connections, which wakes ranks that wait for this one; harmless if repeated."""
         self._stage = self._all = None
 
-    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the ranks of this stage, in place where it is contiguous."""
         total = partial.contiguous()
         self._need(self._stage).allreduce([total]).wait()
@@ -114,7 +113,7 @@ class Peers:
         """Send hidden states to the same place of the stage after."""
         self._need(self._all).send([hidden.contiguous()], self.spec.index + self.spec.tp_size, 0).wait()
 
-    def hand_in(self, logits: torch.Tensor, rows: int, vocab_size: int) -> torch.Tensor:
+    def gather_logits(self, logits: torch.Tensor, rows: int, vocab_size: int) -> torch.Tensor:
         """Bring the logits from the last stage to the leader.
 
         Args:
@@ -125,9 +124,9 @@ class Peers:
         Returns:
             On the leader the logits [rows, vocab_size], float32 if they came from another rank; anything elsewhere.
         """
-        if self.first and self.last:
+        if self.is_first_stage and self.is_last_stage:
             return logits
-        if self.gives_logits and rows:
+        if self.has_head and rows:
             if logits.shape != (rows, vocab_size):
                 raise InternalError(f"logits of shape {tuple(logits.shape)}, expected {(rows, vocab_size)}")
             self._need(self._all).send([logits.float().contiguous()], 0, 1).wait()
@@ -140,12 +139,12 @@ class Peers:
 
     def _need(self, group: Any) -> Any:
         if group is None:
-            raise InternalError("this rank has left its peers")
+            raise InternalError("this rank is not connected to the others")
         return group
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error only tells that another rank has left, not why."""
+    """Whether an error only says that another rank has disconnected, not why."""
     text = str(error)
     return any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe"))
 

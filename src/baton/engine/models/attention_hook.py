@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from baton.engine.models.loader import LoadedModel
+from baton.engine.models.quirks import attention_sinks
 from baton.errors import ConfigError
 from baton_kernels.paged_attention import AttentionSpec
 
@@ -138,9 +139,7 @@ class _Recorder:
             window = known
         elif window >= self.max_len:
             window = 0
-        scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-        if sinks is None:
-            sinks = getattr(module, "sinks", None)
+        scaling, sinks = kwargs.get("scaling"), attention_sinks(module, kwargs.get("s_aux"))
         self.specs[id(module)] = AttentionSpec(
             num_heads=query.shape[1],
             kv_heads=key.shape[1],

@@ -1,7 +1,8 @@
-"""One rank's share of a model over its part of the KV pool; for most engines that is all of it."""
+"""Runs one rank's share of a model over its part of the KV pool; for most engines that is all of it."""
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.attention.backends import choose_attention, cpu_library
-from baton.engine.attention.transformers_hook import Probe, probe
-from baton.engine.executor.peers import Peers
+from baton.engine.attention.registry import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
+from baton.engine.communicator import Communicator
+from baton.engine.models.attention_hook import Probe, probe
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder
-from baton.engine.models.limits import max_sequence_length
 from baton.engine.models.linears import choose_linear, pack_modules, restore_modules
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
-from baton.engine.models.share import cut
-from baton.engine.sched.step_plan import ForwardBatch
+from baton.engine.models.quirks import max_sequence_length
+from baton.engine.models.tensor_parallel import divide
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -28,8 +29,13 @@ from baton_kernels.paged_attention import CpuPagedAttention, LayerPool, PagedAtt
 
 log = logging.getLogger(__name__)
 
-GENERIC, FUSED, PACKED = "generic", "fused", "packed"
-"""Ways to run a model: transformers' modules, the fused decoder, the modules with packed linears."""
+
+class ExecutionPath(enum.StrEnum):
+    """How a model is run: transformers' modules, the fused decoder, the modules with packed linears."""
+
+    GENERIC = "generic"
+    FUSED = "fused"
+    PACKED = "packed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +66,36 @@ def load_whole(config: EngineConfig) -> WholeModel:
     return WholeModel(model, found, _max_model_len(config, found.max_len or longest), KVGeometry(shapes, model.dtype))
 
 
-class RankModel:
-    """What one process runs.
+class ModelRunner:
+    """What one process runs of a model.
 
     Args:
         config: Of the engine.
         whole: The model, which is cut down to this rank's share.
-        peers: The other ranks; ``None``: there are none.
+        communicator: To the other ranks; ``None``: there are none.
 
     Attributes:
         layout: Of this rank's blocks.
         attention_backend: Name of the attention operator in use.
+        attention_is_foreign: Whether another package brought it.
         linears: Name of the linear layers, should they be packed or fused.
 
     Raises:
-        ConfigError: The model cannot be divided so; names ``tp`` or ``pp``.
+        ConfigError: The model cannot be divided so, or there is no such attention; names the field.
     """
 
-    def __init__(self, config: EngineConfig, whole: WholeModel, peers: Peers | None = None) -> None:
-        self._config, self._model, self._max_len, self._peers = config, whole.model, whole.max_len, peers
-        self.layout: KVLayout = shard_layout(
-            whole.geometry, ShardSpec() if peers is None else peers.spec, config.block_size
-        )
+    def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator | None = None) -> None:
+        self._model, self._max_len, self._communicator = whole.model, whole.max_len, communicator
+        spec = ShardSpec() if communicator is None else communicator.spec
+        self.layout: KVLayout = shard_layout(whole.geometry, spec, config.block_size)
         self._vocab_size = int(whole.model.text_config.vocab_size)
-        self._share = cut(whole.model, whole.found, peers)
-        self._library = cpu_library(config, whole.model.device)
-        self._attention: PagedAttention = choose_attention(self._library)
+        self._share = divide(whole.model, whole.found, communicator)
+        self._operators = cpu_operators(config, whole.model.device)
+        context = AttentionContext(whole.model.device, self._operators)
+        self._attention: PagedAttention = choose_attention(config.attention_backend, context)
         self.attention_backend = self._attention.name
-        self.linears, self._make = choose_linear(config, whole.model, self._library)
+        self.attention_is_foreign = config.attention_backend not in {"auto", *BUILTIN_BACKENDS}
+        self.linears, self._make = choose_linear(config, whole.model, self._operators)
         self._generic = GenericDecoder(whole.model, self._share, self._attention)
         self._decoder: GenericDecoder | FusedDecoder = self._generic
         self._pools: list[LayerPool] = []
@@ -101,27 +109,27 @@ class RankModel:
         """Whether packed linears are faster than torch's here."""
         return self._make is not PlainLinear
 
-    def use(self, way: str) -> str:
-        """Run the model in another way from now on.
+    def use(self, path: ExecutionPath) -> str:
+        """Run the model on another path from now on.
 
         Returns:
-            An empty text, or why that way is not possible; the one before stays then.
+            An empty text, or why that path is not possible; the one before stays then.
         """
-        if way == FUSED:
+        if path is ExecutionPath.FUSED:
             return self._fuse()
         restore_modules(self._generic.module, self._replaced)
         self._replaced = {}
-        if way == PACKED:
+        if path is ExecutionPath.PACKED:
             self._replaced = pack_modules(self._generic.module, self._make)
         self._decoder = self._generic
         return ""
 
     def _fuse(self) -> str:
-        if self._library is None or not isinstance(self._attention, CpuPagedAttention):
+        if self._operators is None or not isinstance(self._attention, CpuPagedAttention):
             return "no C++ operators"
         try:
             self._decoder = FusedDecoder(
-                self._model, self._share, self._max_len, self._library, self._attention, self._make
+                self._model, self._share, self._max_len, self._operators, self._attention, self._make
             )
         except NotFusableError as why:
             return str(why)
@@ -146,7 +154,7 @@ class RankModel:
         self._pools = pool_views(self.layout, torch.from_numpy(arena.blocks.reshape(-1)))
         self._use_scratch(0)
 
-    def run(self, batch: ForwardBatch, scratch_blocks: int = 0) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, scratch_blocks: int = 0) -> ForwardOutput:
         """Run this rank's share of one step.
 
         Args:
@@ -155,7 +163,7 @@ class RankModel:
                 same number share it.
 
         Returns:
-            On the leader the logits [R, vocab], float32 or model dtype; elsewhere nothing of use.
+            On the leader the output of the batch's R rows; elsewhere nothing of use.
 
         Raises:
             InternalError: No arena is bound.
@@ -175,11 +183,12 @@ class RankModel:
             )
         )
         tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        rows = torch.from_numpy(batch.logit_rows)
         with torch.inference_mode():
-            logits = self._decoder.forward(tokens, positions, torch.from_numpy(batch.logit_rows), plan, pools)
-            if self._peers is None:
-                return logits
-            return self._peers.hand_in(logits, len(batch.logit_rows), self._vocab_size)
+            logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools)
+            if self._communicator is not None:
+                logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
+        return ForwardOutput(logits, hidden if batch.with_hidden else None)
 
     def _use_scratch(self, blocks: int) -> None:
         self._scratch_blocks = blocks

@@ -1,0 +1,103 @@
+"""Attention backends by name, and Baton's C++ operators, which one of them needs.
+
+A backend is a :class:`~baton_kernels.paged_attention.PagedAttention` and a factory for it. Another package registers
+its factory in the entry point group ``baton.attention_backends``::
+
+    [project.entry-points."baton.attention_backends"]
+    flash = "my_package.attention:make_attention"
+
+and ``--attention-backend flash`` uses it. Whatever is chosen has to pass the self-check at load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.config import EngineConfig
+from baton.config.paths import cache_dir
+from baton.engine.plugins import find_implementation
+from baton.errors import ConfigError
+from baton_kernels.cpu import BuildError, CpuLibrary, load_library
+from baton_kernels.paged_attention import CpuPagedAttention, PagedAttention, TorchPagedAttention
+
+log = logging.getLogger(__name__)
+
+BUILTIN_BACKENDS = {
+    "cpp": "baton.engine.attention.registry:cpp_attention",
+    "torch": "baton.engine.attention.registry:torch_attention",
+}
+"""Built-in factories: a new one is a file and a line here."""
+ENTRY_POINTS = "baton.attention_backends"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """What a backend may use.
+
+    Attributes:
+        device: Of the model.
+        operators: Baton's C++ operators, if they can be used.
+    """
+
+    device: torch.device
+    operators: CpuLibrary | None
+
+
+AttentionFactory = Callable[[AttentionContext], PagedAttention]
+"""Makes a backend.
+
+Raises:
+    ConfigError: It cannot be used here; names ``attention_backend``.
+"""
+
+
+def cpp_attention(context: AttentionContext) -> PagedAttention:
+    """Return the C++ operator."""
+    if context.operators is None:
+        raise ConfigError("attention_backend cpp cannot be used: no C++ operators", field="attention_backend")
+    return CpuPagedAttention(context.operators)
+
+
+def torch_attention(context: AttentionContext) -> PagedAttention:
+    """Return plain torch, which runs anywhere."""
+    return TorchPagedAttention()
+
+
+def choose_attention(name: str, context: AttentionContext) -> PagedAttention:
+    """Make the backend of a name; ``auto``: the C++ operator where it can be used, else plain torch.
+
+    Raises:
+        ConfigError: There is no such backend, or it cannot be used here; names ``attention_backend``.
+    """
+    if name == "auto":
+        name = "torch" if context.operators is None else "cpp"
+    factory: AttentionFactory = find_implementation(name, BUILTIN_BACKENDS, ENTRY_POINTS, field="attention_backend")
+    return factory(context)
+
+
+def cpu_operators(config: EngineConfig, device: torch.device) -> CpuLibrary | None:
+    """Return the C++ operators, compiled on first use, or ``None`` where they are not wanted or not possible.
+
+    Raises:
+        ConfigError: ``attention_backend`` is ``"cpp"`` and they cannot be used.
+    """
+    wanted = config.attention_backend
+    if wanted == "torch":
+        return None
+    if device.type != "cpu":
+        if wanted == "cpp":
+            raise ConfigError(f"attention_backend cpp needs device cpu, not {device}", field="attention_backend")
+        return None
+    try:
+        library = load_library(cache_dir())
+    except BuildError as error:
+        if wanted == "cpp":
+            raise ConfigError(f"attention_backend cpp cannot be used: {error}", field="attention_backend") from error
+        log.warning("C++ operators are off, attention runs in torch (several times slower): %s", error)
+        return None
+    log.info("C++ operators: %s (%s)", library.instructions, library.path)
+    return library

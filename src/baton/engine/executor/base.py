@@ -1,0 +1,121 @@
+"""What the engine core needs of whatever runs the model, and how an implementation is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.plugins import find_implementation
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
+from baton.errors import InternalError
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout
+from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec
+
+EXECUTORS = {
+    "in_process": "baton.engine.executor.in_process:InProcessExecutor",
+    "multiprocess": "baton.engine.executor.multiprocess:MultiprocessExecutor",
+}
+"""Built-in executors: a new one is a file and a line here."""
+ENTRY_POINTS = "baton.executors"
+"""Entry point group of other packages' executors: a class that takes the :class:`EngineConfig`."""
+
+
+class ExecutorLostError(InternalError):
+    """A process that runs part of the model is gone: no step can be run any more."""
+
+
+class Executor(Protocol):
+    """Runs the model, in one process or several. Its life: load, bind, then steps until it is closed.
+
+    Attributes:
+        layout: Of the blocks in this process's arena.
+        geometry: KV of the whole model.
+        shards: The instance's ranks, this process's first; each has an arena.
+        fingerprint: Identity of this model's KV.
+        vocab_size: Columns of the logits.
+        max_model_len: Longest sequence in tokens.
+        eos_token_ids: Tokens that end a sequence.
+        attention_backend: Name of the attention operator in use.
+        description: Which path, attention and linears run the model, for people.
+        device: Where the model is.
+        input_buffers: Where a step's arrays have to lie; ``None``: anywhere.
+        on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have
+            written its KV; only layers of this process's pipeline stage are reported.
+    """
+
+    shards: tuple[ShardSpec, ...]
+    layout: KVLayout
+    geometry: KVGeometry
+    fingerprint: Fingerprint
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    attention_backend: str
+    description: str
+    device: torch.device
+    input_buffers: InputBuffers | None
+
+    @property
+    def on_layer(self) -> Callable[[int], None] | None:
+        """See the attributes."""
+
+    @on_layer.setter
+    def on_layer(self, function: Callable[[int], None] | None) -> None: ...
+
+    def load(self) -> None:
+        """Load the model on all ranks; the other attributes are there afterwards.
+
+        Raises:
+            ConfigError: The model cannot be loaded, not be served or not be divided so; names the field.
+        """
+
+    def bind(self, shards: KVShards) -> None:
+        """Use arenas, one per rank, as the KV pool.
+
+        Raises:
+            ConfigError: The arenas are not one per rank, or their blocks have another size.
+        """
+
+    def trial_run(self, num_tokens: int) -> None:
+        """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run one step: write the new tokens' KV into the pool and return the logits.
+
+        Args:
+            batch: Its arrays must not change until this returns.
+
+        Raises:
+            ExecutorLostError: A process that runs part of the model is gone; any other error concerns this step alone.
+        """
+
+    def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
+        """Have a function called, in any thread, when a process that runs part of the model dies, or has died."""
+
+    def close(self) -> None:
+        """End the other processes that run the model; harmless if repeated."""
+
+
+def load_executor(config: EngineConfig) -> Executor:
+    """Choose an executor and load the model.
+
+    Sets this process's number of intra-op threads, which torch has only one of.
+
+    Raises:
+        ConfigError: There is no such executor, or the model can't be loaded or served; names the field.
+    """
+    name = config.executor
+    if name == "auto":
+        name = "multiprocess" if config.tp * config.pp > 1 else "in_process"
+    torch.set_num_threads(config.threads)
+    executor: Executor = find_implementation(name, EXECUTORS, ENTRY_POINTS, field="executor")(config)
+    try:
+        executor.load()
+    except BaseException:
+        executor.close()
+        raise
+    return executor

@@ -1,0 +1,183 @@
+"""The executor of one process, which is also the leader's part of an executor of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.config import EngineConfig
+from baton.engine.communicator import Communicator
+from baton.engine.executor.base import ExecutorLostError
+from baton.engine.models.checkpoint import model_digest, rope_digest
+from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
+from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
+from baton.engine.runner.selfcheck import SLACK, TOLERANCE, SelfCheck
+from baton.errors import ConfigError, InternalError
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import KVLayout
+from baton.kv_cache.shards import KVShards, shard_specs
+
+log = logging.getLogger(__name__)
+
+
+class InProcessExecutor:
+    """Runs rank 0 in this process; implements :class:`baton.engine.executor.base.Executor`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.shards = shard_specs(config.tp, config.pp)
+        self.input_buffers: InputBuffers | None = None
+        self._on_layer: Callable[[int], None] | None = None
+
+    def load(self) -> None:
+        """Load the model and choose how to run it."""
+        if len(self.shards) > 1:
+            raise ConfigError("executor in_process runs one rank: tp and pp need multiprocess", field="executor")
+        self._load(None)
+
+    def _load(self, communicator: Communicator | None, joined: Callable[[int], None] | None = None) -> None:
+        """Load rank 0.
+
+        Args:
+            communicator: To the other ranks.
+            joined: Waits for the other ranks, given the longest sequence in tokens; before anything is run.
+        """
+        config = self.config
+        whole = load_whole(config)
+        model, self.geometry, self.max_model_len = whole.model, whole.geometry, whole.max_len
+        self.device, self.dtype = model.device, TORCH_DTYPES[model.dtype]
+        self.vocab_size = int(model.text_config.vocab_size)
+        self.eos_token_ids = model.eos_token_ids
+        self.architecture = model.architecture
+        self.fingerprint = self._fingerprint(model)
+        check = SelfCheck(model, config.block_size)
+        self._runner = ModelRunner(config, whole, communicator)
+        self.layout = self._runner.layout
+        self.attention_backend = self._runner.attention_backend
+        if joined is not None:
+            joined(self.max_model_len)
+        self._choose_path(model, check)
+
+    def _fingerprint(self, model: LoadedModel) -> Fingerprint:
+        """Identity of the whole instance's KV: block_bytes are those of an undivided block."""
+        config = self.config
+        found = Fingerprint.of(
+            model=config.model_name,
+            model_digest=model_digest(model.folder, model.files),
+            rope=rope_digest(model.text_config.to_dict()),
+            layout=KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype),
+        )
+        return dataclasses.replace(found, tp_size=config.tp, pp_size=config.pp, kv_cast=config.kv_cast)
+
+    def _choose_path(self, model: LoadedModel, check: SelfCheck) -> None:
+        """Check transformers' own modules over the paged pool, then use the fastest path that is as exact.
+
+        All ranks together are compared with the model as it was before it was divided.
+        """
+        error = self._generic_error(check)
+        if not error < TOLERANCE[model.dtype]:
+            raise ConfigError(
+                f"{model.architecture} cannot be served: over a paged KV cache its logits differ from its own "
+                f"(attention {self.attention_backend}, relative error {error:.2g})",
+                field=self._refused_field,
+            )
+        allowed = 2 * error + SLACK[model.dtype]
+        linears, path = self._runner.linears, "transformers' modules"
+        if self.config.packed_linears and self._try(ExecutionPath.FUSED, check, allowed):
+            path = "fused decoder"
+        elif self._runner.packs and not self._try(ExecutionPath.PACKED, check, allowed):
+            linears = "torch"
+        self.description = f"{path}, attention {self.attention_backend}, linears {linears}"
+        if len(self.shards) > 1:
+            self.description += f", tp {self.config.tp}, pp {self.config.pp}"
+        log.info("%s: %s", model.architecture, self.description)
+
+    @property
+    def _refused_field(self) -> str:
+        """The field to name when the self-check fails."""
+        if self._runner.attention_is_foreign:
+            return "attention_backend"
+        return "model" if len(self.shards) == 1 else "tp" if self.config.tp > 1 else "pp"
+
+    def _generic_error(self, check: SelfCheck) -> float:
+        try:
+            return check.error(lambda batch: self._run(batch, check.num_blocks))
+        except ExecutorLostError:
+            raise
+        except InternalError as failure:
+            if len(self.shards) == 1:
+                raise
+            # Its code counts on the sizes of the whole.
+            raise ConfigError(
+                f"{self.architecture} cannot be divided: {failure.message}", field=self._refused_field
+            ) from failure
+
+    def _try(self, path: ExecutionPath, check: SelfCheck, allowed: float) -> bool:
+        """Run the model on another path, on all ranks, if that is possible and the results agree."""
+        why = self._use(path)
+        if why:
+            log.debug("%s: not %s: %s", self.architecture, path, why)
+            self._use(ExecutionPath.GENERIC)
+            return False
+        try:
+            error = check.error(lambda batch: self._run(batch, check.num_blocks))
+        except ExecutorLostError:
+            raise
+        except (AttributeError, TypeError, RuntimeError, InternalError) as failure:
+            log.warning("%s: %s is off: a module needs its weights as they are (%s)", self.architecture, path, failure)
+        else:
+            if error <= allowed:
+                return True
+            log.warning("%s: %s is off, its logits differ (relative error %.2g)", self.architecture, path, error)
+        self._use(ExecutionPath.GENERIC)
+        return False
+
+    def _use(self, path: ExecutionPath) -> str:
+        """Change the path on all ranks; returns why it is not possible on one of them, or an empty text."""
+        return self._runner.use(path)
+
+    def trial_run(self, num_tokens: int) -> None:
+        """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
+        blocks = self.layout.num_blocks_for(num_tokens)
+        batch = ForwardBatch(
+            token_ids=np.arange(num_tokens) % self.vocab_size,
+            positions=np.arange(num_tokens),
+            query_starts=np.array([0, num_tokens], dtype=np.int32),
+            context_lens=np.array([num_tokens], dtype=np.int32),
+            block_tables=np.arange(blocks, dtype=np.int32)[None],
+            logit_rows=np.array([num_tokens - 1]),
+        )
+        self._run(batch, blocks)
+
+    def bind(self, shards: KVShards) -> None:
+        """Use arenas of the ranks' layouts as the KV pool."""
+        if len(shards.arenas) != len(self.shards):
+            raise ConfigError(f"{len(shards.arenas)} arenas for {len(self.shards)} ranks", field="kv_blocks")
+        self._runner.bind(shards.primary)
+
+    @property
+    def on_layer(self) -> Callable[[int], None] | None:
+        """Called with a layer's index as soon as all ranks of this process's stage have written its KV of a step."""
+        return self._on_layer
+
+    @on_layer.setter
+    def on_layer(self, function: Callable[[int], None] | None) -> None:
+        self._on_layer = function
+        self._runner.watch_layers(function)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run one step; see :meth:`baton.engine.executor.base.Executor.forward`."""
+        return self._run(batch)
+
+    def _run(self, batch: ForwardBatch, scratch_blocks: int = 0) -> ForwardOutput:
+        return self._runner.run(batch, scratch_blocks)
+
+    def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
+        """There is no other process that could be lost."""
+
+    def close(self) -> None:
+        """There is no other process to end."""

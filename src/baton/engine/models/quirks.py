@@ -1,0 +1,80 @@
+"""What the loader, the attention probe, the fused decoder and the division over ranks know of model families.
+
+Everything else of an architecture is learnt from its modules, its config and transformers' plans at load.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from baton.engine.models.loader import LoadedModel
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# Llama and its kin (Mistral, Qwen2, Qwen3, Phi-3 with joined projections): what the fused decoder knows
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+
+# Projections of an attention module by what a rank keeps of them; those with ``_a_`` and ``_b_`` are DeepSeek's MLA
+
+QUERY_PROJECTIONS = {"q_proj", "q_b_proj"}
+"""Rows of the rank's query heads."""
+KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj", "kv_b_proj"}
+"""Rows of the rank's KV heads."""
+WHOLE_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"}
+"""On every rank: latents that all heads share."""
+HEAD_NORMS = {"q_norm", "k_norm"}
+"""Norms within a head; those that span all heads (OLMo 2) cannot be divided."""
+WHOLE_STYLES = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}
+"""Styles of transformers' plans whose result is the same if every rank computes all of it."""
+
+
+def has_interleaved_experts(module: nn.Module) -> bool:
+    """GPT-OSS: experts without a plan, [E, hidden, 2 * inner] with gate and up in turns, and biases."""
+    return hasattr(module, "gate_up_proj_bias") and hasattr(module, "down_proj_bias")
+
+
+def attention_sinks(module: nn.Module, passed: Any) -> Any:
+    """GPT-OSS: a logit per head that takes part in the softmax; passed as ``s_aux``, or kept by the module."""
+    return getattr(module, "sinks", None) if passed is None else passed
+
+
+def max_sequence_length(model: LoadedModel) -> int:
+    """Return the longest sequence in tokens.
+
+    "longrope" changes the frequencies of all tokens once a sequence is longer than the original length, so that keys
+    in the cache would have to be computed again: it is served up to there.
+
+    Raises:
+        ConfigError: The model's config names no limit.
+    """
+    config = model.text_config
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        raise ConfigError(f"{model.architecture}: its config has no max_position_embeddings", field="model")
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") != "longrope":
+            continue
+        original: Any = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", longest
+        )
+        if original < longest:
+            log.warning("rope type longrope: serving sequences up to %d of %d tokens", original, longest)
+            longest = int(original)
+    return longest
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rope parameters, of which some models have one set per type of layer."""
+    value = getattr(config, "rope_parameters", None)
+    if not isinstance(value, dict):
+        return []
+    if any(isinstance(item, dict) for item in value.values()):
+        return [item for item in value.values() if isinstance(item, dict)]
+    return [value]
