@@ -18,8 +18,7 @@ from baton.api.v1 import common_pb2, router_pb2, worker_pb2
 from baton.errors import ConfigError, InternalError
 from baton.rpc.convert import finish_from_pb, finish_to_pb, logprob_from_pb, logprob_to_pb, sampling_from_pb
 from baton.seeds import sequence_seed
-from baton.tokenizer import StopStrings, TextModel
-from baton.tokenizer.sequence import SequenceText
+from baton.tokenizer import SequenceText, StopStrings, TextModel
 from baton.types import FinishReason, TokenLogprob
 
 MAX_CHANNELS = 64

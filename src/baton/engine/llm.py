@@ -14,7 +14,7 @@ from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.errors import InternalError, InvalidRequestError
 from baton.tokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings, Tokenizer
-from baton.tokenizer.files import model_directory
+from baton.tokenizer.model_files import model_directory
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
 

@@ -22,7 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from baton.errors import ConfigError, InvalidRequestError
-from baton.tokenizer.files import read_json
+from baton.tokenizer.model_files import read_json
 
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}

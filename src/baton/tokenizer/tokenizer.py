@@ -10,17 +10,13 @@ from typing import Any
 
 import tokenizers
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequestError
 from baton.token_ids import TokenIds
-from baton.tokenizer.bounds import most_chars_per_token
-from baton.tokenizer.files import model_directory, read_json, token_content
-from baton.tokenizer.native_words import NativeWords, native_words
-from baton.tokenizer.pieces import PieceCache, is_cuttable
-from baton.tokenizer.token_bytes import ByteScheme, byte_scheme
-from baton.tokenizer.words import WordCache, word_pattern
+from baton.tokenizer.fast_encoder import fast_encoder
+from baton.tokenizer.model_files import model_directory, read_json, token_content
+from baton.tokenizer.vocabulary import ByteScheme, byte_scheme, most_chars_per_token
 
 _SHORT_CHARS = 1024
-_NOTHING_ADDED = array("I"), array("I")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -32,7 +28,8 @@ class Tokenizer:
         special_ids: Ids that are left out of decoded text unless asked for.
         special_tokens: Named special tokens (``bos_token`` and so on), as chat templates want them.
         eos_token_ids: Ids that end a text, by ``generation_config.json``, else by the named end token.
-        scheme: How tokens become bytes, or ``None`` where only the general way of decoding is right.
+        encoder: What makes ids of text: ``fastokens``, or ``tokenizers`` where that cannot or gives other ids.
+        scheme: How tokens become bytes, or ``None`` where only the library's way of decoding is right.
     """
 
     def __init__(
@@ -56,17 +53,8 @@ class Tokenizer:
         self.scheme: ByteScheme | None = byte_scheme(parts.get("decoder"))
         self._most_chars = most_chars_per_token(parts, list(backend.get_vocab(with_added_tokens=True)))
         self._bytes: dict[int, bytes] = {}
-        self._pieces: PieceCache | None = None
-        self._whole_chars = 0
-        self._words: NativeWords | None = None
-        if backend.pre_tokenizer is not None and is_cuttable(parts, backend.pre_tokenizer.pre_tokenize_str):
-            self._words = native_words(parts, backend)
-            words = self._words or self._word_cache(parts)
-            self._pieces = PieceCache(self._encode_all, words)
-            self._whole_chars = _SHORT_CHARS if words is None else 0
-        probe, bare = self._encode_all(["a"], add_special_tokens=True)[0], self._encode_all(["a"])[0]
-        before = next((at for at in range(len(probe)) if probe[at : at + len(bare)] == bare), 0)
-        self._added = array("I", probe[:before]), array("I", probe[before + len(bare) :])
+        self._fast = fast_encoder(backend, parts)
+        self.encoder = "tokenizers" if self._fast is None else "fastokens"
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -93,41 +81,34 @@ class Tokenizer:
         named = _named_tokens(directory)
         return cls(backend, special_tokens=named, eos_token_ids=_configured_eos(directory))
 
-    def _word_cache(self, parts: dict[str, Any]) -> WordCache | None:
-        pattern = word_pattern(parts, self._backend.pre_tokenizer.pre_tokenize_str)
-        if pattern is None:
-            return None
-        return WordCache(pattern, [token["content"] for token in parts.get("added_tokens") or ()], self._encode_all)
-
-    def encode(self, text: str, add_special_tokens: bool = True, *, salt: str = "") -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text; see :meth:`encode_array`."""
-        return self.encode_array(text, add_special_tokens, salt=salt).tolist()
+        return self.encode_array(text, add_special_tokens).tolist()
 
-    def encode_array(self, text: str, add_special_tokens: bool = True, *, salt: str = "") -> TokenIds:
+    def encode_array(self, text: str, add_special_tokens: bool = True) -> TokenIds:
         """Return the ids of a text. Releases the GIL while it works on a long one.
 
         Args:
-            text: Any text without lone surrogates.
+            text: Special tokens in it are recognized by their names.
             add_special_tokens: Let the post-processor add what it adds, mostly the begin token.
-            salt: Whose text it is: what is remembered of one tenant's texts speeds up no other's.
-        """
-        if self._pieces is not None and len(text) > self._whole_chars:
-            ids = None if self._words is None else self._words.encode(text, salt)
-            if ids is None:
-                ids = self._pieces.encode(text, salt)
-            before, behind = self._added if add_special_tokens else _NOTHING_ADDED
-            if before:
-                ids = before + ids
-            return ids + behind if behind else ids
-        if len(text) <= _SHORT_CHARS:
-            return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        # The batch call without offsets takes half the time of encode() and gives up the GIL, which encode() does not;
-        # but it goes through a thread pool, which costs more than a short text does.
-        return array("I", self._encode_all([text], add_special_tokens=add_special_tokens)[0])
 
-    def _encode_all(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        Raises:
+            InvalidRequestError: The text has a lone surrogate, which is no character.
+        """
+        try:
+            if self._fast is not None:
+                ids = self._fast.encode(text, add_special_tokens)
+                if ids is not None:
+                    return ids
+            if len(text) <= _SHORT_CHARS:
+                return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # The batch call without offsets takes half the time of encode() and gives up the GIL, which encode() does
+            # not; but it goes through a thread pool, which costs more than a short text does.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:  # fastokens raises the first, tokenizers the second
+            message = "the text has a lone surrogate, which is no character"
+            raise InvalidRequestError(message, field="prompt") from error
+        return array("I", encoding.ids)
 
     def fewest_tokens(self, text: str) -> int:
         """Return a number of tokens that a text has at least, without tokenizing it; 0 if nothing is known."""

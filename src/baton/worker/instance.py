@@ -28,7 +28,7 @@ from baton.kv_transfer.blocks import BlockServer, BlockSource, LinkOptions, Memo
 from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.tls import Tls, read_tls
-from baton.tokenizer.digest import tokenizer_digest
+from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import InstanceId, Role
 from baton.worker.admission import Admission
 from baton.worker.engine_thread import EngineThread

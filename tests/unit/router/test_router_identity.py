@@ -11,7 +11,7 @@ import pytest
 from tests.support.servers.fake_worker import FINGERPRINT
 
 from baton.errors import BatonError, ConfigError
-from baton.tokenizer.digest import tokenizer_digest
+from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Epoch, InstanceId, Role
 from baton_router.registry.identity import IdentityCheck
 from baton_router.registry.instance import InstanceInfo

@@ -265,7 +265,7 @@ def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: in
             f"this model's context is {limit} tokens and {request.prompt_field} has {fewest} or more",
             field=request.prompt_field,
         )
-    return model.tokenizer.encode_array(text, request.add_special_tokens, salt=request.cache_salt)
+    return model.tokenizer.encode_array(text, request.add_special_tokens)
 
 
 def _render(model: TextModel, prompt: ChatPrompt, field: str) -> str:

@@ -9,8 +9,7 @@ import msgspec
 
 from baton.api.v1 import common_pb2
 from baton.token_ids import TokenIds
-from baton.tokenizer import StopStrings, TextModel
-from baton.tokenizer.sequence import SequenceText, TextDelta
+from baton.tokenizer import SequenceText, StopStrings, TextDelta, TextModel
 from baton.types import SamplingParams, TokenLogprob
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account, ModelInfo, RoutedRequest

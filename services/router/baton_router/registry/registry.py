@@ -15,7 +15,7 @@ from baton.hashing import native_chain
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
 from baton.rpc.tls import Tls
-from baton.tokenizer.digest import tokenizer_digest
+from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
 from baton_router.indexer.event_applier import EventApplier

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.tokenizer.chat_template import ChatTemplate
-from baton.tokenizer.files import model_directory
+from baton.tokenizer.model_files import model_directory
 from baton.tokenizer.tokenizer import Tokenizer
 
 
