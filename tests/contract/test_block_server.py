@@ -34,9 +34,9 @@ from baton.kv_transfer.blocks import (
     ServerOptions,
     TcpOptions,
 )
-from baton.kv_transfer.pipes.read_server import ServeLimits
-from baton.kv_transfer.pipes.tcp import TcpPipeListener
-from baton.kv_transfer.pipes.tcp_read import TcpReadPipe, request_blocks
+from baton.kv_transfer.pipes.messages import MessageListener
+from baton.kv_transfer.pipes.options import ServeLimits
+from baton.kv_transfer.pipes.tcp import TcpReadPipe, request_blocks
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_control
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
@@ -114,7 +114,7 @@ def test_off_loopback_needs_a_token(host: str) -> None:
         BlockServer(arena, PRINT, InstanceId("p0"), host=host)
     assert caught.value.field == "token"
     with pytest.raises(ConfigError):
-        TcpPipeListener(host)
+        MessageListener(host)
 
 
 def test_wrong_configuration_is_refused() -> None:

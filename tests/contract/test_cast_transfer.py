@@ -172,7 +172,7 @@ def test_what_arrives_is_what_torch_makes_of_it(kind: tuple[str, int], dtypes: t
     ),
     dtypes=st.sampled_from(PAIRS),
     area=st.sampled_from((64, 1 << 10, 1 << 20)),
-    medium=st.sampled_from(("memory", "vm")),
+    medium=st.sampled_from(("memory", "tcp")),
     ready=st.sampled_from((None, 0)),
 )
 def test_any_shapes_block_sizes_and_dtypes(

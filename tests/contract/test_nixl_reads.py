@@ -10,11 +10,10 @@ import pytest
 from tests.support.transport_rig import Rig, soon
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.pipes import nixl_read
+from baton.kv_transfer.pipes import nixl
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
-from baton.kv_transfer.pipes.nixl_about import describe_agent
-from baton.kv_transfer.pipes.nixl_agent import NixlAgent
-from baton.kv_transfer.pipes.tcp_read import dial_reader
+from baton.kv_transfer.pipes.nixl_agent import NixlAgent, describe_agent
+from baton.kv_transfer.pipes.tcp import dial_reader
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_control, recv_header
 from baton.kv_transfer.protocol.handshake import Facts
@@ -54,8 +53,8 @@ def rig() -> Iterator[Rig]:
 def test_a_malformed_description_of_arenas_is_refused_by_its_field(
     rig: Rig, name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = rig.server._nixl
-    assert source is not None
+    source = rig.server._servers[0]
+    assert isinstance(source, nixl.NixlServer)
     real = source._describe()
     monkeypatch.setattr(source, "_describe", lambda: real | {name: value})
     with pytest.raises(BadFrameError) as caught:
@@ -64,8 +63,8 @@ def test_a_malformed_description_of_arenas_is_refused_by_its_field(
 
 
 def test_metadata_that_came_damaged_once_spoil_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = rig.server._nixl
-    assert source is not None
+    source = rig.server._servers[0]
+    assert isinstance(source, nixl.NixlServer)
     real = source._describe()
     for damaged in (real["metadata"][:-40], real["metadata"][:-2], real["metadata"][:-40] + "00" * 20):
         monkeypatch.setattr(source, "_describe", lambda damaged=damaged: real | {"metadata": damaged})
@@ -77,15 +76,15 @@ def test_metadata_that_came_damaged_once_spoil_nothing(rig: Rig, monkeypatch: py
 
 
 def test_a_peer_whose_metadata_nixl_refused_is_met_by_another_agent(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = rig.server._nixl
-    assert source is not None
+    source = rig.server._servers[0]
+    assert isinstance(source, nixl.NixlServer)
     real = source._describe()
     cut = describe_agent(real["agent"], bytes.fromhex(real["metadata"])[:-20])  # whole, as far as the digest can tell
     other = Rig("nixl")  # another peer, whose connection lives on
     try:
-        rig.fetcher._links._connector._targets = other.fetcher._links._connector._targets
+        rig.fetcher._links._dialer._kinds = other.fetcher._links._dialer._kinds
         assert other.fetch([1], [2]).valid.all()
-        for _ in range(nixl_read.AGENTS):
+        for _ in range(nixl.AGENTS):
             monkeypatch.setattr(source, "_describe", lambda: real | cut)
             with pytest.raises(BadFrameError, match="NIXL refuses"):
                 rig.fetch([1], [2])
@@ -99,9 +98,9 @@ def test_a_peer_whose_metadata_nixl_refused_is_met_by_another_agent(rig: Rig, mo
 
 
 def test_the_agents_that_refusals_may_cost_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_read, "AGENTS", 1)
-    monkeypatch.setattr(nixl_read, "MAX_RETIRED", 1)
-    targets = nixl_read.NixlTargets()
+    monkeypatch.setattr(nixl, "AGENTS", 1)
+    monkeypatch.setattr(nixl, "MAX_RETIRED", 1)
+    targets = nixl.NixlTargets()
     for _ in range(2):
         targets.agent("127.0.0.1").refused = True
     with pytest.raises(ConfigError, match="refused"):
@@ -110,8 +109,8 @@ def test_the_agents_that_refusals_may_cost_are_bounded(monkeypatch: pytest.Monke
 
 
 def test_arenas_that_are_elsewhere_than_described_cannot_be_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = rig.server._nixl
-    assert source is not None
+    source = rig.server._servers[0]
+    assert isinstance(source, nixl.NixlServer)
     real: dict[str, Any] = source._describe()
     moved = [[address + (1 << 40), size] for address, size in real["arenas"]]
     monkeypatch.setattr(source, "_describe", lambda: real | {"arenas": moved})
@@ -164,7 +163,7 @@ def test_layers_that_are_there_are_read_at_once_and_the_next_are_asked_for_meanw
     pipe = next(iter(rig.fetcher._links._links.values())).pipe
     assert isinstance(pipe, FollowingReadPipe)
     progress, rows, asked = rig.source_arena.progress, list[int](), list[int]()
-    real_read, real_ask = NixlAgent.read, nixl_read.ask_progress
+    real_read, real_ask = NixlAgent.read, nixl.ask_progress
 
     def read(agent: NixlAgent, peer: str, where: Any, *args: Any) -> None:
         rows.append(int(where[0][:, 1].sum()))
@@ -177,7 +176,7 @@ def test_layers_that_are_there_are_read_at_once_and_the_next_are_asked_for_meanw
         real_ask(stream, value, wait)
 
     monkeypatch.setattr(NixlAgent, "read", read)
-    monkeypatch.setattr(nixl_read, "ask_progress", ask)
+    monkeypatch.setattr(nixl, "ask_progress", ask)
     progress.advance(3)
     (valid,), waited_s = pipe.follow([followed(rig, 8)], Wait(soon()))
     assert valid.all()
@@ -201,8 +200,8 @@ def test_the_owner_drives_its_agent_while_a_reader_waits_for_layers(rig: Rig, mo
     rig.fetch([1], [1])
     pipe = next(iter(rig.fetcher._links._links.values())).pipe
     assert isinstance(pipe, FollowingReadPipe)
-    source = rig.server._nixl
-    assert source is not None
+    source = rig.server._servers[0]
+    assert isinstance(source, nixl.NixlServer)
     calls, progress = [0], rig.source_arena.progress
     real = source._agent.progress
 
@@ -221,16 +220,16 @@ def test_the_owner_drives_its_agent_while_a_reader_waits_for_layers(rig: Rig, mo
 
 
 def test_connections_take_turns_at_several_agents() -> None:
-    targets = nixl_read.NixlTargets()
-    first = [targets.agent("127.0.0.1") for _ in range(nixl_read.AGENTS)]
-    assert len(set(first)) == nixl_read.AGENTS
-    assert [targets.agent("127.0.0.1") for _ in range(nixl_read.AGENTS)] == first
+    targets = nixl.NixlTargets()
+    first = [targets.agent("127.0.0.1") for _ in range(nixl.AGENTS)]
+    assert len(set(first)) == nixl.AGENTS
+    assert [targets.agent("127.0.0.1") for _ in range(nixl.AGENTS)] == first
     blocks = np.zeros((4, 4096), np.uint8)
     regions = [targets.region(agent, blocks) for agent in first]
     assert [targets.region(agent, blocks) for agent in first] == regions  # registered once each
     assert regions[0] is not regions[1]
     first[0].close()
-    again = {targets.agent("127.0.0.1") for _ in range(nixl_read.AGENTS)}
+    again = {targets.agent("127.0.0.1") for _ in range(nixl.AGENTS)}
     assert first[0] not in again
     assert first[1] in again
     targets.close()

@@ -13,7 +13,7 @@ from tests.support.transport_rig import PRINT, Rig, certificates, connect_raw, s
 
 from baton.errors import BatonError, ConfigError, PipeClosedError, UnauthenticatedError
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions
-from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
+from baton.kv_transfer.pipes.registry import resolve_kinds
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.rpc.tls import Tls
 
@@ -107,7 +107,7 @@ def test_a_peer_without_tls_is_sent_away() -> None:
 
 
 def test_auto_is_encrypted_where_there_are_certificates() -> None:
-    assert resolve_kinds("auto", tls=True) == ("shm", "tls")
+    assert resolve_kinds("auto", LinkOptions(tls=certificates())) == ("shm", "tls")
     with pytest.raises(ConfigError, match="--tls-cert") as caught:
         resolve_kinds(("shm", "tls"))
     assert caught.value.field == "pipes"

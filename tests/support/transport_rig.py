@@ -29,15 +29,10 @@ from baton.kv_transfer.blocks import (
     ServerOptions,
     TcpOptions,
 )
-from baton.kv_transfer.pipes.base import Pipe, PipeListener
-from baton.kv_transfer.pipes.gloo import GlooPipe, GlooPipeListener
-from baton.kv_transfer.pipes.memory import MemoryNetwork
-from baton.kv_transfer.pipes.nixl import NixlPipe, NixlPipeListener
-from baton.kv_transfer.pipes.nixl_agent import NixlAgent
-from baton.kv_transfer.pipes.shm import ShmPipe, ShmPipeListener
-from baton.kv_transfer.pipes.tcp import TcpPipe, TcpPipeListener
+from baton.kv_transfer.pipes.messages import MemoryMessagePipe, MessageListener, MessagePipe, TcpMessagePipe
+from baton.kv_transfer.pipes.options import MemoryNetwork
+from baton.kv_transfer.protocol.connect import connect_tcp, connect_unix
 from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.sockets import connect_tcp, connect_unix
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
 
@@ -47,51 +42,21 @@ LIMIT = 4 << 20
 
 
 class Media:
-    """Makes pipes of one kind."""
+    """Makes message pipes of one kind."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.network = MemoryNetwork()
 
-    def listen(self, *, limit: int = LIMIT, token: str | None = None) -> PipeListener:
+    def pair(self, *, limit: int = LIMIT) -> tuple[MessagePipe, MessagePipe]:
         if self.kind == "memory":
-            return self.network.listen(max_message_bytes=limit)
-        if self.kind == "shm":
-            return ShmPipeListener(max_message_bytes=limit, token=token)
-        if self.kind == "gloo":
-            return GlooPipeListener(max_message_bytes=limit, token=token)
-        if self.kind == "nixl":
-            return NixlPipeListener(nixl_agents()[0], max_message_bytes=limit, token=token)
-        return TcpPipeListener(max_message_bytes=limit, token=token)
-
-    def connect(self, address: str, *, limit: int = LIMIT, token: str | None = None) -> Pipe:
-        if self.kind == "memory":
-            return self.network.connect(address)
-        if self.kind == "shm":
-            return ShmPipe.connect(address, deadline=soon(), max_message_bytes=limit, token=token, ring_bytes=64 << 10)
-        if self.kind == "gloo":
-            return GlooPipe.connect(address, deadline=soon(), max_message_bytes=limit, token=token)
-        if self.kind == "nixl":
-            agent = nixl_agents()[1]
-            return NixlPipe.connect(
-                address, agent=agent, deadline=soon(), max_message_bytes=limit, token=token, ring_bytes=64 << 10
-            )
-        return TcpPipe.connect(address, deadline=soon(), max_message_bytes=limit, token=token)
-
-    def pair(self, *, limit: int = LIMIT) -> tuple[Pipe, Pipe]:
-        with self.listen(limit=limit) as listener:
+            return MemoryMessagePipe.pair(max_message_bytes=limit)
+        with MessageListener(max_message_bytes=limit) as listener:
             accepted = in_thread(lambda: listener.accept(deadline=soon()))
-            mine = self.connect(listener.address, limit=limit)
+            mine = TcpMessagePipe.connect(listener.address, deadline=soon(), max_message_bytes=limit)
             return mine, accepted.result(60)
 
 
-MEDIA = ["memory", "shm", "tcp", "nixl", "gloo"]
-
-
-@functools.cache
-def nixl_agents() -> tuple[NixlAgent, NixlAgent]:
-    """Two agents for all tests of this process, one for each end of a pipe."""
-    return NixlAgent(), NixlAgent()
+MEDIA = ["memory", "tcp"]
 
 
 def soon(seconds: float = 20.0) -> float:
@@ -122,7 +87,7 @@ def lets_go(fds: int, threads: int | None = None) -> bool:
 
 
 def connect_raw(kind: str, address: str) -> Any:
-    if kind in ("shm", "vm"):
+    if kind == "shm":
         return connect_unix(address.rsplit("/", 1)[1], Wait(soon()))
     return connect_tcp(address, Wait(soon()))
 
@@ -136,7 +101,6 @@ PRINT = Fingerprint.of(model="tiny", model_digest="d" * 64, rope="r", layout=LAY
 KINDS: list[Any] = [
     ("memory", 1),
     ("shm", 1),
-    ("vm", 1),
     ("tcp", 1),
     ("tcp", 3),
     ("tls", 1),

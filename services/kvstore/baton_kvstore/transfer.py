@@ -18,7 +18,8 @@ from baton.kv_transfer.blocks import (
     SequenceBlocks,
     ServerOptions,
 )
-from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
+from baton.kv_transfer.pipes.options import PipeOptions
+from baton.kv_transfer.pipes.registry import resolve_kinds
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
@@ -50,7 +51,7 @@ class PoolIO:
     ) -> None:
         self._config, self._instance_id, self._token = config, instance_id, token
         self._tls = None if config.clear_kv else tls
-        self.kinds = resolve_kinds(config.pipes, tls=self._tls is not None)
+        self.kinds = resolve_kinds(config.pipes, PipeOptions(tls=self._tls))
         self._lanes: dict[bytes, PoolEndpoints] = {}
         self._closing: set[asyncio.Future[None]] = set()
 

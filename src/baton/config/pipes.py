@@ -1,16 +1,61 @@
-"""Names of the pipes that KV may travel over."""
+"""Kinds of pipe that KV may travel over: their names, where each is implemented, and which ``auto`` may take.
+
+A kind of another package is found by its entry point in the group ``baton.pipes``::
+
+    [project.entry-points."baton.pipes"]
+    files = "my_package.file_pipe:FilePipes"
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import MappingProxyType
 
 from baton.errors import ConfigError
 
+GROUP = "baton.pipes"
 AUTO = "auto"
-PIPE_KINDS = ("memory", "shm", "vm", "nixl", "tls", "tcp", "gloo")
-CLEAR_KINDS = frozenset({"nixl", "tcp", "gloo"})
-"""Those that carry KV over a network for everybody on it to read."""
-PIPES_HELP = "pipes for KV, in order of preference: auto, or some of shm, vm, nixl, tls, tcp, gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class PipeEntry:
+    """A kind of pipe.
+
+    Attributes:
+        target: ``module:class`` of its :class:`baton.kv_transfer.pipes.base.PipeKind`, imported when it is needed.
+        auto: Whether ``auto`` may take it, in the order of the table.
+        clear: Whether it carries KV over a network that others can read there.
+        needs: What its module needs beside Baton, and how to install it.
+    """
+
+    target: str
+    auto: bool = False
+    clear: bool = True
+    needs: str = ""
+
+
+_PIPES = "baton.kv_transfer.pipes"
+BUILT_IN: Mapping[str, PipeEntry] = MappingProxyType(
+    {
+        "memory": PipeEntry(f"{_PIPES}.memory:MemoryKind", auto=True, clear=False),
+        "shm": PipeEntry(f"{_PIPES}.shm:ShmKind", auto=True, clear=False),
+        "nixl": PipeEntry(f"{_PIPES}.nixl:NixlKind", auto=True),
+        "tls": PipeEntry(f"{_PIPES}.tcp:TlsKind", auto=True, clear=False),
+        "tcp": PipeEntry(f"{_PIPES}.tcp:TcpKind", auto=True),
+        "gloo": PipeEntry(f"{_PIPES}.torch_distributed:GlooKind", needs="torch, built with gloo: pip install torch"),
+    }
+)
+PIPES_HELP = "pipes for KV, in order of preference: auto, or some of " + ", ".join(
+    name for name in BUILT_IN if name != "memory"
+)
+_REMOVED = {"vm": "the vm pipe is gone, since every pool can be shared: use shm"}
+
+
+def find_pipe(name: str) -> PipeEntry | None:
+    """Return a kind by its name: a built-in one, or one of another package; ``None``: there is none."""
+    return BUILT_IN.get(name) or _installed().get(name)
 
 
 def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) -> None:
@@ -23,8 +68,23 @@ def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) 
     Raises:
         ConfigError: None, an unknown one, or one twice.
     """
-    kinds = (AUTO, *(kind for kind in PIPE_KINDS if kind not in without))
+    kinds = [AUTO, *(kind for kind in BUILT_IN if kind not in without)]
+    if set(names) - set(kinds):
+        kinds += [name for name in _installed() if name not in BUILT_IN]
+    for name in names:
+        if name in _REMOVED and name not in kinds:
+            raise ConfigError(_REMOVED[name], field="pipes")
     if not names or set(names) - set(kinds) or len(set(names)) != len(names):
         raise ConfigError(
             f"pipes must be some of {', '.join(kinds)}, each once; got {','.join(names) or 'none'}", field="pipes"
         )
+
+
+def clear_pipes(names: Sequence[str]) -> list[str]:
+    """Return those of the named kinds that carry KV over a network in the clear."""
+    found = {name: find_pipe(name) for name in names}
+    return [name for name, entry in found.items() if entry is not None and entry.clear]
+
+
+def _installed() -> dict[str, PipeEntry]:
+    return {point.name: PipeEntry(point.value) for point in entry_points(group=GROUP)}

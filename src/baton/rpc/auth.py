@@ -7,7 +7,7 @@ import ipaddress
 from pathlib import Path
 from typing import Protocol
 
-from baton.config.pipes import CLEAR_KINDS
+from baton.config.pipes import clear_pipes
 from baton.errors import ConfigError
 from baton.rpc.tls import Tls
 
@@ -58,7 +58,7 @@ def require_clear_pipes(config: PipeFields, tls: Tls | None) -> None:
     Raises:
         ConfigError: It is not.
     """
-    if tls is None or is_loopback(config.host) or config.clear_kv or not CLEAR_KINDS & set(config.pipes):
+    if tls is None or is_loopback(config.host) or config.clear_kv or not clear_pipes(config.pipes):
         return
     message = f"KV would leave {config.host} in the clear: say --clear-kv, or --pipes auto, or shm,tls"
     raise ConfigError(message, field="clear_kv")

@@ -167,7 +167,7 @@ def test_nobody_listens_off_loopback_where_anybody_could_call(ours: Certificate)
     for config in (
         WorkerConfig(host="10.0.0.1", **flags),
         WorkerConfig(host="10.0.0.1", clear_kv=True, pipes=("tcp",), **flags),
-        WorkerConfig(host="10.0.0.1", pipes=("shm", "vm", "tls"), **flags),
+        WorkerConfig(host="10.0.0.1", pipes=("shm", "tls"), **flags),
         WorkerConfig(**flags),
     ):
         require_clear_pipes(config, read_tls(config))

@@ -27,11 +27,11 @@ from baton.kv_transfer.blocks import (
     LinkOptions,
     TcpOptions,
 )
+from baton.kv_transfer.protocol.connect import connect_tcp
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import HEADER
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.kv_transfer.protocol.read_wire import tail_bytes
-from baton.kv_transfer.protocol.sockets import connect_tcp
 from baton.types import InstanceId
 
 
@@ -269,7 +269,7 @@ def test_fetch_from_another_process(process: Process, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "look"), [("shm", 4), ("vm", 4), ("tcp", 3), ("nixl", 3), ("nixl", 4), ("gloo", 4), ("gloo", 60)]
+    ("kind", "look"), [("shm", 4), ("tcp", 3), ("nixl", 3), ("nixl", 4), ("gloo", 4), ("gloo", 60)]
 )
 def test_sigkill_of_the_server_in_mid_transfer(kind: str, look: int) -> None:
     if kind in {"nixl", "gloo"}:

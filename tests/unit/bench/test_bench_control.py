@@ -11,10 +11,9 @@ import pytest
 
 from baton.bench.kv.agents import Agent
 from baton.bench.kv.control import MAX_CONTROL_BYTES, Handler, Line, serve_orders
-from baton.bench.kv.messages import MessageService, Messenger, ask_schedule, next_step, round_trips
+from baton.bench.kv.messages import MessageService, ask_schedule, next_step, round_trips
 from baton.errors import ConfigError, InvalidRequestError, PipeClosedError, TransferError
-from baton.kv_transfer.pipes.base import WireTensor
-from baton.kv_transfer.pipes.tcp import TcpPipe
+from baton.kv_transfer.pipes.messages import MessageListener, TcpMessagePipe, WireTensor
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
 
@@ -63,7 +62,7 @@ def test_an_agent_that_is_gone_is_named(ends):
     agent = Agent("source 3", Line(stream))
     with pytest.raises(InvalidRequestError):
         agent.ask("double", S, value="x" * MAX_CONTROL_BYTES)
-    TcpPipe(stream).send(None, deadline=soon())  # not an order
+    TcpMessagePipe(stream).send(None, deadline=soon())  # not an order
     assert isinstance(served.exception(S), BadFrameError)
     stream.sock.shutdown(socket.SHUT_RDWR)
     with pytest.raises(TransferError, match="source 3 is gone"):
@@ -73,24 +72,27 @@ def test_an_agent_that_is_gone_is_named(ends):
 @pytest.mark.parametrize("data", [b"[1]", b"{", b"", b"\xff" * 100], ids=["list", "cut", "empty", "bytes"])
 def test_what_is_no_order_ends_the_line(ends, data):
     stream, served = ends
-    TcpPipe(stream).send([WireTensor("uint8", (len(data),), memoryview(data))], deadline=soon())
+    TcpMessagePipe(stream).send([WireTensor("uint8", (len(data),), memoryview(data))], deadline=soon())
     assert isinstance(served.exception(S), BadFrameError)
 
 
 def test_lengths_that_lie_are_refused_before_memory_is_taken(ends):
     stream, served = ends
-    pipe = TcpPipe(stream, max_message_bytes=1 << 40)
+    pipe = TcpMessagePipe(stream, max_message_bytes=1 << 40)
     with pytest.raises(PipeClosedError):  # the other end hangs up while we send
         pipe.send([WireTensor("uint8", (64 << 20,), memoryview(bytes(64 << 20)))], deadline=soon())
     assert isinstance(served.exception(S), BadFrameError)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_messages_come_back_and_schedules_are_followed(kind):
-    messenger, progress = Messenger("127.0.0.1", "secret"), list[int]()
-    service = MessageService(messenger.listen(kind), progress.append)
+def test_messages_come_back_and_schedules_are_followed():
+    progress = list[int]()
+    service = MessageService(MessageListener(token="secret"), progress.append)
+
+    def connect():
+        return TcpMessagePipe.connect(service.address, deadline=soon(), token="secret")
+
     try:
-        with messenger.connect(kind, service.address, deadline=soon()) as pipe:
+        with connect() as pipe:
             assert len(round_trips(pipe, 4096, 20, S)) == 20
             rows = [(0, 7, 1), (1_000_000, 8, 0), (2_000_000, 9, 1)]
             start = time.monotonic()
@@ -101,13 +103,7 @@ def test_messages_come_back_and_schedules_are_followed(kind):
             ask_schedule(pipe, np.array([(-1, 0, 0)], dtype=np.int64))
             with pytest.raises(PipeClosedError):
                 next_step(pipe, deadline=soon())
-        with messenger.connect(kind, service.address, deadline=soon()) as pipe:  # the others are served on
+        with connect() as pipe:  # the others are served on
             assert len(round_trips(pipe, 64, 1, S)) == 1
     finally:
         service.close()
-        messenger.close()
-
-
-def test_a_kind_without_messages_says_so():
-    with pytest.raises(ConfigError, match="vm"):
-        Messenger("127.0.0.1", None).listen("vm")

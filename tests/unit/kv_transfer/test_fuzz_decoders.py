@@ -29,7 +29,8 @@ from baton.api.v1 import common_pb2, kvstore_pb2, router_pb2, worker_pb2
 from baton.errors import BatonError, PermissionDeniedError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.pipes import gloo_group, lines, nixl_about, nixl_read, stream
+from baton.kv_transfer.pipes import messages as message_pipes
+from baton.kv_transfer.pipes import nixl, nixl_agent, torch_distributed
 from baton.kv_transfer.protocol import read_wire
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, error_from_fields, pack_header, parse_header, parse_object
@@ -132,18 +133,16 @@ def test_tails_of_answers(data: bytes, count: int, checksums: bool) -> None:
 @given(st.binary(max_size=60), st.integers(0, 10))
 def test_descriptions_of_tensors(data: bytes, count: int) -> None:
     with contextlib.suppress(TransferError):
-        assert len(stream._parse_descriptions(bytearray(data), count)) == count
+        assert len(message_pipes._parse_descriptions(bytearray(data), count)) == count
 
 
 @FUZZ
-@given(objects("call", "line", "kind", "agent", "metadata", "digest", "arenas", "key", "value"))
+@given(objects("agent", "metadata", "digest", "arenas", "key", "value"))
 def test_introductions_of_pipes(fields: dict[str, Any]) -> None:
     for parse in (
-        lambda x: lines._parse_call(x, "shm"),
-        lambda x: lines._parse_call({**x, "kind": "shm"}, "shm"),
-        nixl_about.parse_agent,
-        lambda x: nixl_read._parse_arenas(x.get("arenas")),
-        gloo_group._parse_entry,
+        nixl_agent.parse_agent,
+        lambda x: nixl._parse_arenas(x.get("arenas")),
+        torch_distributed._parse_entry,
     ):
         with contextlib.suppress(TransferError):
             parse(fields)

@@ -13,8 +13,9 @@ import pytest
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.pipes.read_server import ServeLimits, serve_reads
-from baton.kv_transfer.pipes.tcp_read import TcpOptions, request_blocks
+from baton.kv_transfer.pipes.options import ServeLimits, TcpOptions
+from baton.kv_transfer.pipes.read_server import serve_reads
+from baton.kv_transfer.pipes.tcp import request_blocks
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.read_wire import source_spans, target_spans
 from baton.kv_transfer.protocol.sockets import Stream

@@ -26,7 +26,7 @@ from baton.errors import (
 )
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.protocol.addresses import join_address, split_address
+from baton.kv_transfer.protocol.connect import join_address, split_address
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import (
     BadFrameError,

@@ -100,7 +100,7 @@ class Agent:
 
     def _open_target(self, order: Fields) -> Fields:
         self._close({})
-        self._target = Target(from_fields(TargetSpec, order.get("target")), self._host, self._token)
+        self._target = Target(from_fields(TargetSpec, order.get("target")), self._token)
         return {}
 
     def _reads(self, order: Fields) -> Fields:
@@ -113,7 +113,7 @@ class Agent:
         size = order.get("size")
         if type(size) is not int or not 0 < size <= 1 << 16:
             raise InvalidRequestError("round trips are for sizes up to 64 KiB", field="size")
-        return {"seconds": self._the_target().round_trips(str(order.get("kind")), size, *_bounds(order))}
+        return {"seconds": self._the_target().round_trips(size, *_bounds(order))}
 
     def _close(self, _: Fields) -> Fields:
         self.close()

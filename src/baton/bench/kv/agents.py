@@ -14,9 +14,10 @@ from typing import IO, Any
 
 from baton.bench.kv.control import Fields, Line, unwrap
 from baton.errors import BatonError, PipeClosedError, TransferError
+from baton.kv_transfer.protocol.connect import connect_tcp
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import PURPOSE_MESSAGES, greet_as_client
-from baton.kv_transfer.protocol.sockets import Stream, connect_tcp
+from baton.kv_transfer.protocol.sockets import Stream
 
 CONNECT_S = 10.0
 START_S = 60.0

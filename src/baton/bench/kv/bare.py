@@ -15,11 +15,10 @@ import threading
 import time
 
 from baton.errors import BatonError, PipeClosedError
-from baton.kv_transfer.pipes.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
-from baton.kv_transfer.protocol.addresses import bind_tcp, join_address
+from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
 from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.handshake import PURPOSE_MESSAGES, greet_as_client
-from baton.kv_transfer.protocol.sockets import Stream, connect_tcp
+from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
+from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import Bytes
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class BareServer:
                 stream = accept_stream(self._socket, Wait(), "bare reader")
             except PipeClosedError:
                 return
-            if greet(stream, self._token, Wait(time.monotonic() + HANDSHAKE_S)):
+            if greet_or_refuse(stream, self._token, Wait(time.monotonic() + HANDSHAKE_S)):
                 with self._lock:
                     if self._closed:
                         stream.close()

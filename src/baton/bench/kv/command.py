@@ -19,7 +19,7 @@ from baton.bench.kv.plot import check_plot, draw
 from baton.bench.kv.records import Record
 from baton.bench.kv.tables import print_tables
 from baton.errors import ConfigError, PipeClosedError, shown
-from baton.kv_transfer.protocol.addresses import split_address
+from baton.kv_transfer.protocol.connect import split_address
 from baton.rpc.auth import read_token
 
 FILE_WIDTH = 132

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from baton.errors import BatonError, InternalError, TransferError, shown
-from baton.kv_transfer.pipes.base import WireTensor
-from baton.kv_transfer.pipes.tcp import TcpPipe
+from baton.kv_transfer.pipes.messages import TcpMessagePipe, WireTensor
 from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, parse_object
 from baton.kv_transfer.protocol.sockets import Stream
 
@@ -39,7 +38,7 @@ class Line:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self._pipe = TcpPipe(stream, max_message_bytes=MAX_CONTROL_BYTES)
+        self._pipe = TcpMessagePipe(stream, max_message_bytes=MAX_CONTROL_BYTES)
 
     def send(self, fields: Mapping[str, Any], timeout_s: float = ANSWER_S) -> None:
         """Send an object.

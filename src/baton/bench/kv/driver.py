@@ -252,12 +252,9 @@ class Driver:
     def _small(self, sources: list[Agent], targets: list[Agent]) -> None:
         """Measure round trips of small messages and reads of single small blocks, first source to first target."""
         opened = OpenStage(small_stage(), sources[:1], targets[:1], self._options.asked, self._options.seed)
-        carried = dict(opened.facts[0].messages)
         for kind in self._options.asked:
             self._advance(f"small {kind}")
             try:
-                if kind in carried:
-                    self._round_trips(targets[0], kind)
                 if kind not in self._unavailable:
                     for what, order in (("read", "reads"), ("fetch", "fetches")):
                         answer = targets[0].ask(order, kind=kind, count=SAMPLES, limit_s=SAMPLE_S)
@@ -265,14 +262,15 @@ class Driver:
             except BatonError as error:
                 self._failures.append(f"{kind}, small: {one_line(error)}")
         if "tcp" in self._options.asked:
+            self._round_trips(targets[0])
             answer = targets[0].ask("fetches", kind="socket", count=SAMPLES, limit_s=SAMPLE_S)
             self._note_small("socket", "round trip", SMALL_BYTES, answer["seconds"])
         opened.close()
 
-    def _round_trips(self, target: Agent, kind: str) -> None:
+    def _round_trips(self, target: Agent) -> None:
         for size in MESSAGE_SIZES:
-            answer = target.ask("round_trips", kind=kind, size=size, count=SAMPLES, limit_s=SAMPLE_S)
-            self._note_small(kind, "round trip", size, answer["seconds"])
+            answer = target.ask("round_trips", size=size, count=SAMPLES, limit_s=SAMPLE_S)
+            self._note_small("tcp", "round trip", size, answer["seconds"])
 
     def _note_small(self, kind: str, what: str, size: int, samples: list[float]) -> None:
         spread = Spread.of([sample * 1e6 for sample in samples])

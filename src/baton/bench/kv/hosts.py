@@ -11,10 +11,10 @@ import time
 
 from baton.bench.kv.agents import end, spawn
 from baton.errors import QueueFullError
-from baton.kv_transfer.pipes.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
-from baton.kv_transfer.protocol.addresses import bind_tcp, join_address
+from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, join_address
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import send_error
+from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, greet_or_refuse
 from baton.kv_transfer.protocol.sockets import Stream
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Listener:
         """
         while True:
             stream = accept_stream(self._socket, Wait(), "a driver")
-            if not greet(stream, self._token, Wait(time.monotonic() + HANDSHAKE_S)):
+            if not greet_or_refuse(stream, self._token, Wait(time.monotonic() + HANDSHAKE_S)):
                 continue
             with self._lock:
                 room = len(self._agents) < MAX_AGENTS

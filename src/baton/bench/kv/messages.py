@@ -1,4 +1,4 @@
-"""Small messages over the message pipes: a service that answers, and clients that count round trips.
+"""Small messages over a message pipe: a service that answers, and clients that count round trips.
 
 A message of one tensor comes back as it is. A message of two, (uint8 word, int64 [n, 3]), asks for a schedule: so many
 nanoseconds after the message came, the source's progress is raised to a value and, if the third number is 1, the
@@ -16,13 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import BatonError, CancelledError, ConfigError, DeadlineError, PipeClosedError
-from baton.kv_transfer.pipes.base import Pipe, PipeListener, WireTensor
-from baton.kv_transfer.pipes.gloo import GlooPipe, GlooPipeListener
-from baton.kv_transfer.pipes.nixl import NixlPipe, NixlPipeListener
-from baton.kv_transfer.pipes.nixl_agent import NixlAgent
-from baton.kv_transfer.pipes.shm import ShmPipe, ShmPipeListener
-from baton.kv_transfer.pipes.tcp import TcpPipe, TcpPipeListener
+from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError
+from baton.kv_transfer.pipes.messages import MessageListener, MessagePipe, WireTensor
 from baton.kv_transfer.protocol.frames import BadFrameError
 
 log = logging.getLogger(__name__)
@@ -32,71 +27,8 @@ MAX_SCHEDULE_S = 600
 Schedule = npt.NDArray[np.int64]
 """int64 [n, 3]: nanoseconds from the start, progress, whether to tell."""
 _IDLE_S = 3600.0
-"""Seconds between two looks at nobody; closing wakes all who wait."""
+"""Longest wait (seconds) for a client; closing wakes every blocked call."""
 _ANSWER_S = 10.0
-
-
-class Messenger:
-    """Makes message pipes of every kind, and owns what they share.
-
-    Args:
-        host: Address of this machine that listeners bind to, and that peers reach it by.
-        token: Shared token.
-    """
-
-    def __init__(self, host: str, token: str | None) -> None:
-        self._host, self._token = host, token
-        self._agent: NixlAgent | None = None
-
-    def listen(self, kind: str) -> PipeListener:
-        """Listen for message pipes of a kind.
-
-        Raises:
-            ConfigError: The kind carries no messages, or cannot on this machine; says why.
-        """
-        if kind == "shm":
-            return ShmPipeListener(token=self._token, max_message_bytes=MAX_MESSAGE_BYTES)
-        if kind == "tcp":
-            return TcpPipeListener(self._host, token=self._token, max_message_bytes=MAX_MESSAGE_BYTES)
-        if kind == "nixl":
-            return NixlPipeListener(self.agent(), self._host, token=self._token, max_message_bytes=MAX_MESSAGE_BYTES)
-        if kind == "gloo":
-            return GlooPipeListener(self._host, token=self._token, max_message_bytes=MAX_MESSAGE_BYTES)
-        raise ConfigError(f"there is no {kind} pipe for messages", field="pipe")
-
-    def connect(self, kind: str, address: str, *, deadline: float) -> Pipe:
-        """Connect to a message listener of a kind.
-
-        Raises:
-            ConfigError: The kind carries no messages, or cannot on this machine; says why.
-            PipeClosedError, UnauthenticatedError, DeadlineError: As their names say.
-        """
-        token, most = self._token, MAX_MESSAGE_BYTES
-        if kind == "shm":
-            return ShmPipe.connect(address, deadline=deadline, token=token, max_message_bytes=most)
-        if kind == "tcp":
-            return TcpPipe.connect(address, deadline=deadline, token=token, max_message_bytes=most)
-        if kind == "nixl":
-            agent = self.agent()
-            return NixlPipe.connect(address, agent=agent, deadline=deadline, token=token, max_message_bytes=most)
-        if kind == "gloo":
-            return GlooPipe.connect(address, deadline=deadline, token=token, max_message_bytes=most)
-        raise ConfigError(f"there is no {kind} pipe for messages", field="pipe")
-
-    def agent(self) -> NixlAgent:
-        """Return this process's NIXL agent.
-
-        Raises:
-            ConfigError: NIXL cannot be used here; says why.
-        """
-        if self._agent is None:
-            self._agent = NixlAgent(self._host)
-        return self._agent
-
-    def close(self) -> None:
-        """End the NIXL agent, if there is one; pipes must be closed before."""
-        if self._agent is not None:
-            self._agent.close()
 
 
 class MessageService:
@@ -107,10 +39,10 @@ class MessageService:
         advance: Raises the source's progress.
     """
 
-    def __init__(self, listener: PipeListener, advance: Callable[[int], None]) -> None:
+    def __init__(self, listener: MessageListener, advance: Callable[[int], None]) -> None:
         self._listener, self._advance = listener, advance
         self._closing = threading.Event()
-        self._pipes: set[Pipe] = set()
+        self._pipes: set[MessagePipe] = set()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._accept, name="bench-accept", daemon=True)]
         self._threads[0].start()
@@ -148,7 +80,7 @@ class MessageService:
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self, pipe: Pipe) -> None:
+    def _serve(self, pipe: MessagePipe) -> None:
         try:
             while not self._closing.is_set():
                 try:
@@ -168,7 +100,7 @@ class MessageService:
             with self._lock:
                 self._pipes.discard(pipe)
 
-    def _follow(self, pipe: Pipe, schedule: Schedule) -> None:
+    def _follow(self, pipe: MessagePipe, schedule: Schedule) -> None:
         start = time.monotonic()
         for step, (after, progress, tell) in enumerate(schedule.tolist()):
             if self._closing.wait(max(0.0, start + after / 1e9 - time.monotonic())):
@@ -179,7 +111,7 @@ class MessageService:
                 pipe.send([WireTensor("int64", (), memoryview(data))], deadline=time.monotonic() + _ANSWER_S)
 
 
-def round_trips(pipe: Pipe, size: int, count: int, limit_s: float) -> list[float]:
+def round_trips(pipe: MessagePipe, size: int, count: int, limit_s: float) -> list[float]:
     """Send a message of ``size`` bytes and wait until it is back, up to ``count`` times or for ``limit_s`` seconds.
 
     Returns:
@@ -214,7 +146,7 @@ def timed(call: Callable[[], object], count: int, limit_s: float) -> list[float]
     return out
 
 
-def ask_schedule(pipe: Pipe, schedule: Schedule) -> None:
+def ask_schedule(pipe: MessagePipe, schedule: Schedule) -> None:
     """Ask for a schedule to be followed from now on; see :func:`next_step`."""
     parts = [
         WireTensor("uint8", (1,), memoryview(b"S")),
@@ -223,7 +155,7 @@ def ask_schedule(pipe: Pipe, schedule: Schedule) -> None:
     pipe.send(parts, deadline=time.monotonic() + _ANSWER_S)
 
 
-def next_step(pipe: Pipe, *, deadline: float) -> int:
+def next_step(pipe: MessagePipe, *, deadline: float) -> int:
     """Wait for a schedule's next step; returns its number.
 
     Raises:

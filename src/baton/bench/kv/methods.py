@@ -26,7 +26,7 @@ from baton.kv_transfer.blocks import (
     SequenceBlocks,
     TcpOptions,
 )
-from baton.kv_transfer.blocks.links import Connector
+from baton.kv_transfer.blocks.links import PipeDialer
 from baton.kv_transfer.pipes.base import ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
@@ -86,7 +86,7 @@ class PipeMethod(Method):
         self._sources = [_block_source(source, kind) for source in spec.sources]
         self._generations = [sequence_numbers(source.num_blocks) for source in spec.sources]
         links = LinkOptions(token=token, tcp=TcpOptions(streams=streams, checksums=variant != "unchecked"))
-        self._shards, self._spec, self._connector = shards, spec, Connector((kind,), links)
+        self._shards, self._spec, self._dialer = shards, spec, PipeDialer((kind,), links)
         self._fetcher = BlockFetcher(shards, spec.shape.fingerprint(), kinds=(kind,), links=links)
         self._pool = ThreadPoolExecutor(len(self._sources), "bench-flow")
 
@@ -98,7 +98,7 @@ class PipeMethod(Method):
         """Close the fetcher."""
         self._pool.shutdown()
         self._fetcher.close()
-        self._connector.close()
+        self._dialer.close()
 
     def open_pipe(self, source: int) -> ReadPipe:
         """Open a pipe of its own to a source; the caller closes it.
@@ -108,7 +108,7 @@ class PipeMethod(Method):
         """
         there = self._sources[source]
         facts = Facts(there.epoch, self._spec.shape.fingerprint(), there.num_blocks, there.fingerprint)
-        return self._connector.connect(there, facts, Wait(time.monotonic() + RUN_S))[0]
+        return self._dialer.connect(there, facts, Wait(time.monotonic() + RUN_S))[0]
 
     def read_one(self, pipe: ReadPipe, block: int) -> Callable[[], None]:
         """Prepare the read of one block to where it came from; the call does it.

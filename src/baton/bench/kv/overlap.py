@@ -17,7 +17,7 @@ import numpy as np
 from baton.bench.kv.messages import MAX_STEPS, Schedule, ask_schedule, next_step
 from baton.bench.kv.specs import OverlapSpec
 from baton.errors import InvalidRequestError
-from baton.kv_transfer.pipes.base import Pipe
+from baton.kv_transfer.pipes.messages import MessagePipe
 
 Fetch = Callable[[range, int | None], int]
 """Fetches blocks of the sequence, by their places; the number: progress before their first layer, if not there yet.
@@ -67,7 +67,7 @@ class Study:
             start += each * self._layers
         return np.array(rows, dtype=np.int64)
 
-    def run(self, pipe: Pipe, fetch: Fetch) -> float:
+    def run(self, pipe: MessagePipe, fetch: Fetch) -> float:
         """Run it; returns the exposed seconds."""
         deadline = time.monotonic() + self._spec.compute_s + _PATIENCE_S
         begin = time.monotonic()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from baton.bench.kv.geometries import model_geometry, named_geometry
 from baton.bench.kv.specs import MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
-from baton.config.pipes import PIPE_KINDS
+from baton.config.pipes import BUILT_IN
 from baton.errors import ConfigError, shown
 from baton.kv_cache.layout import DTYPE_BYTES
 from baton.kv_cache.shards import KVGeometry
 
-PIPES = tuple(kind for kind in PIPE_KINDS if kind not in ("memory", "tls"))  # certificates are not for trying
+PIPES = tuple(kind for kind in BUILT_IN if kind not in ("memory", "tls"))  # certificates are not for trying
 PATTERNS = ("1-1", "N-1", "1-N", "NxM")
 MAX_STREAMS = 64
 REFERENCE_BLOCK_BYTES = 32 << 10

@@ -12,7 +12,7 @@ from baton.bench.kv.records import BaselineRecord, OverlapRecord, Record, Transf
 from baton.bench.kv.specs import MAX_COMPUTE_S, MODES
 from baton.errors import ConfigError
 
-LIMITS = {"shm": "memcpy", "vm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
+LIMITS = {"shm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
 """The baseline that bounds a pipe of a kind on one host; between two, it is the socket for all."""
 
 

@@ -140,7 +140,7 @@ class SourceFacts:
         num_blocks: In its arena.
         shape: Of its blocks.
         endpoints: (kind, address) of its block servers.
-        messages: (kind, address) of its message listeners.
+        messages: host:port of its message service.
         bare: host:port of its bare socket.
         refused: (kind, reason) of kinds that it cannot offer.
     """
@@ -150,7 +150,7 @@ class SourceFacts:
     num_blocks: int
     shape: Shape
     endpoints: tuple[tuple[str, str], ...]
-    messages: tuple[tuple[str, str], ...]
+    messages: str
     bare: str
     refused: tuple[tuple[str, str], ...]
 

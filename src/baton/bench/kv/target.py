@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from baton.bench.kv.messages import Messenger, round_trips, timed
+from baton.bench.kv.messages import MAX_MESSAGE_BYTES, round_trips, timed
 from baton.bench.kv.methods import Flow, MemcpyMethod, Method, PipeMethod, SocketMethod
 from baton.bench.kv.overlap import Study
 from baton.bench.kv.pattern import WIPED, shard_patterns, source_tokens
 from baton.bench.kv.source import require_memory
 from baton.bench.kv.specs import OverlapSpec, RunSpec, TargetSpec, chosen
-from baton.errors import ConfigError, InvalidRequestError
+from baton.errors import InvalidRequestError
+from baton.kv_transfer.pipes.messages import TcpMessagePipe
 
 CONNECT_S = 20.0
 _OWNER = 1 << 20
@@ -28,16 +29,14 @@ class Target:
 
     Args:
         spec: What to open.
-        host: Address of this machine that sources reach it by.
         token: Shared token.
 
     Raises:
         ConfigError: Not enough memory.
     """
 
-    def __init__(self, spec: TargetSpec, host: str, token: str | None) -> None:
+    def __init__(self, spec: TargetSpec, token: str | None) -> None:
         self._spec, self._token = spec, token
-        self._messenger = Messenger(host, token)
         total = spec.num_blocks * len(spec.sources)
         require_memory(spec.shape.memory(total))
         self._shards = spec.shape.new_shards(total)
@@ -97,10 +96,9 @@ class Target:
         once()
         return timed(once, count, limit_s)
 
-    def round_trips(self, kind: str, size: int, count: int, limit_s: float) -> list[float]:
+    def round_trips(self, size: int, count: int, limit_s: float) -> list[float]:
         """Send messages of ``size`` bytes to the first source and back; returns the seconds of each round trip."""
-        address = self._address(kind)
-        with self._messenger.connect(kind, address, deadline=time.monotonic() + CONNECT_S) as pipe:
+        with self._messages() as pipe:
             round_trips(pipe, size, max(1, count // 10), limit_s / 4)
             return round_trips(pipe, size, count, limit_s)
 
@@ -114,15 +112,13 @@ class Target:
         Raises:
             BatonError: The pipe does not work here, or failed.
         """
-        method, kind = self._method(spec.run), spec.run.method
+        method = self._method(spec.run)
         if not isinstance(method, PipeMethod):
-            raise InvalidRequestError(f"{kind} is no pipe", field="method")
+            raise InvalidRequestError(f"{spec.run.method} is no pipe", field="method")
         flow = self._flows(spec.run)[0]
         if spec.run.wipe:
             self._wipe()
-        notices = kind if kind in dict(self._spec.sources[0].messages) else "tcp"
-        address = self._address(notices)
-        with self._messenger.connect(notices, address, deadline=time.monotonic() + CONNECT_S) as pipe:
+        with self._messages() as pipe:
             study = Study(spec, len(self._spec.shape.layers), len(flow.remote), self._progress)
             self._progress = study.last_progress
             exposed = study.run(pipe, lambda part, ready: method.fetch_part(flow, part, ready))
@@ -135,14 +131,16 @@ class Target:
         """Close everything."""
         for method in self._methods.values():
             method.close()
-        self._messenger.close()
         self._shards.close()
 
-    def _address(self, kind: str) -> str:
-        address = dict(self._spec.sources[0].messages).get(kind)
-        if address is None:
-            raise ConfigError(f"the source takes no messages over {kind}", field="pipe")
-        return address
+    def _messages(self) -> TcpMessagePipe:
+        """Connect to the first source's message service."""
+        return TcpMessagePipe.connect(
+            self._spec.sources[0].messages,
+            deadline=time.monotonic() + CONNECT_S,
+            token=self._token,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
 
     def _wipe(self) -> None:
         for arena in self._shards.arenas:

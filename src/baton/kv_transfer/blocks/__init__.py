@@ -4,8 +4,7 @@ from baton.kv_transfer.blocks.fetcher import BlockFetcher
 from baton.kv_transfer.blocks.links import LinkOptions
 from baton.kv_transfer.blocks.plan import SequenceBlocks
 from baton.kv_transfer.blocks.server import BlockServer, ServerOptions
-from baton.kv_transfer.pipes.memory import MemoryNetwork
-from baton.kv_transfer.pipes.tcp_read import TcpOptions
+from baton.kv_transfer.pipes.options import MemoryNetwork, TcpOptions
 from baton.kv_transfer.types import BlockReads, BlockSource, Endpoint, FetchResult
 
 __all__ = [

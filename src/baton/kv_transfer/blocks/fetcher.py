@@ -26,11 +26,11 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.reshard import ReshardPlan
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks.cast_reads import CastReads, Staging
-from baton.kv_transfer.blocks.links import Connector, Link, LinkCache, LinkOptions
-from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
+from baton.kv_transfer.blocks.links import Link, LinkCache, LinkOptions, PipeDialer
 from baton.kv_transfer.blocks.plan import Part, SequenceBlocks, followed_parts, parts_of
 from baton.kv_transfer.blocks.server import check_shards
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, ReadPipe
+from baton.kv_transfer.pipes.registry import resolve_kinds
 from baton.kv_transfer.protocol.deadline import Flag, Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid, bounds, require_below
@@ -63,7 +63,7 @@ class BlockFetcher:
         links: LinkOptions | None = None,
     ) -> None:
         options = links or LinkOptions()
-        wanted = resolve_kinds(kinds, memory=options.memory is not None, tls=options.tls is not None)
+        wanted = resolve_kinds(kinds, options)
         for name, value in (("max_threads", max_threads), ("streams", options.tcp.streams)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
@@ -72,7 +72,7 @@ class BlockFetcher:
         self._fingerprint = fingerprint
         self._plan: tuple[Fingerprint, _Way] | None = None  # of the latest source; most are alike
         self._staging = Staging()
-        self._links = LinkCache(Connector(wanted, options), idle_s=options.idle_s)
+        self._links = LinkCache(PipeDialer(wanted, options), idle_s=options.idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
         self._closing = threading.Event()
         self._room = threading.BoundedSemaphore(max_threads * _PENDING_PER_THREAD)

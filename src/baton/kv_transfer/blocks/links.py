@@ -9,18 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
-from baton.kv_transfer.copy.block_copy import BlockCopier
 from baton.kv_transfer.pipes.base import ReadPipe
-from baton.kv_transfer.pipes.gloo_read import GlooReadPipe
-from baton.kv_transfer.pipes.memory import MemoryNetwork, MemoryReadPipe
-from baton.kv_transfer.pipes.nixl_read import NixlReadPipe, NixlTargets
-from baton.kv_transfer.pipes.shm_read import ShmReadPipe
-from baton.kv_transfer.pipes.tcp_read import TcpOptions, TcpReadPipe
-from baton.kv_transfer.pipes.vm_read import VmReadPipe
+from baton.kv_transfer.pipes.options import PipeOptions
+from baton.kv_transfer.pipes.registry import load_kind
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.types import BlockSource
-from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
 MAX_LINKS = 256
@@ -28,36 +22,31 @@ _Key = tuple[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class LinkOptions:
+class LinkOptions(PipeOptions):
     """How sources are reached.
 
     Attributes:
-        token: Shared token.
-        tcp: How TCP connections are used; gloo heeds ``checksums``.
         idle_s: Seconds after which an unused connection is closed.
-        memory: Network of the ``memory`` kind.
-        tls: Certificates, if KV is to be encrypted on its way.
     """
 
-    token: str | None = None
-    tcp: TcpOptions = field(default_factory=TcpOptions)
     idle_s: float = 60.0
-    memory: MemoryNetwork | None = None
-    tls: Tls | None = None
 
 
-class Connector:
-    """Opens read pipes: the first kind in the order of preference that reaches the source."""
+class PipeDialer:
+    """Opens read pipes: the first kind in the order of preference that reaches the source.
 
-    def __init__(self, kinds: Sequence[str], options: LinkOptions) -> None:
-        self._kinds = tuple(kind for kind in kinds if kind != "memory" or options.memory is not None)
-        self._options = options
-        self._copier = BlockCopier()
-        self._targets = NixlTargets()
+    Raises:
+        ConfigError: A kind cannot work here; says why.
+    """
+
+    def __init__(self, kinds: Sequence[str], options: PipeOptions) -> None:
+        wanted = [kind for kind in kinds if kind != "memory" or options.memory is not None]
+        self._kinds = {kind: load_kind(kind)(options) for kind in wanted}
 
     def close(self) -> None:
         """End what the pipes share; they are closed before."""
-        self._targets.close()
+        for kind in self._kinds.values():
+            kind.close()
 
     def connect(self, source: BlockSource, facts: Facts, wait: Wait) -> tuple[ReadPipe, str]:
         """Return a pipe, and why it is not of a kind preferred over it (empty: it is the first choice).
@@ -68,35 +57,20 @@ class Connector:
         """
         addresses = {endpoint.kind: endpoint.address for endpoint in source.endpoints}
         reasons: list[str] = []
-        for kind in self._kinds:
-            if kind not in addresses:
-                if kind != "memory":
-                    reasons.append(f"{kind}: not offered")
+        for name, kind in self._kinds.items():
+            if name not in addresses:
+                if name != "memory":
+                    reasons.append(f"{name}: not offered")
                 continue
             try:
-                pipe = self._open(kind, addresses[kind], facts, wait)
+                pipe = kind.connect(addresses[name], facts, wait)
             except (PipeClosedError, ConfigError) as error:  # not there, or a pipe that cannot work on this machine
-                reasons.append(f"{kind}: {error}")
+                reasons.append(f"{name}: {error}")
                 continue
             if reasons:
-                log.warning("%s is reached over %s (%s)", source.instance_id, kind, "; ".join(reasons))
+                log.warning("%s is reached over %s (%s)", source.instance_id, name, "; ".join(reasons))
             return pipe, "; ".join(reasons)
         raise PipeClosedError(f"no pipe reaches {source.instance_id}: {'; '.join(reasons) or 'no kind in common'}")
-
-    def _open(self, kind: str, address: str, facts: Facts, wait: Wait) -> ReadPipe:
-        options = self._options
-        if kind == "shm":
-            return ShmReadPipe.connect(address, facts, options.token, self._copier, wait)
-        if kind == "memory" and options.memory is not None:
-            return MemoryReadPipe(options.memory, address, facts, self._copier)
-        if kind == "vm":
-            return VmReadPipe.connect(address, facts, options.token, wait)
-        if kind == "nixl":
-            return NixlReadPipe.connect(address, facts, options.token, self._targets, wait)
-        if kind == "gloo":
-            return GlooReadPipe.connect(address, facts, options.token, wait, checksums=options.tcp.checksums)
-        tls = options.tls if kind == "tls" else None
-        return TcpReadPipe.connect(address, facts, options.token, wait, options.tcp, tls=tls)
 
 
 @dataclass(eq=False, slots=True)
@@ -114,8 +88,8 @@ class Link:
 class LinkCache:
     """Keeps one link per source and epoch; closes those unused for ``idle_s`` seconds."""
 
-    def __init__(self, connector: Connector, *, idle_s: float) -> None:
-        self._connector, self._idle_s = connector, idle_s
+    def __init__(self, dialer: PipeDialer, *, idle_s: float) -> None:
+        self._dialer, self._idle_s = dialer, idle_s
         self._changed = threading.Condition()
         self._links: dict[_Key, Link] = {}
         self._connecting: set[_Key] = set()
@@ -170,7 +144,7 @@ class LinkCache:
             reaper = self._reaper
         if reaper is not None:
             reaper.join()
-        self._connector.close()
+        self._dialer.close()
 
     def __len__(self) -> int:
         return len(self._links)
@@ -185,7 +159,7 @@ class LinkCache:
     def _connect(self, key: _Key, source: BlockSource, facts: Facts, wait: Wait) -> Link:
         pipe: ReadPipe | None = None
         try:
-            pipe, reason = self._connector.connect(source, facts, wait)
+            pipe, reason = self._dialer.connect(source, facts, wait)
         finally:
             with self._changed:
                 self._connecting.discard(key)

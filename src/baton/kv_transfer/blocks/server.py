@@ -1,11 +1,9 @@
-"""Lets readers copy blocks out of this instance's arenas. Serves reads only: nobody ever writes into them."""
+"""Lets readers copy blocks out of this instance's arenas. Serves reads only: no peer ever writes into them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import secrets
 import socket
 import threading
 import time
@@ -16,27 +14,19 @@ from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
-from baton.kv_transfer.blocks.pipe_kinds import resolve_kinds
-from baton.kv_transfer.pipes.gloo_read import serve_gloo
-from baton.kv_transfer.pipes.memory import MemoryNetwork
-from baton.kv_transfer.pipes.nixl_read import NixlSource
-from baton.kv_transfer.pipes.read_server import ServeLimits, serve_reads
-from baton.kv_transfer.pipes.shm_read import require_same_user, send_descriptors, shm_address
-from baton.kv_transfer.pipes.vm_read import send_places
-from baton.kv_transfer.protocol.addresses import bind_tcp, join_address
+from baton.kv_transfer.pipes.base import PipeKind, PipeServer, SocketPipeServer
+from baton.kv_transfer.pipes.options import MemoryNetwork, PipeOptions, Served, ServeLimits
+from baton.kv_transfer.pipes.registry import load_kind, resolve_kinds
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import send_error
-from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_server
+from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_READ, Facts, greet_as_server
 from baton.kv_transfer.protocol.sockets import Stream
-from baton.kv_transfer.protocol.tls_stream import tls_from
 from baton.kv_transfer.types import BlockSource, Endpoint
 from baton.rpc.tls import Tls
 from baton.types import Epoch, InstanceId
 
 log = logging.getLogger(__name__)
 _BACKLOG = 128
-ON_HOST = ("shm", "vm")
-"""Kinds that listen on an abstract Unix socket, for the same user."""
 _ACCEPT_BACKOFF_S = 0.1
 _LAST_STEPS_S = 5.0
 """Of a thread whose connection has ended."""
@@ -59,7 +49,7 @@ class ServerOptions:
     port: int = 0
     advertise_host: str | None = None
     max_connections: int = 256
-    handshake_s: float = 5.0
+    handshake_s: float = HANDSHAKE_S
     limits: ServeLimits = field(default_factory=ServeLimits)
     memory: MemoryNetwork | None = None
     tls: Tls | None = None
@@ -102,17 +92,17 @@ class BlockServer:
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._threads: set[threading.Thread] = set()
-        self._listeners: list[socket.socket] = []
         self._closed = threading.Event()
-        self._fds: list[int] = []
-        self._nixl: NixlSource | None = None
+        self._kinds: list[PipeKind] = []
+        self._servers: list[PipeServer] = []
         self.endpoints: list[Endpoint] = []
         check_shards(fingerprint, self._shards)
+        pipe_options = PipeOptions(token, memory=self._options.memory, tls=self._options.tls)
+        names = resolve_kinds(kinds, pipe_options)
         try:
-            for kind in resolve_kinds(
-                kinds, memory=self._options.memory is not None, tls=self._options.tls is not None
-            ):
-                self.endpoints.append(Endpoint(kind, self._listen(kind, host)))
+            for name in names:
+                with_port = name == ("tls" if "tls" in names else "tcp")
+                self._listen(name, pipe_options, host, self._options.port if with_port else 0)
         except BaseException:
             self.close()
             raise
@@ -140,51 +130,37 @@ class BlockServer:
         """
         with self._lock:
             self._closed.set()
-            listeners, streams, threads = self._listeners, list(self._streams), list(self._threads)
-            self._listeners = []
-            fds, self._fds = self._fds, []
-        if self._options.memory is not None:
-            self._options.memory.withdraw(self._facts.epoch)
-        for listener in listeners:
-            with contextlib.suppress(OSError):  # Linux wakes accept(), and then says the socket was not connected
-                listener.shutdown(socket.SHUT_RDWR)
+            servers, streams, threads = self._servers, list(self._streams), list(self._threads)
+            self._servers = []
+        for server in servers:
+            if isinstance(server, SocketPipeServer):
+                with contextlib.suppress(OSError):  # Linux wakes accept(), and then says the socket was not connected
+                    server.listener.shutdown(socket.SHUT_RDWR)
+            else:
+                server.close()
         for stream in streams:
             stream.close()
         deadline = time.monotonic() + self._options.handshake_s + _LAST_STEPS_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        for listener in listeners:
-            listener.close()
-        for fd in fds:
-            os.close(fd)
-        if self._nixl is not None:
-            self._nixl.close()
+        for server in servers:
+            server.close()
+        for kind in self._kinds:
+            kind.close()
         if any(thread.is_alive() for thread in threads):
             raise DeadlineError("a thread of the block server did not end in time")
 
-    def _listen(self, kind: str, host: str) -> str:
-        if kind == "memory":
-            if self._options.memory is None:
-                raise ConfigError("the memory pipe needs a network", field="pipes")
-            return self._options.memory.publish(self._facts, self._shards)
-        if kind in ON_HOST:
-            if kind == "shm":
-                self._fds = [arena.open_read_only() for arena in self._shards.arenas]
-            name = f"baton-kv-{secrets.token_hex(12)}"
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listeners.append(listener)
-            listener.bind("\0" + name)
-            address = shm_address(name)
-        else:
-            named = kind == "tls" or (kind == "tcp" and all(each.kind != "tls" for each in self.endpoints))
-            listener = bind_tcp(host, self._options.port if named else 0, self._token, safe=kind == "tls")
-            self._listeners.append(listener)
-            if kind == "nixl":
-                self._nixl = NixlSource(self._shards, host)
-            address = join_address(self._options.advertise_host or host, listener.getsockname()[1])
-        listener.listen(_BACKLOG)
-        self._start(f"baton-kv-{kind}-accept", self._accept, kind, listener)
-        return address
+    def _listen(self, name: str, options: PipeOptions, host: str, port: int) -> None:
+        kind = load_kind(name)(options)
+        self._kinds.append(kind)
+        advertise_host = self._options.advertise_host or ""
+        served = Served(self._shards, self._facts, host, port, advertise_host, self._options.limits)
+        server = kind.listen(served)
+        self._servers.append(server)
+        if isinstance(server, SocketPipeServer):
+            server.listener.listen(_BACKLOG)
+            self._start(f"baton-kv-{name}-accept", self._accept, name, server)
+        self.endpoints.append(Endpoint(name, server.address))
 
     def _start(self, name: str, target: object, *args: object) -> None:
         def run() -> None:
@@ -201,10 +177,10 @@ class BlockServer:
             self._threads.add(thread)
             thread.start()
 
-    def _accept(self, kind: str, listener: socket.socket) -> None:
+    def _accept(self, kind: str, server: SocketPipeServer) -> None:
         while not self._closed.is_set():
             try:
-                sock, peer = listener.accept()
+                sock, peer = server.listener.accept()
             except OSError as error:
                 if self._closed.is_set():
                     return
@@ -220,7 +196,7 @@ class BlockServer:
             try:
                 if not room:
                     raise QueueFullError("the instance has all the readers it can take")
-                self._start(f"baton-kv-{kind}", self._serve, kind, stream)
+                self._start(f"baton-kv-{kind}", self._serve, server, stream)
             except (QueueFullError, PipeClosedError) as error:
                 self._refuse(stream, error)
 
@@ -231,26 +207,12 @@ class BlockServer:
         with self._lock:
             self._streams.discard(stream)
 
-    def _serve(self, kind: str, stream: Stream) -> None:
+    def _serve(self, server: SocketPipeServer, stream: Stream) -> None:
         try:
             wait = Wait(time.monotonic() + self._options.handshake_s)
-            if kind == "tls" and self._options.tls is not None:
-                stream = self._encrypt(stream, self._options.tls, wait)
-            if kind in ON_HOST:
-                require_same_user(stream, self._token)
+            stream = self._replace(stream, server.admit(stream, wait))
             greet_as_server(stream, self._token, wait, purpose=PURPOSE_READ, facts=self._facts)
-            if kind == "shm":
-                self._pass_arenas(stream)
-                stream.wait_readable(Wait(), "holding a reader's line")  # its end, or a word out of turn: over
-            elif kind == "vm":
-                send_places(stream, self._shards, wait)
-                serve_reads(stream, self._shards, self._options.limits)
-            elif self._nixl is not None and kind == "nixl":
-                self._nixl.serve(stream, self._options.limits, wait)
-            elif kind == "gloo":
-                serve_gloo(stream, self._shards, self._options.limits, wait)
-            else:
-                serve_reads(stream, self._shards, self._options.limits)
+            server.serve(stream, wait)
         except PipeClosedError:
             log.debug("%s left", stream.peer)
         except BatonError as error:
@@ -263,22 +225,16 @@ class BlockServer:
             with self._lock:
                 self._streams.discard(stream)
 
-    def _encrypt(self, plain: Stream, tls: Tls, wait: Wait) -> Stream:
-        """Replace a connection by what is encrypted over it."""
-        stream = tls_from(plain, tls, wait)
-        with self._lock:
-            self._streams.discard(plain)
-            self._streams.add(stream)
-            closed = self._closed.is_set()
-        if closed:
-            stream.close()
-        return stream
-
-    def _pass_arenas(self, stream: Stream) -> None:
-        with self._lock:
-            if self._closed.is_set():
-                raise PipeClosedError("the block server was closed")
-            send_descriptors(stream, self._fds)
+    def _replace(self, old: Stream, new: Stream) -> Stream:
+        """Go on with the stream that a connection was admitted as."""
+        if new is not old:
+            with self._lock:
+                self._streams.discard(old)
+                self._streams.add(new)
+                closed = self._closed.is_set()
+            if closed:
+                new.close()
+        return new
 
 
 def check_shards(fingerprint: Fingerprint, shards: KVShards) -> None:

@@ -1,170 +1,23 @@
-"""What every medium offers: a FIFO of tensor messages, and one-sided reads of a peer's blocks.
+"""What every kind of pipe offers: one-sided reads of a peer's blocks, out of memory that its owner serves.
 
-The two are apart because they are used apart: a message needs its receiver's attention, a read needs only the memory
-that its owner registered with a server. A medium without one-sided reads has no :class:`ReadPipe`.
+A kind is three classes in one file: a :class:`ReadPipe` (an open way to one peer), a :class:`PipeServer` (the owner's
+end), and the :class:`PipeKind` that makes both and is registered by name (``baton.config.pipes``).
 """
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from baton.errors import InvalidRequestError
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
-from baton.kv_transfer.protocol.deadline import Flag, Wait
+from baton.kv_transfer.pipes.options import PipeOptions, Served
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Valid
-
-MAX_TENSORS = 4096
-MAX_DIMS = 16
-MAX_MESSAGE_BYTES = 4 << 30
-"""Default bound on one message's tensors together."""
-
-DTYPE_SIZES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes per element of what may travel; the order is the code on the wire, so new ones go to the end."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WireTensor:
-    """A dense, C-ordered tensor as bytes: what pipes move without knowing a tensor library.
-
-    ``baton.kv_transfer.pipes.tensors`` turns torch tensors into these and back.
-
-    Raises:
-        InvalidRequestError: dtype unknown, too many dimensions, or the bytes don't fit the shape.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-    def __post_init__(self) -> None:
-        if self.data.nbytes != tensor_bytes(self.dtype, self.shape):
-            raise InvalidRequestError(
-                f"a {self.dtype} tensor of shape {self.shape} does not have {self.data.nbytes} bytes", field="tensors"
-            )
-
-
-def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor.
-
-    Raises:
-        InvalidRequestError: The dtype is unknown, a dimension is negative, or there are too many.
-    """
-    if dtype not in DTYPE_SIZES:
-        raise InvalidRequestError(f"pipes don't carry {dtype} tensors", field="tensors")
-    if len(shape) > MAX_DIMS or any(size < 0 for size in shape):
-        raise InvalidRequestError(f"a tensor of shape {tuple(shape)[:20]} cannot be sent", field="tensors")
-    count = DTYPE_SIZES[dtype]
-    for size in shape:
-        count *= size
-    return count
-
-
-def check_message(tensors: Sequence[WireTensor] | None, max_bytes: int) -> int:
-    """Return a message's bytes.
-
-    Raises:
-        InvalidRequestError: Too many tensors or bytes.
-    """
-    if tensors is None:
-        return 0
-    size = sum(tensor.data.nbytes for tensor in tensors)
-    if len(tensors) > MAX_TENSORS or size > max_bytes:
-        raise InvalidRequestError(
-            f"{len(tensors)} tensors of {size} bytes are over the pipe's bounds of {MAX_TENSORS} and {max_bytes}",
-            field="tensors",
-        )
-    return size
-
-
-class Pipe(ABC):
-    """A FIFO of messages between two endpoints. Any thread may send, any may receive, at the same time.
-
-    A deadline or cancellation that strikes before the first byte of a message leaves the pipe usable; in the middle of
-    one the order of bytes is lost, and the pipe closes.
-    """
-
-    kind: ClassVar[str]
-
-    @abstractmethod
-    def send(
-        self,
-        tensors: Sequence[WireTensor] | None,
-        *,
-        deadline: float,
-        cancelled: Flag | None = None,
-    ) -> None:
-        """Send one message; on return the caller may reuse the memory.
-
-        Args:
-            tensors: At most ``MAX_TENSORS``; ``None`` ("nothing for you") is a message of its own, unlike ``[]``.
-            deadline: ``time.monotonic()`` seconds.
-            cancelled: Set by another thread to give up.
-
-        Raises:
-            InvalidRequestError: The message is over the pipe's bounds.
-            DeadlineError, CancelledError, PipeClosedError: As their names say.
-        """
-
-    @abstractmethod
-    def recv(self, *, deadline: float, cancelled: Flag | None = None) -> list[WireTensor] | None:
-        """Receive the next message into fresh memory.
-
-        Raises:
-            DeadlineError, CancelledError, PipeClosedError: As their names say.
-            TransferError: The peer broke the protocol; the pipe is closed.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close and wake whoever is blocked; harmless if repeated."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class PipeListener(ABC):
-    """Waits for pipes to be connected."""
-
-    kind: ClassVar[str]
-    address: str
-
-    @abstractmethod
-    def accept(self, *, deadline: float, cancelled: Flag | None = None) -> Pipe:
-        """Return the next pipe that a peer connected; peers that fail the handshake are sent away.
-
-        Raises:
-            DeadlineError, CancelledError, PipeClosedError: As their names say.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop listening; accepted pipes live on."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 class ReadPipe(ABC):
@@ -265,3 +118,108 @@ class CastingReadPipe(ReadPipe):
         Raises:
             BatonError: As :meth:`ReadPipe.read`.
         """
+
+
+class PipeServer(ABC):
+    """The serving end of one kind of pipe: from its creation until ``close`` readers may connect.
+
+    Attributes:
+        address: Where readers connect, as the kind writes it.
+    """
+
+    address: str
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving and give back what was taken; every connection has ended. Harmless if repeated."""
+
+
+class SocketPipeServer(PipeServer):
+    """A serving end that readers connect to through a socket.
+
+    The block server accepts connections, bounds their number, shakes hands and calls :meth:`serve` in a thread per
+    connection.
+
+    Attributes:
+        listener: Bound; not listening yet.
+    """
+
+    listener: socket.socket
+
+    def admit(self, stream: Stream, wait: Wait) -> Stream:
+        """Look at a new connection before its handshake; returns the stream to go on with.
+
+        Raises:
+            BatonError: The peer is refused; it is told why.
+        """
+        return stream
+
+    @abstractmethod
+    def serve(self, stream: Stream, wait: Wait) -> None:
+        """Serve one reader until it hangs up.
+
+        Args:
+            stream: After the handshake.
+            wait: For what the kind itself still has to exchange.
+
+        Raises:
+            PipeClosedError: The reader left.
+            BatonError: Why the connection ends; the peer is told.
+        """
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.listener.close()
+
+
+class PipeKind(ABC):
+    """One kind of pipe, as one fetcher or one block server uses it; it owns what its pipes share.
+
+    Args:
+        options: What both ends may need.
+
+    Raises:
+        ConfigError: An option that the kind needs is missing.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, options: PipeOptions) -> None:
+        self.options = options
+
+    @classmethod
+    def obstacle(cls, options: PipeOptions) -> str:
+        """Say why the kind cannot work in this process, and what to do about it; empty: it can."""
+        return ""
+
+    @classmethod
+    def suits(cls, options: PipeOptions) -> bool:
+        """Whether ``auto`` takes this kind on this machine, given that nothing is in its way."""
+        return True
+
+    @abstractmethod
+    def connect(self, address: str, facts: Facts, wait: Wait) -> ReadPipe:
+        """Open a pipe to a peer, handshake included.
+
+        Args:
+            address: As the peer's server wrote it.
+            facts: What this side expects of the peer.
+            wait: For the whole of it.
+
+        Raises:
+            PipeClosedError: This kind does not reach the peer.
+            ConfigError: The kind cannot work here; says why.
+            UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
+        """
+
+    @abstractmethod
+    def listen(self, served: Served) -> PipeServer:
+        """Begin to serve.
+
+        Raises:
+            ConfigError: The kind cannot serve here, or the address cannot be bound.
+        """
+
+    def close(self) -> None:
+        """Give back what the pipes share; they are closed before."""
+        return

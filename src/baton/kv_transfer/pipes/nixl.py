@@ -1,246 +1,437 @@
-"""Message pipes over NIXL: big messages lie in the sender's registered ring until the receiver has read them.
+"""One-sided reads through NIXL: the reader takes the blocks out of the owner's registered arenas by itself.
 
-Nobody writes into another's memory: the sender copies a piece into its ring and rings a doorbell on the line, the
-receiver reads the piece one-sided into a mirror of that ring, copies it out, and gives credit. So a read that comes
-too late, or is cut off, can harm no message but its own. While its ring is being read the sender drives its agent;
-a big ``send`` therefore returns when the receiver has everything.
+A connection beside it carries the handshake, what NIXL must know of the arenas, and per read::
+
+    READ       as over TCP, without steps and checksums
+    BLOCKS     sent: bitmap (which blocks had the generation asked for; these may be read now)
+    WAIT, PROGRESS  as over TCP, any number of times: a reader of what is being computed asks for its next layers
+    READ_DONE  (empty) the reader has them
+    BLOCKS     unchanged: bitmap
+
+Between the first answer and READ_DONE the owner's serving thread drives its agent, which UCX needs where the medium has
+no one-sided reads of its own (sockets), and to get two agents acquainted. Otherwise nobody polls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from baton.kv_transfer.pipes.base import MAX_MESSAGE_BYTES
-from baton.kv_transfer.pipes.lines import LineReceiver, Lines, LineSender, LinesListener, call_lines
-from baton.kv_transfer.pipes.nixl_about import describe_agent, parse_agent
-from baton.kv_transfer.pipes.nixl_agent import NixlAgent, Region, Rows, attend
-from baton.kv_transfer.pipes.ring import MAX_RING_BYTES, MIN_RING_BYTES, Ring, RingReceiver, RingSender
-from baton.kv_transfer.pipes.stream import StreamPipe
+from baton.config.ucx import infiniband_ports
+from baton.errors import ConfigError, InvalidRequestError
+from baton.kv_cache.reshard import merge_segments
+from baton.kv_transfer.copy.block_copy import BATCH_BYTES, fence, merge_runs
+from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeKind
+from baton.kv_transfer.pipes.nixl_agent import (
+    NixlAgent,
+    Region,
+    Rows,
+    attend,
+    describe_agent,
+    nixl_obstacle,
+    parse_agent,
+)
+from baton.kv_transfer.pipes.options import PipeOptions, Served, ServeLimits
+from baton.kv_transfer.pipes.pool import WORD, PooledReadPipe, ask_progress, hear_progress
+from baton.kv_transfer.pipes.read_server import send_progress, serve_reads
+from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader
 from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError
-from baton.kv_transfer.protocol.sockets import Buffer, Stream
+from baton.kv_transfer.protocol.frames import (
+    BadFrameError,
+    FrameKind,
+    pack_header,
+    recv_control,
+    recv_header,
+    send_control,
+)
+from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.protocol.read_wire import pack_bits, pack_request, unpack_bits
+from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
 
-RING_BYTES = 4 << 20
-
-
-class RegisteredRing(Ring):
-    """A ring in memory lent by an agent."""
-
-    def __init__(self, agent: NixlAgent, size: int) -> None:
-        self._agent = agent
-        self.region: Region = agent.lend(size)
-        super().__init__(self.region.memory)
-        self._lent = True
-
-    def release(self) -> None:
-        """Give the memory back."""
-        super().release()
-        if self._lent:
-            self._lent = False
-            self._agent.give_back(self.region)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerRing:
-    """The ring that a peer sends from, as the peer described it."""
-
-    agent: str
-    metadata: bytes
-    address: int
-    size: int
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> PeerRing:
-        """Read a description.
-
-        Raises:
-            BadFrameError: A field is missing, malformed or out of bounds.
-        """
-        address, size = fields.get("address"), fields.get("bytes")
-        if type(size) is not int or not MIN_RING_BYTES <= size <= MAX_RING_BYTES:
-            raise BadFrameError(f"the peer's ring of {size!r:.40} bytes is out of bounds", field="bytes")
-        if type(address) is not int or not 0 < address < (1 << 64) - size:
-            raise BadFrameError("the peer's ring has no address", field="address")
-        name, metadata = parse_agent(fields)
-        return cls(name, metadata, address, size)
+BATCH_ROWS = 16_384
+"""Rows of one NIXL request at most."""
+AGENTS = 4
+"""Agents of a process that reads: as many reads move bytes at once, as many as an instance makes. After the first each
+costs 30 ms to make, 5 MB and a registration of the arenas, once that many reads go on at once."""
+MAX_RETIRED = 16
+"""Agents at most that NIXL's refusals have spoilt. They end with the process: ended before that, with half of a peer in
+them, they were seen to take the process down with them. Beyond that the next kind of pipe is taken."""
+_MAX_RANKS = 1024
 
 
-class _Source(RingSender):
-    """The ring that this end sends from."""
+@dataclass(frozen=True, slots=True, eq=False)
+class NixlConnection:
+    """A connection to a block server.
 
-    def __init__(self, agent: NixlAgent, ring: Ring, line: Stream) -> None:
-        super().__init__(ring, line)
-        self._agent = agent
+    Attributes:
+        peer: Name of the server's agent.
+        bases: Address of the first block and bytes per block, per rank of the source.
+    """
 
-    def drain(self, wait: Wait) -> None:
-        """Serve reads until the receiver has everything."""
-        while self._free < self._ring.size:
-            self._take_credit(wait)
+    stream: Stream
+    agent: NixlAgent
+    peer: str
+    bases: tuple[tuple[int, int], ...]
 
-    def _take_credit(self, wait: Wait) -> None:
-        attend(self._agent, self._doorbell, wait, "waiting for the receiver")
-        super()._take_credit(wait)
-
-
-class _Mirror(RingReceiver):
-    """A copy of the peer's ring, filled piece by piece."""
-
-    def __init__(self, agent: NixlAgent, ring: RegisteredRing, line: Stream, peer: PeerRing) -> None:
-        super().__init__(ring, line)
-        self._agent, self._region, self._peer = agent, ring.region, peer
-
-    def settle(self, wait: Wait) -> None:
-        """Give the rest of the credit: the sender waits for it."""
-        if self._owed:
-            self._credit(wait)
-
-    def _arrive(self, count: int, wait: Wait) -> None:
-        first = min(count, self._ring.size - self._at)
-        offsets = np.array([[self._at, first, 0], [0, count - first, 0]][: 1 + (count > first)], dtype=np.uint64)
-        rows = _at(self._region.address, offsets), _at(self._peer.address, offsets)
-        self._agent.read(self._peer.agent, rows, self._region, self._doorbell, wait)
+    def close(self) -> None:
+        """Hang up; the pipe lets go of the peer's agent."""
+        self.stream.close()
 
 
-def _at(base: int, offsets: Rows) -> Rows:
-    return offsets + np.array([base, 0, 0], dtype=np.uint64)
+class NixlTargets:
+    """The registered arenas that a process reads into, and its agents; made for the first connections, thread safe.
 
+    An agent moves one reader's bytes at a time: between processes UCX copies in the thread that asks. So there are
+    several, and connections take them in turn. One that can no longer meet some peer serves the connections that it
+    has, and gets no others.
+    """
 
-class NixlSender(LineSender):
-    """Sends big data by letting it be read."""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._agents: list[NixlAgent] = []
+        self._retired: list[NixlAgent] = []
+        self._regions: dict[tuple[NixlAgent, int, int], Region] = {}
 
-    def __init__(self, agent: NixlAgent, ring: RegisteredRing, line: Stream) -> None:
-        super().__init__(line)
-        self._source = _Source(agent, ring, line)
-
-    def move(self, data: Sequence[Buffer], wait: Wait) -> None:
-        """Lay the data into the ring, piece by piece, until the receiver has read it all."""
-        self._source.send(data, wait)
-        self._source.drain(wait)
-
-    def release(self) -> None:
-        """Give the ring back."""
-        self._source.release()
-
-
-class NixlReceiver(LineReceiver):
-    """Receives big data by reading it."""
-
-    def __init__(self, agent: NixlAgent, ring: RegisteredRing, line: Stream, peer: PeerRing) -> None:
-        super().__init__(line)
-        self._mirror = _Mirror(agent, ring, line, peer)
-        self._agent, self._peer, self._connected = agent, peer.agent, True
-
-    def move(self, views: Sequence[memoryview], wait: Wait) -> None:
-        """Read the data as it is announced."""
-        self._mirror.recv(views, wait)
-        self._mirror.settle(wait)
-
-    def release(self) -> None:
-        """Give the mirror back and let go of the peer."""
-        self._mirror.release()
-        if self._connected:
-            self._connected = False
-            self._agent.disconnect(self._peer)
-
-
-class NixlPipe(StreamPipe):
-    """A pipe between two agents."""
-
-    kind: ClassVar[str] = "nixl"
-
-    @classmethod
-    def connect(
-        cls,
-        address: str,
-        *,
-        agent: NixlAgent,
-        deadline: float,
-        token: str | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        ring_bytes: int = RING_BYTES,
-    ) -> NixlPipe:
-        """Connect to a :class:`NixlPipeListener`.
-
-        Args:
-            address: As the listener says it.
-            agent: This end's; lives as long as the pipe.
-            deadline: ``time.monotonic()`` seconds.
-            token: Shared token.
-            max_message_bytes: Bound on messages.
-            ring_bytes: Size of the ring that this end sends from.
+    def agent(self, host: str) -> NixlAgent:
+        """Return the agent for a new connection; a new one, for this address of this machine, if there are few.
 
         Raises:
-            PipeClosedError: Nobody there, or the agent was closed.
-            UnauthenticatedError: The tokens differ.
-            DeadlineError: It took too long.
+            ConfigError: NIXL cannot work here, or has refused too many peers; says why.
         """
-        wait = Wait(deadline)
-        lines = call_lines(cls.kind, address, token, wait)
-        try:
-            return cls.over(lines, agent, wait, max_message_bytes=max_message_bytes, ring_bytes=ring_bytes)
-        except BaseException:
-            lines.close()
-            raise
+        with self._lock:
+            self._retire()
+            self._regions = {key: region for key, region in self._regions.items() if not key[0].closed}
+            full = len(self._agents) + len(self._retired) >= AGENTS + MAX_RETIRED
+            if full and not self._agents:
+                raise ConfigError(f"NIXL has refused what {MAX_RETIRED} peers said of themselves", field="pipes")
+            agent = self._agents.pop(0) if full or len(self._agents) >= AGENTS else NixlAgent(host)
+            self._agents.append(agent)
+            return agent
 
-    @classmethod
-    def over(
-        cls, lines: Lines, agent: NixlAgent, wait: Wait, *, max_message_bytes: int, ring_bytes: int = RING_BYTES
-    ) -> NixlPipe:
-        """Make an end of a pipe over a call's lines; the caller closes them if this fails.
+    def region(self, agent: NixlAgent, blocks: Bytes) -> Region:
+        """Return an agent's registration of an arena's blocks."""
+        key = (agent, int(blocks.ctypes.data), blocks.nbytes)
+        with self._lock:
+            region = self._regions.get(key)
+            if region is None:
+                region = agent.register(blocks.reshape(-1))
+                if agent in self._agents or agent in self._retired:
+                    self._regions[key] = region
+            return region
 
-        Raises:
-            BadFrameError: The peer's description cannot be used. If ``agent.refused`` says that NIXL had begun to take
-                it, that peer needs another agent.
-        """
-        ring = RegisteredRing(agent, ring_bytes)
-        rings = [ring]
-        try:
-            about = describe_agent(agent.name, ring.region.metadata)
-            about |= {"address": ring.region.address, "bytes": ring.size}
-            peer = PeerRing.parse(lines.exchange(about, wait))
-            rings.append(RegisteredRing(agent, peer.size))
-            agent.connect(peer.agent, peer.metadata)
-        except BaseException:
-            for item in rings:
-                item.release()
-            raise
-        sender = NixlSender(agent, ring, lines.outgoing)
-        receiver = NixlReceiver(agent, rings[1], lines.incoming, peer)
-        return cls(sender, receiver, max_message_bytes=max_message_bytes)
+    def _retire(self) -> None:
+        """Sort out agents that were given up, or can no longer meet some peer."""
+        self._retired += [agent for agent in self._agents if agent.refused]
+        self._agents = [agent for agent in self._agents if not (agent.closed or agent.refused)]
+        self._retired = [agent for agent in self._retired if not agent.closed]
+
+    def close(self) -> None:
+        """End the agents."""
+        with self._lock:
+            agents = [*self._agents, *self._retired]
+            self._agents, self._retired, self._regions = [], [], {}
+        for agent in agents:
+            agent.close()
 
 
-class NixlPipeListener(LinesListener):
-    """Listens for message pipes.
+class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
+    """Reads a peer's blocks one-sided.
 
     Args:
-        agent: This end's of all its pipes; lives as long as they do.
-        host: Address to bind.
-        port: 0: any free one.
+        address: Where the block server listens.
+        facts: What this side expects of the server.
         token: Shared token.
-        max_message_bytes: Bound on the messages of its pipes.
-
-    Raises:
-        ConfigError: No token off loopback, or the address cannot be bound.
+        targets: This process's agents and arenas; outlive the pipe.
+        max_connections: Connections at once; further reads wait for one.
     """
 
     kind: ClassVar[str] = "nixl"
 
     def __init__(
-        self,
-        agent: NixlAgent,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        token: str | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        self, address: str, facts: Facts, token: str | None, targets: NixlTargets, *, max_connections: int = 16
     ) -> None:
-        super().__init__(host, port, token=token, max_message_bytes=max_message_bytes)
-        self._agent = agent
+        self._targets = targets
+        self._met: dict[tuple[NixlAgent, str], None] = {}
 
-    def make_pipe(self, lines: Lines, wait: Wait) -> NixlPipe:
-        """Make this end; see :meth:`LinesListener.make_pipe`."""
-        return NixlPipe.over(lines, self._agent, wait, max_message_bytes=self._max)
+        def dial(wait: Wait) -> NixlConnection:
+            stream = dial_reader(address, facts, token, wait)
+            try:
+                agent = targets.agent(str(stream.sock.getsockname()[0]))
+                return self._meet(agent, stream, recv_control(stream, FrameKind.WELCOME, wait))
+            except BaseException:
+                stream.close()
+                raise
+
+        super().__init__(dial, max_connections=max_connections)
+
+    def request(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Read over one connection; see :meth:`PooledReadPipe.request`."""
+        sent = _ask(connection, reads, wait)
+        self._fetch(connection, reads if sent.all() else reads.take(sent), local, wait)
+        return sent & _finish(connection, len(reads), wait)
+
+    def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Read layers as they are computed, those that are there by now at once; see the class above."""
+        most = max((len(each.reads) for each in reads), default=0)
+        if most > MAX_BLOCKS_PER_READ:
+            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
+        connection = self._take(wait)
+        source = _Computation(connection.stream, wait)
+        try:
+            valid = [self._follow(connection, each.reads, each.local, source, wait) for each in reads]
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._give(connection)
+        return valid, source.waited_s
+
+    def _follow(
+        self, connection: NixlConnection, reads: BlockReads, local: Bytes, source: _Computation, wait: Wait
+    ) -> Valid:
+        sent = _ask(connection, dataclasses.replace(reads, steps=None), wait)
+        good = reads if sent.all() else reads.take(sent)
+        steps = good.segments_by_step(local.shape[1]) if len(good) else []
+        if steps:
+            source.ask(steps[0][0])
+        while steps:
+            now = source.hear()
+            there = sum(ready <= now for ready, _ in steps)
+            some, steps = steps[:there], steps[there:]
+            if steps:
+                source.ask(steps[0][0])  # its answer comes meanwhile
+            segments = merge_segments(np.concatenate([each for _, each in some]))
+            self._fetch(connection, dataclasses.replace(good, segments=segments, steps=None), local, wait)
+        return sent & _finish(connection, len(reads), wait)
+
+    def _fetch(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> None:
+        """Copy blocks that the peer lets be read."""
+        agent, region = connection.agent, self._targets.region(connection.agent, local)
+        try:
+            for rows in _batches(reads, local, connection.bases[reads.source_shard]):
+                agent.read(connection.peer, rows, region, connection.stream, wait)
+        finally:
+            if region.stuck:  # only the agent's end keeps it from writing into the blocks one day
+                agent.close()
+
+    def close(self) -> None:
+        """Close every connection and let go of the peer's agent."""
+        super().close()
+        while self._met:
+            (agent, peer), _ = self._met.popitem()
+            agent.disconnect(peer)
+
+    def _meet(self, agent: NixlAgent, stream: Stream, fields: Mapping[str, Any]) -> NixlConnection:
+        name, metadata = parse_agent(fields)
+        bases = _parse_arenas(fields.get("arenas"))
+        if (agent, name) not in self._met:
+            agent.connect(name, metadata)
+            self._met[agent, name] = None
+        return NixlConnection(stream, agent, name, bases)
+
+
+class NixlServer(TcpServer):
+    """An instance's registered arenas, to be read from; registered at the first reader, thread safe.
+
+    Raises:
+        ConfigError: NIXL cannot work here; says why.
+    """
+
+    def __init__(self, served: Served, options: PipeOptions) -> None:
+        super().__init__(served, options)
+        try:
+            self._agent = NixlAgent(served.host)
+        except BaseException:
+            self.listener.close()
+            raise
+        self._lock = threading.Lock()
+        self._region: Region | None = None
+
+    def serve(self, stream: Stream, wait: Wait) -> None:
+        """Describe the arenas and let them be read; see :meth:`SocketPipeServer.serve`."""
+        send_control(stream, FrameKind.WELCOME, self._describe(), wait)
+        limits = self._served.limits
+
+        def answer(reads: BlockReads, checksums: bool) -> None:
+            self._let_read(stream, reads, limits)
+
+        serve_reads(stream, self._served.shards, limits, answer)
+
+    def close(self) -> None:
+        """Close the socket and end the agent."""
+        super().close()
+        self._agent.close()
+
+    def _describe(self) -> dict[str, Any]:
+        arenas = self._served.shards.arenas
+        with self._lock:
+            if self._region is None:
+                self._region = self._agent.register(*(arena.blocks.reshape(-1) for arena in arenas))
+            region = self._region
+        bases = [[int(arena.blocks.ctypes.data), arena.block_bytes] for arena in arenas]
+        return describe_agent(self._agent.name, region.metadata) | {"arenas": bases}
+
+    def _let_read(self, stream: Stream, reads: BlockReads, limits: ServeLimits) -> None:
+        before = current(self._served.shards.primary, reads)
+        _send_bits(stream, before, limits)
+        while True:
+            # The reader has a deadline of its own, and its connection ends with it.
+            attend(self._agent, stream, Wait(time.monotonic() + limits.idle_s), "letting blocks be read")
+            wait = Wait(time.monotonic() + limits.frame_s)
+            kind, length = recv_header(stream, {FrameKind.READ_DONE: 0, FrameKind.WAIT: WORD.size}, wait)
+            if kind is FrameKind.READ_DONE:
+                break
+            payload = stream.recv_exact(length, wait, "reading a request")
+            send_progress(stream, self._served.shards, payload, limits, meanwhile=self._agent.progress)
+        fence()
+        _send_bits(stream, before & current(self._served.shards.primary, reads), limits)
+
+
+class NixlKind(PipeKind):
+    """Pipes through NIXL."""
+
+    name: ClassVar[str] = "nixl"
+
+    def __init__(self, options: PipeOptions) -> None:
+        super().__init__(options)
+        self._targets = NixlTargets()
+
+    @classmethod
+    def obstacle(cls, options: PipeOptions) -> str:
+        """NIXL must be installed."""
+        return nixl_obstacle()
+
+    @classmethod
+    def suits(cls, options: PipeOptions) -> bool:
+        """Whether there is RDMA: over sockets ``tcp`` serves as well, with checksums."""
+        return options.tls is None and bool(infiniband_ports())
+
+    def connect(self, address: str, facts: Facts, wait: Wait) -> NixlReadPipe:
+        """Open a pipe; see :meth:`PipeKind.connect`."""
+        pipe = NixlReadPipe(address, facts, self.options.token, self._targets)
+        pipe.open_first(wait)
+        return pipe
+
+    def listen(self, served: Served) -> NixlServer:
+        """Begin to serve; see :meth:`PipeKind.listen`."""
+        return NixlServer(served, self.options)
+
+    def close(self) -> None:
+        """End the agents that pipes read with."""
+        self._targets.close()
+
+
+class _Computation:
+    """The source's computation, as a reader hears of it.
+
+    Attributes:
+        waited_s: Seconds that passed in waiting for it.
+    """
+
+    def __init__(self, stream: Stream, wait: Wait) -> None:
+        self._stream, self._wait = stream, wait
+        self._now, self._asked = 0, False
+        self.waited_s = 0.0
+
+    def ask(self, value: int) -> None:
+        """Ask to be told when it has come so far."""
+        self._asked = self._now < value
+        if self._asked:
+            ask_progress(self._stream, value, self._wait)
+
+    def hear(self) -> int:
+        """Wait until it has come as far as was asked; returns how far it is."""
+        if self._asked:
+            start = time.perf_counter()
+            self._now = hear_progress(self._stream, self._wait)
+            self.waited_s += time.perf_counter() - start
+        return self._now
+
+
+def _ask(connection: NixlConnection, reads: BlockReads, wait: Wait) -> Valid:
+    """Ask for blocks; returns which may be read until :func:`_finish`."""
+    stream, payload = connection.stream, pack_request(reads, checksums=False)
+    stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
+    sent = _recv_bits(stream, len(reads), wait)
+    if reads.source_shard >= len(connection.bases):
+        raise BadFrameError("the peer lets a rank be read that it did not describe")
+    return sent
+
+
+def _finish(connection: NixlConnection, count: int, wait: Wait) -> Valid:
+    """Say that all has been read; returns which blocks were the same until then."""
+    connection.stream.send_all([pack_header(FrameKind.READ_DONE, 0)], wait, "reading blocks")
+    return _recv_bits(connection.stream, count, wait)
+
+
+def _batches(reads: BlockReads, local: Bytes, base: tuple[int, int]) -> Iterator[tuple[Rows, Rows]]:
+    """Cut reads into NIXL requests: rows of where to and where from, neighbours joined."""
+    block_bytes = local.shape[1]
+    address, remote_bytes = base
+    if reads.segments is None:
+        if remote_bytes != block_bytes:
+            raise InvalidRequestError(f"blocks of {remote_bytes} bytes into blocks of {block_bytes}", field="segments")
+        runs = merge_runs(reads.remote_ids, reads.local_ids)
+        to, source, sizes = runs[:, 0] * block_bytes, runs[:, 1] * block_bytes, runs[:, 2] * block_bytes
+    else:
+        segments = reads.segments
+        to = (reads.local_ids[:, None] * block_bytes + segments[:, 1]).reshape(-1)
+        source = (reads.remote_ids[:, None] * remote_bytes + segments[:, 0]).reshape(-1)
+        sizes = np.broadcast_to(segments[:, 2], (len(reads), len(segments))).reshape(-1)
+    to, source, sizes = _cut(to, source, sizes)
+    if len(sizes) == 0:
+        return
+    batch = (np.cumsum(sizes) - sizes) // BATCH_BYTES
+    edges = np.union1d(np.flatnonzero(np.diff(batch)) + 1, np.arange(0, len(sizes), BATCH_ROWS)).astype(np.int64)
+    for first, end in zip(edges.tolist(), [*edges[1:].tolist(), len(sizes)], strict=True):
+        part = slice(first, end)
+        yield _rows(to[part] + local.ctypes.data, sizes[part]), _rows(source[part] + address, sizes[part])
+
+
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _cut(to: _Numbers, source: _Numbers, sizes: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Cut rows longer than a batch."""
+    if len(sizes) == 0 or int(sizes.max()) <= BATCH_BYTES:
+        return to, source, sizes
+    pieces = -(-sizes // BATCH_BYTES)
+    of = np.repeat(np.arange(len(sizes)), pieces)
+    offsets = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * BATCH_BYTES
+    return to[of] + offsets, source[of] + offsets, np.minimum(BATCH_BYTES, sizes[of] - offsets)
+
+
+def _rows(addresses: _Numbers, sizes: _Numbers) -> Rows:
+    rows = np.zeros((len(sizes), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1] = addresses, sizes
+    return rows
+
+
+def _send_bits(stream: Stream, bits: Valid, limits: ServeLimits) -> None:
+    payload = pack_bits(bits)
+    wait = Wait(time.monotonic() + limits.frame_s)
+    stream.send_all([pack_header(FrameKind.BLOCKS, len(payload)), payload], wait, "answering a reader")
+
+
+def _recv_bits(stream: Stream, count: int, wait: Wait) -> Valid:
+    size = -(-count // 8)
+    _, length = recv_header(stream, {FrameKind.BLOCKS: size}, wait)
+    if length != size:
+        raise BadFrameError(f"{length} bytes came for the bits of {count} blocks")
+    return unpack_bits(stream.recv_exact(size, wait, "asking for blocks"), count)
+
+
+def _parse_arenas(arenas: object) -> tuple[tuple[int, int], ...]:
+    if not isinstance(arenas, list) or not 0 < len(arenas) <= _MAX_RANKS:
+        raise BadFrameError("the peer's arenas are malformed", field="arenas")
+    for arena in arenas:
+        right = isinstance(arena, list) and len(arena) == 2 and all(type(v) is int and 0 < v < 1 << 63 for v in arena)
+        if not right:
+            raise BadFrameError("the peer's arenas are malformed", field="arenas")
+    return tuple((int(address), int(size)) for address, size in arenas)

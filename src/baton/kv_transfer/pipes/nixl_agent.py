@@ -9,13 +9,13 @@ connection of theirs. Calls are taken one at a time.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import logging
-import mmap
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -38,6 +38,9 @@ MAX_PEERS = 256
 """Peers known at once, as far as they are not in use."""
 DRAIN_S = 2.0
 """How long a read that nobody waits for any more may take to end before it counts as stuck."""
+MAX_METADATA_BYTES = 64 << 10
+"""Bound on what a peer says about its memory; a machine with eight network cards needs a few KiB."""
+MAX_NAME = 64
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 _BACKEND = "UCX"
 _SPINS = 200
@@ -64,16 +67,6 @@ class Region:
     descriptors: Any
     stuck: list[Any] = field(default_factory=list)
 
-    @property
-    def memory(self) -> Bytes:
-        """The only memory, or the first."""
-        return self.memories[0]
-
-    @property
-    def address(self) -> int:
-        """Address of its first byte in this process."""
-        return int(self.memory.ctypes.data)
-
 
 class NixlAgent:
     """An agent with the UCX backend; thread safe. One per service is enough, and costs about half a second to make.
@@ -99,8 +92,6 @@ class NixlAgent:
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {}
         self._failed: set[str] = set()
-        self._spare: dict[int, list[Region]] = {}
-        self._kept: list[Region] = []
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent: Any = api.nixl_agent(self.name, config)
@@ -137,30 +128,12 @@ class NixlAgent:
                 raise ConfigError(f"NIXL cannot register {size} bytes: {error}", field="pipes") from error
         return Region(memories, metadata, descriptors)
 
-    def lend(self, size: int) -> Region:
-        """Return registered scratch memory of ``size`` bytes; :meth:`give_back` it."""
-        with self._lock:
-            spare = self._spare.get(size)
-            if spare:
-                return spare.pop()
-        return self.register(np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8))
-
-    def give_back(self, region: Region) -> None:
-        """End the use of scratch memory.
-
-        It stays registered for the next one who needs as much: so an address stands for one registration for good,
-        and what peers know of it never gets old.
-        """
-        with self._lock:
-            kept = self._kept if region.stuck else self._spare.setdefault(len(region.memory), [])
-            kept.append(region)
-
     def connect(self, name: str, metadata: bytes) -> None:
         """Get to know a peer's agent and a region of it; :meth:`disconnect` once per call.
 
         Args:
             name: Of the peer's agent.
-            metadata: Whole and undamaged (:func:`baton.kv_transfer.pipes.nixl_about.parse_agent`): NIXL does not check.
+            metadata: Whole and undamaged (:func:`parse_agent`): NIXL does not check.
 
         Raises:
             BadFrameError: The metadata is not that of this agent, or NIXL has :attr:`refused` it.
@@ -242,14 +215,9 @@ class NixlAgent:
         """End the agent with all it has under way; harmless if repeated."""
         with self._lock:
             agent, self._agent = self._agent, None
-            for region in self._kept:
-                for handle in region.stuck:
-                    self._try(handle.release)
             for name in list(self._peers):
                 self._try(lambda name=name: agent.remove_remote_agent(name))
             self._peers.clear()
-            self._spare.clear()
-            self._kept.clear()
 
     def _start(self, peer: str, rows: tuple[Rows, Rows]) -> tuple[Any, str]:
         with self._lock:
@@ -338,6 +306,43 @@ def attend(agent: NixlAgent, line: Stream, wait: Wait, what: str) -> None:
     while not line.readable_within(_ATTEND_S):
         agent.progress()
         wait.check(what)
+
+
+def describe_agent(name: str, metadata: bytes) -> dict[str, Any]:
+    """Return the JSON-ready fields that tell a peer of an agent: its name, NIXL's metadata, and a digest of both.
+
+    NIXL does not check what it loads. Of metadata that was cut short it keeps half, so that the whole of it is refused
+    afterwards, or it takes the process down; so nothing gets there whose digest is not right.
+
+    Args:
+        name: The agent's.
+        metadata: Of the region that the peer may read.
+    """
+    return {"agent": name, "metadata": metadata.hex(), "digest": _digest(name, metadata)}
+
+
+def parse_agent(fields: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Read what a peer said of its agent: its name and metadata.
+
+    Raises:
+        BadFrameError: A field is missing, malformed or too long, or this is not what the peer made a digest of.
+    """
+    name, text, digest = fields.get("agent"), fields.get("metadata"), fields.get("digest")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isascii():
+        raise BadFrameError("the peer's agent name is malformed", field="agent")
+    if not isinstance(text, str) or not 0 < len(text) <= 2 * MAX_METADATA_BYTES:
+        raise BadFrameError("the peer's NIXL metadata is missing or too long", field="metadata")
+    try:
+        metadata = bytes.fromhex(text)
+    except ValueError as error:
+        raise BadFrameError("the peer's NIXL metadata is malformed", field="metadata") from error
+    if digest != _digest(name, metadata):
+        raise BadFrameError("the peer's NIXL metadata is not what it made a digest of", field="metadata")
+    return name, metadata
+
+
+def _digest(name: str, metadata: bytes) -> str:
+    return hashlib.sha256(b"%d %s %s" % (len(name), name.encode(), metadata)).hexdigest()
 
 
 def _import_nixl() -> ModuleType:

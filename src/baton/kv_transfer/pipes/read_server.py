@@ -11,7 +11,6 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.copy.block_copy import fence
 from baton.kv_transfer.copy.socket_mover import SpanMover
+from baton.kv_transfer.pipes.options import ServeLimits
 from baton.kv_transfer.pipes.pool import WORD
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header, send_error
@@ -49,20 +49,6 @@ _SHORT_TICK_S, _SHORT_TICKS = 1e-3, 64
 medium's buffers full."""
 _UNPACED = b"reno"
 """Congestion control that every Linux has and lets everybody choose."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServeLimits:
-    """How long a server waits for its peer, in seconds.
-
-    Attributes:
-        frame_s: For the rest of a frame once its first byte is there, and for a peer that takes none of what it
-            asked for.
-        idle_s: For the next request.
-    """
-
-    frame_s: float = 30.0
-    idle_s: float = 300.0
 
 
 Answer = Callable[[BlockReads, bool], None]

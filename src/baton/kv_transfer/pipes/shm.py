@@ -1,213 +1,248 @@
-"""Message pipes over shared memory: per direction a ring in a sealed memfd, and a socket that says how far it is.
+"""One-sided reads over shared memory: map the peer's arenas once, then a read is one copy from pool to pool.
 
-The sender copies into the ring and rings a doorbell (bytes written, u64) on the socket; the receiver copies out and
-sends credit (bytes freed, u64) back. The socket orders memory, blocks, and tells of the peer's death; rings and sockets
-are passed as descriptors over an abstract Unix socket, so nothing has a name and nothing is left after SIGKILL.
+The peer passes a read-only descriptor of each of its ranks' arenas (sealed memfds) over an abstract Unix socket that
+then stays open: its end tells of the peer's death at once. Nothing has a name in a file system, so nothing is left
+after SIGKILL.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import secrets
 import socket
-import time
+import struct
+import threading
+from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
-from baton.errors import BatonError, InvalidRequestError, PipeClosedError
-from baton.kv_transfer.pipes.base import MAX_MESSAGE_BYTES, PipeListener
-from baton.kv_transfer.pipes.ring import MAX_RING_BYTES, MIN_RING_BYTES, Ring, RingReceiver, RingSender
-from baton.kv_transfer.pipes.shm_read import (
-    recv_descriptors,
-    require_same_user,
-    send_descriptors,
-    shm_address,
-    shm_obstacle,
-)
-from baton.kv_transfer.pipes.stream import StreamPipe
-from baton.kv_transfer.pipes.tcp import HANDSHAKE_S, accept_stream, close_listener, greet
-from baton.kv_transfer.protocol.deadline import Flag, Wait
+from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, UnauthenticatedError
+from baton.kv_cache.arena import HostArena
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
+from baton.kv_transfer.copy.block_copy import BlockCopier, Line
+from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
+from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, SocketPipeServer
+from baton.kv_transfer.pipes.options import PipeOptions, Served
+from baton.kv_transfer.protocol.connect import connect_unix
+from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
-from baton.kv_transfer.protocol.handshake import PURPOSE_MESSAGES, greet_as_client
-from baton.kv_transfer.protocol.sockets import Stream, connect_unix
+from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import BlockReads, Bytes, Valid
 
-RING_BYTES = 8 << 20
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
-
-class SharedRing(Ring):
-    """A ring in memory that both processes map."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        super().__init__(np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8))
-
-    @classmethod
-    def create(cls, size: int) -> tuple[SharedRing, int]:
-        """Make a ring and a file descriptor of its memory, which the caller closes.
-
-        Raises:
-            InvalidRequestError: The size is out of bounds.
-        """
-        if not MIN_RING_BYTES <= size <= MAX_RING_BYTES:
-            raise InvalidRequestError(
-                f"a ring has {MIN_RING_BYTES} to {MAX_RING_BYTES} bytes, not {size}", field="ring_bytes"
-            )
-        fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return cls(fd, size), fd
-
-    @classmethod
-    def attach(cls, fd: int) -> SharedRing:
-        """Map a ring that a peer passed.
-
-        Raises:
-            BadFrameError: It is no sealed memory of a size within bounds.
-        """
-        try:
-            size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise BadFrameError("the peer passed something that is no ring") from error
-        if seals & _SEALS != _SEALS or not MIN_RING_BYTES <= size <= MAX_RING_BYTES:
-            raise BadFrameError(f"the peer passed a ring of {size} bytes, or one that is not sealed")
-        return cls(fd, size)
+MAX_DESCRIPTORS = 253
+"""File descriptors that Linux passes with one message."""
 
 
-class ShmPipe(StreamPipe):
-    """A pipe over two rings."""
+class ShmReadPipe(CastingReadPipe):
+    """Reads another instance's arenas on the same host."""
 
     kind: ClassVar[str] = "shm"
+    group_bytes: ClassVar[int] = 0
+
+    def __init__(self, stream: Stream, shards: KVShards, copier: BlockCopier) -> None:
+        self._stream = stream
+        self._peer: _Peer | None = _Peer(shards, copier, Line(stream))
 
     @classmethod
-    def connect(
-        cls,
-        address: str,
-        *,
-        deadline: float,
-        token: str | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        ring_bytes: int = RING_BYTES,
-    ) -> ShmPipe:
-        """Connect to a :class:`ShmPipeListener`; this side makes the rings.
-
-        Raises:
-            PipeClosedError: Another host, or nobody there.
-            UnauthenticatedError: Another user without a token, or the tokens differ.
-            DeadlineError: It took too long.
-        """
-        reason, name = shm_obstacle(address)
-        if reason:
-            raise PipeClosedError(reason)
-        wait = Wait(deadline)
-        control = connect_unix(name, wait)
+    def connect(cls, address: str, facts: Facts, token: str | None, copier: BlockCopier, wait: Wait) -> ShmReadPipe:
+        """Connect to a :class:`ShmServer`; errors are those of :meth:`PipeKind.connect`."""
+        stream = connect_unix(_socket_name(address), wait)
         try:
-            require_same_user(control, token)
-            greet_as_client(control, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
-            return cls._offer_rings(control, ring_bytes, max_message_bytes)
-        finally:
-            control.close()
-
-    @classmethod
-    def _offer_rings(cls, control: Stream, ring_bytes: int, max_message_bytes: int) -> ShmPipe:
-        passed: list[int] = []
-        doorbells: list[Stream] = []
-        rings: list[SharedRing] = []
-        try:
-            for _ in range(2):
-                ring, fd = SharedRing.create(ring_bytes)
-                mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-                rings.append(ring)
-                doorbells.append(Stream(mine, peer=control.peer))
-                passed += [fd, theirs.detach()]
-            send_descriptors(control, passed)
+            require_same_user(stream, token)
+            theirs = greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
+            assert theirs is not None
+            num_ranks = theirs.tp_size * theirs.pp_size
+            if num_ranks > MAX_DESCRIPTORS:
+                raise PipeClosedError(f"{num_ranks} ranks are more than one message passes descriptors of")
+            shards = _attach_all(recv_descriptors(stream, num_ranks, wait), theirs, facts)
+            return cls(stream, shards, copier)
         except BaseException:
-            for stream in doorbells:
-                stream.close()
+            stream.close()
             raise
-        finally:
-            for fd in passed:
-                os.close(fd)
-        out, back = RingSender(rings[0], doorbells[0]), RingReceiver(rings[1], doorbells[1])
-        return cls(out, back, max_message_bytes=max_message_bytes)
 
-    @classmethod
-    def take_rings(cls, control: Stream, wait: Wait, *, max_message_bytes: int) -> ShmPipe:
-        """Take the rings that a connecting peer made.
+    def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Copy blocks; see :meth:`ReadPipe.read`."""
+        peer = self._peer
+        if peer is None:
+            raise PipeClosedError("the pipe was closed")
+        return peer.readers[reads.source_shard].read(local, reads, wait)
 
-        Raises:
-            BadFrameError: They are none.
-        """
-        fds = recv_descriptors(control, 4, wait)
-        doorbells: list[Stream] = []
-        try:
-            incoming, outgoing = SharedRing.attach(fds[0]), SharedRing.attach(fds[2])
-            for fd in (fds[1], fds[3]):
-                doorbells.append(Stream(_unix_socket(fd), peer=control.peer))
-        except BaseException:
-            for stream in doorbells:
-                stream.close()
-            raise
-        finally:
-            for fd in fds:
-                os.close(fd)
-        return cls(
-            RingSender(outgoing, doorbells[1]),
-            RingReceiver(incoming, doorbells[0]),
-            max_message_bytes=max_message_bytes,
-        )
+    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
+        peer = self._peer
+        if peer is None:
+            raise PipeClosedError("the pipe was closed")
+        remote = peer.shards.arenas[reads.source_shard].blocks
+        cast = caster.read(local, remote, peer.shards.primary.generations, reads, wait)
+        if not peer.readers[0].holds():
+            raise PipeClosedError(f"{self._stream.peer} went away during a read: its lease on the blocks is over")
+        return cast
 
-
-class ShmPipeListener(PipeListener):
-    """Listens for message pipes from the same host.
-
-    Args:
-        token: Shared token; without one, only the same user may connect.
-        max_message_bytes: Bound on the messages of its pipes.
-    """
-
-    kind: ClassVar[str] = "shm"
-
-    def __init__(self, *, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._token, self._max = token, max_message_bytes
-        name = f"baton-pipe-{secrets.token_hex(12)}"
-        self.address = shm_address(name)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("\0" + name)
-        self._socket.listen()
-
-    def accept(self, *, deadline: float, cancelled: Flag | None = None) -> ShmPipe:
-        """Return the next pipe; see :meth:`PipeListener.accept`."""
+    def wait_ready(self, value: int, wait: Wait) -> int:
+        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
         while True:
-            control = accept_stream(self._socket, Wait(deadline, cancelled), "shm peer")
-            wait = Wait(min(deadline, time.monotonic() + HANDSHAKE_S), cancelled)
-            try:
-                require_same_user(control, self._token)
-                if greet(control, self._token, wait):
-                    return ShmPipe.take_rings(control, wait, max_message_bytes=self._max)
-            except BatonError:
-                Wait(deadline, cancelled).check("waiting for a pipe")  # ours is over; else the peer's was
-            finally:
-                control.close()
+            peer = self._peer
+            if peer is None or not peer.readers[0].holds():
+                raise PipeClosedError(f"{self._stream.peer} is gone")
+            if (now := peer.shards.primary.progress.wait(value, TICK_S)) >= value:
+                return now
+            wait.check("waiting for the computation")
+
+    def alive(self) -> bool:
+        """Whether the peer is there; never blocks."""
+        peer = self._peer
+        return peer is not None and peer.readers[0].holds()
 
     def close(self) -> None:
-        """Stop listening."""
-        close_listener(self._socket)
+        """Close; the mappings go when the last read under way has ended."""
+        self._stream.close()
+        self._peer = None
 
 
-def _unix_socket(fd: int) -> socket.socket:
-    """Own a copy of a passed socket.
+class _Peer:
+    """What is mapped of the peer; it goes with the last call that uses it."""
+
+    def __init__(self, shards: KVShards, copier: BlockCopier, line: Line) -> None:
+        self.shards = shards
+        generations = shards.primary.generations
+        self.readers = [copier.reader(arena.blocks, generations, line) for arena in shards.arenas]
+
+
+class ShmServer(SocketPipeServer):
+    """Passes the arenas' descriptors to readers, and holds the line."""
+
+    def __init__(self, served: Served, options: PipeOptions) -> None:
+        self._token = options.token
+        self._lock = threading.Lock()
+        self._fds: list[int] | None = [arena.open_read_only() for arena in served.shards.arenas]
+        name = f"baton-kv-{secrets.token_hex(12)}"
+        # Host (boot id), user and name, so that others see that it isn't for them.
+        self.address = f"{_boot_id()}/{os.geteuid()}/{name}"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind("\0" + name)
+
+    def admit(self, stream: Stream, wait: Wait) -> Stream:
+        """Refuse other users, unless a token decides."""
+        require_same_user(stream, self._token)
+        return stream
+
+    def serve(self, stream: Stream, wait: Wait) -> None:
+        """Pass the descriptors; see :meth:`SocketPipeServer.serve`."""
+        with self._lock:
+            if self._fds is None:
+                raise PipeClosedError("the block server was closed")
+            send_descriptors(stream, self._fds)
+        stream.wait_readable(Wait(), "holding a reader's line")  # its end, or a word out of turn: over
+
+    def close(self) -> None:
+        """Close the socket and this end's descriptors."""
+        super().close()
+        with self._lock:
+            fds, self._fds = self._fds, None
+        for fd in fds or ():
+            os.close(fd)
+
+
+class ShmKind(PipeKind):
+    """Pipes over shared memory."""
+
+    name: ClassVar[str] = "shm"
+
+    def __init__(self, options: PipeOptions) -> None:
+        super().__init__(options)
+        self._copier = BlockCopier()
+
+    def connect(self, address: str, facts: Facts, wait: Wait) -> ShmReadPipe:
+        """Open a pipe; see :meth:`PipeKind.connect`."""
+        return ShmReadPipe.connect(address, facts, self.options.token, self._copier, wait)
+
+    def listen(self, served: Served) -> ShmServer:
+        """Begin to serve; see :meth:`PipeKind.listen`."""
+        return ShmServer(served, self.options)
+
+
+def require_same_user(stream: Stream, token: str | None) -> None:
+    """Refuse a peer of another user on this host, unless a token decides.
 
     Raises:
-        BadFrameError: It is none.
+        UnauthenticatedError: The peer runs as another user.
     """
+    packed = stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid = struct.unpack("3i", packed)[1]
+    if token is None and uid != os.geteuid():
+        raise UnauthenticatedError(f"the peer runs as user {uid}, this side as {os.geteuid()}, and there is no token")
+
+
+def send_descriptors(stream: Stream, fds: list[int]) -> None:
+    """Pass file descriptors with one byte."""
     try:
-        sock = socket.socket(fileno=os.dup(fd))
+        socket.send_fds(stream.sock, [b"F"], fds)
     except OSError as error:
-        raise BadFrameError("the peer passed something that is no socket") from error
-    if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
-        sock.close()
-        raise BadFrameError("the peer passed a socket of another kind")
-    return sock
+        raise PipeClosedError(f"{stream.peer} hung up: {error.strerror or error}") from error
+
+
+def recv_descriptors(stream: Stream, count: int, wait: Wait) -> list[int]:
+    """Receive exactly ``count`` file descriptors.
+
+    Raises:
+        PipeClosedError: The peer is gone.
+        BadFrameError: It passed something else.
+    """
+    stream.wait_readable(wait, "waiting for a file descriptor")
+    try:
+        data, fds, _, _ = socket.recv_fds(stream.sock, 1, count + 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise PipeClosedError(f"{stream.peer} hung up: {error.strerror or error}") from error
+    if data == b"F" and len(fds) == count:
+        return fds
+    for fd in fds:
+        os.close(fd)
+    if not data:
+        raise PipeClosedError(f"{stream.peer} hung up in the handshake")
+    raise BadFrameError(f"the peer passed {len(fds)} file descriptors for {count}")
+
+
+def _attach_all(fds: list[int], theirs: Fingerprint, facts: Facts) -> KVShards:
+    arenas: list[HostArena] = []
+    try:
+        for spec, fd in zip(shard_specs(theirs.tp_size, theirs.pp_size), fds, strict=True):
+            block_bytes = shard_layout(theirs.geometry, spec, theirs.block_size).block_bytes
+            arenas.append(_attach(fd, facts.num_blocks, block_bytes))
+    finally:
+        for fd in fds[len(arenas) :]:
+            os.close(fd)
+    if arenas[0].epoch != facts.epoch:
+        raise BadFrameError("the arena passed has another epoch than announced", field="epoch")
+    return KVShards(arenas)
+
+
+def _attach(fd: int, num_blocks: int, block_bytes: int) -> HostArena:
+    """Map an arena; its descriptor is closed where that succeeds, the mapping keeps the memory."""
+    try:
+        arena = HostArena.attach(fd)
+    except (ConfigError, OSError, ValueError) as error:
+        raise BadFrameError(f"the peer passed something that is no arena: {error}") from error
+    for name, expected in (("num_blocks", num_blocks), ("block_bytes", block_bytes)):
+        if getattr(arena, name) != expected:
+            raise FingerprintMismatchError(f"the arena passed has another {name} than announced", field=name)
+    arena.close()
+    return arena
+
+
+def _socket_name(address: str) -> str:
+    """Return the name of an address's socket.
+
+    Raises:
+        PipeClosedError: It cannot be reached from here.
+    """
+    parts = address.split("/")
+    if len(parts) != 3:
+        raise PipeClosedError(f"{address!r} is not a shared-memory address")
+    if parts[0] != _boot_id():
+        raise PipeClosedError("shared memory of another host")
+    return parts[2]
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

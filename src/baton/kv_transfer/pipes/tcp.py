@@ -1,159 +1,377 @@
-"""Message pipes over TCP."""
+"""One-sided reads over TCP: a server thread per connection sends blocks out of the arenas (``read_server``).
+
+Requests and answers are those of ``baton.kv_transfer.protocol.read_wire``, and::
+
+    WAIT      value u64        wait until the source's progress has reached the value
+    PROGRESS  progress u64     it has
+
+No byte is copied in Python on either side: ``sendmsg`` takes views of the source arena, ``recvmsg_into`` fills views of
+the target arena.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
-import socket
-import time
-from collections.abc import Sequence
-from typing import ClassVar
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
-from baton.errors import BatonError, PipeClosedError
-from baton.kv_transfer.pipes.base import MAX_MESSAGE_BYTES, PipeListener
-from baton.kv_transfer.pipes.stream import ByteChannel, StreamPipe
-from baton.kv_transfer.protocol.addresses import bind_tcp, join_address
-from baton.kv_transfer.protocol.deadline import Flag, Wait
-from baton.kv_transfer.protocol.frames import send_error
-from baton.kv_transfer.protocol.handshake import PURPOSE_MESSAGES, greet_as_client, greet_as_server
-from baton.kv_transfer.protocol.sockets import Buffer, Stream, connect_tcp
+import numpy as np
+
+from baton.errors import ConfigError, InternalError, InvalidRequestError
+from baton.kv_transfer.copy.socket_mover import SpanMover
+from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeKind, SocketPipeServer
+from baton.kv_transfer.pipes.options import PipeOptions, Served, TcpOptions
+from baton.kv_transfer.pipes.pool import PooledReadPipe
+from baton.kv_transfer.pipes.read_server import serve_reads
+from baton.kv_transfer.protocol.connect import bind_tcp, connect_tcp, join_address, split_address
+from baton.kv_transfer.protocol.deadline import EitherFlag, Wait, run_together
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header
+from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
+from baton.kv_transfer.protocol.read_wire import (
+    Checksums,
+    checksums_of,
+    pack_request,
+    parse_tail,
+    step_sizes,
+    tail_bytes,
+    target_spans,
+    target_views,
+    unpack_bits,
+)
+from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.protocol.tls_stream import tls_from, tls_to
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
+from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
-HANDSHAKE_S = 5.0
+T = TypeVar("T")
+_ASKED_BYTES = 32 << 10
+"""Bytes of requests from which on no more are made ahead: they lie in the peer's buffer while it sends."""
 
 
-class SocketChannel(ByteChannel):
-    """Both directions of a stream socket."""
+RecvData = Callable[[Sequence[memoryview], Wait], None]
+"""Receives an answer's blocks."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
 
-    def send(self, buffers: Sequence[Buffer], wait: Wait) -> None:
-        """Send all of the buffers."""
-        self._stream.send_all(buffers, wait, "sending a message")
+@dataclass(frozen=True, slots=True, eq=False)
+class TcpConnection:
+    """One TCP connection to a block server."""
 
-    def recv(self, views: Sequence[memoryview], wait: Wait) -> None:
-        """Fill all of the views."""
-        self._stream.recv_into(views, wait, "receiving a message")
-
-    def wait_readable(self, wait: Wait) -> None:
-        """Block until a byte is there, or the peer's end."""
-        self._stream.wait_readable(wait, "waiting for a message")
-
-    def wait_writable(self, wait: Wait) -> None:
-        """Block until the socket takes bytes."""
-        self._stream.wait_writable(wait, "waiting to send")
+    stream: Stream
 
     def close(self) -> None:
-        """Close the socket."""
-        self._stream.close()
+        """Hang up."""
+        self.stream.close()
 
 
-class TcpPipe(StreamPipe):
-    """A pipe over one TCP connection."""
+class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
+    """Reads a peer's blocks over a small pool of connections.
+
+    Args:
+        dial: Opens one more connection, handshake included.
+        options: How reads are split and checked.
+        max_streams: Connections open at once; further reads wait for one.
+    """
 
     kind: ClassVar[str] = "tcp"
 
-    def __init__(self, stream: Stream, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        channel = SocketChannel(stream)
-        super().__init__(channel, channel, max_message_bytes=max_message_bytes)
+    def __init__(self, dial: Callable[[Wait], TcpConnection], options: TcpOptions, *, max_streams: int = 16) -> None:
+        streams = options.streams
+        super().__init__(dial, max_connections=max(streams, max_streams))
+        self._options = options
+        self._pool = ThreadPoolExecutor(self._max_connections, "baton-tcp-read") if streams > 1 else None
 
     @classmethod
     def connect(
-        cls, address: str, *, deadline: float, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES
-    ) -> TcpPipe:
-        """Connect to a :class:`TcpPipeListener`.
-
-        Raises:
-            PipeClosedError: Nobody there.
-            UnauthenticatedError: The tokens differ.
-            DeadlineError: It took too long.
-        """
-        wait = Wait(deadline)
-        stream = connect_tcp(address, wait)
-        try:
-            greet_as_client(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
-        except BaseException:
-            stream.close()
-            raise
-        return cls(stream, max_message_bytes=max_message_bytes)
-
-
-class TcpPipeListener(PipeListener):
-    """Listens for message pipes.
-
-    Args:
-        host: Address to bind.
-        port: 0: any free one.
-        token: Shared token.
-        max_message_bytes: Bound on the messages of its pipes.
-
-    Raises:
-        ConfigError: No token off loopback, or the address cannot be bound.
-    """
-
-    kind: ClassVar[str] = "tcp"
-
-    def __init__(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        cls,
+        address: str,
+        facts: Facts,
+        token: str | None,
+        wait: Wait,
+        options: TcpOptions | None = None,
         *,
-        token: str | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-    ) -> None:
-        self._token, self._max = token, max_message_bytes
-        self._socket = bind_tcp(host, port, token)
-        self.address = join_address(host, self._socket.getsockname()[1])
-        self._socket.listen()
+        tls: Tls | None = None,
+    ) -> TcpReadPipe:
+        """Connect to a :class:`TcpServer`, over TLS with certificates; the first connection is made at once.
 
-    def accept(self, *, deadline: float, cancelled: Flag | None = None) -> TcpPipe:
-        """Return the next pipe; see :meth:`PipeListener.accept`."""
-        while True:
-            stream = accept_stream(self._socket, Wait(deadline, cancelled), "tcp peer")
-            wait = Wait(min(deadline, time.monotonic() + HANDSHAKE_S), cancelled)
-            if greet(stream, self._token, wait):
-                return TcpPipe(stream, max_message_bytes=self._max)
+        Errors are those of :meth:`PipeKind.connect`.
+        """
+
+        def dial(wait: Wait) -> TcpConnection:
+            return TcpConnection(dial_reader(address, facts, token, wait, tls=tls))
+
+        pipe = (cls if tls is None else TlsReadPipe)(dial, options or TcpOptions())
+        pipe.open_first(wait)
+        return pipe
+
+    def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Copy blocks; see :meth:`ReadPipe.read`."""
+        size = len(reads) * reads.bytes_per_block(local.shape[1])
+        parts = self._num_shares(self._streams_of_read(), len(reads), size)
+        if parts == 1:
+            return super().read(reads, local, wait)
+        read = super().read
+        shares = _shares(reads, parts)
+        return np.concatenate(self._together(lambda i, each: read(shares[i], local, each), parts, wait))
+
+    def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
+        """Ask for several reads ahead; see :meth:`FollowingReadPipe.follow`."""
+        most = max((len(each.reads) for each in reads), default=0)
+        if most > MAX_BLOCKS_PER_READ:
+            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
+        size = sum(len(each.reads) * each.reads.bytes_per_block(each.local.shape[1]) for each in reads)
+        parts = self._num_shares(self._streams_of_chunk(), most, size)
+        if parts == 1:
+            return self._follow(reads, wait, 1)
+        cut = [[LayerRead(share, each.local) for share in _shares(each.reads, parts)] for each in reads]
+        came = self._together(lambda i, wait: self._follow([shares[i] for shares in cut], wait, parts), parts, wait)
+        valid = [np.concatenate(each) for each in zip(*(share for share, _ in came), strict=True)]
+        return valid, max(waited_s for _, waited_s in came)
+
+    def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Read over one connection; see :meth:`PooledReadPipe.request`."""
+        return request_blocks(connection.stream, reads, local, wait, options=self._options)
+
+    def _streams_of_read(self) -> int:
+        """Connections for a read in one go."""
+        options = self._options
+        return min(options.streams, options.streams_on_host) if self._stays_on_host() else options.streams
+
+    def _stays_on_host(self) -> bool:
+        with self._changed:
+            connection = next(iter(self._open), None)
+        return connection is not None and connection.stream.stays_on_host
+
+    def _streams_of_chunk(self) -> int:
+        """Connections for a chunk that is followed: a chunk that cannot keep pace still travels when the next begins.
+
+        Between hosts half of them. On one host the two ends compete for its processors, and each connection more costs
+        processor time for every layer, so chunks get a quarter: as many chunks travel at once as fetches are made.
+        """
+        return self._options.streams // (4 if self._stays_on_host() else 2)
+
+    def _follow(self, reads: Sequence[LayerRead], wait: Wait, parts: int) -> tuple[list[Valid], float]:
+        """Follow over one connection of so many that share the reads."""
+        connection = self._take(wait)
+        stream, valid, waited_s = connection.stream, list[Valid](), 0.0
+        ahead: deque[tuple[LayerRead, int]] = deque()
+        coming, under_way = iter(reads), 0
+        try:
+            while True:
+                while (not ahead or under_way < _ASKED_BYTES) and (each := next(coming, None)) is not None:
+                    ahead.append((each, _ask(stream, each.reads, wait, self._options.checksums, parts)))
+                    under_way += ahead[-1][1]
+                if not ahead:
+                    break
+                each, size = ahead.popleft()
+                answer = _Answer(stream, each.reads, each.local, self._options)
+                valid.append(answer.receive(wait))
+                waited_s += answer.waited_s
+                under_way -= size
+        except BaseException:
+            self._drop(connection)  # answers may be under way
+            raise
+        self._give(connection)
+        return valid, waited_s
+
+    def _num_shares(self, most: int, num_blocks: int, num_bytes: int) -> int:
+        """Connections that are worth their while."""
+        return max(1, min(most, num_blocks, num_bytes // self._options.share_bytes))
+
+    def _together(self, one: Callable[[int, Wait], T], parts: int, wait: Wait) -> list[T]:
+        """Do each connection's share."""
+        if self._pool is None:
+            raise InternalError("a read over several connections without threads for them")
+        siblings = EitherFlag(wait.cancelled)
+        each = Wait(wait.deadline, siblings)
+        others = [self._pool.submit(one, i, each) for i in range(1, parts)]
+        return run_together(lambda: one(0, each), others, siblings)
 
     def close(self) -> None:
-        """Stop listening."""
-        close_listener(self._socket)
+        """Close every connection."""
+        super().close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
 
 
-def greet(stream: Stream, token: str | None, wait: Wait) -> bool:
-    """Shake hands with a new peer; ``False``: it was sent away."""
-    try:
-        greet_as_server(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
-    except BatonError as error:
-        log.warning("%s was sent away: %s", stream.peer, str(error))
-        with contextlib.suppress(BatonError):  # it may not even listen
-            send_error(stream, error, Wait(time.monotonic() + 1.0))
-        stream.close()
-        return False
-    return True
+class TlsReadPipe(TcpReadPipe):
+    """The same over TLS."""
+
+    kind: ClassVar[str] = "tls"
 
 
-def accept_stream(listener: socket.socket, wait: Wait, peer: str) -> Stream:
-    """Accept a connection.
+class TcpServer(SocketPipeServer):
+    """Serves reads on a TCP port; with ``safe`` peers prove who they are by certificates, and no token is needed."""
+
+    def __init__(self, served: Served, options: PipeOptions, *, safe: bool = False) -> None:
+        self._served = served
+        self.listener = bind_tcp(served.host, served.port, options.token, safe=safe)
+        self.address = join_address(served.advertise_host or served.host, self.listener.getsockname()[1])
+
+    def serve(self, stream: Stream, wait: Wait) -> None:
+        """Send blocks; see :meth:`SocketPipeServer.serve`."""
+        serve_reads(stream, self._served.shards, self._served.limits)
+
+
+class TlsServer(TcpServer):
+    """The same over TLS."""
+
+    def __init__(self, served: Served, options: PipeOptions, tls: Tls) -> None:
+        super().__init__(served, options, safe=True)
+        self._tls = tls
+
+    def admit(self, stream: Stream, wait: Wait) -> Stream:
+        """Encrypt the connection."""
+        return tls_from(stream, self._tls, wait)
+
+
+class TcpKind(PipeKind):
+    """Pipes over TCP."""
+
+    name: ClassVar[str] = "tcp"
+
+    @classmethod
+    def suits(cls, options: PipeOptions) -> bool:
+        """Whether KV may travel in the clear."""
+        return options.tls is None
+
+    def connect(self, address: str, facts: Facts, wait: Wait) -> TcpReadPipe:
+        """Open a pipe; see :meth:`PipeKind.connect`."""
+        return TcpReadPipe.connect(address, facts, self.options.token, wait, self.options.tcp)
+
+    def listen(self, served: Served) -> TcpServer:
+        """Begin to serve; see :meth:`PipeKind.listen`."""
+        return TcpServer(served, self.options)
+
+
+class TlsKind(PipeKind):
+    """Pipes over TLS."""
+
+    name: ClassVar[str] = "tls"
+
+    def __init__(self, options: PipeOptions) -> None:
+        super().__init__(options)
+        if options.tls is None:
+            raise ConfigError(self.obstacle(options), field="pipes")
+        self._tls = options.tls
+
+    @classmethod
+    def obstacle(cls, options: PipeOptions) -> str:
+        """Certificates are needed."""
+        return "the tls pipe needs --tls-cert, and no --clear-kv" if options.tls is None else ""
+
+    def connect(self, address: str, facts: Facts, wait: Wait) -> TcpReadPipe:
+        """Open a pipe; see :meth:`PipeKind.connect`."""
+        return TcpReadPipe.connect(address, facts, self.options.token, wait, self.options.tcp, tls=self._tls)
+
+    def listen(self, served: Served) -> TlsServer:
+        """Begin to serve; see :meth:`PipeKind.listen`."""
+        return TlsServer(served, self.options, self._tls)
+
+
+def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait, *, tls: Tls | None = None) -> Stream:
+    """Connect to a block server's endpoint that listens on TCP, and shake hands; with certificates over TLS first.
 
     Raises:
-        DeadlineError, CancelledError: As their names say.
-        PipeClosedError: The listener was closed.
+        PipeClosedError: Nobody there.
+        UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
     """
-    while True:
-        try:
-            listener.settimeout(wait.nap())
-            return Stream(listener.accept()[0], peer=peer)
-        except TimeoutError:
-            wait.check("waiting for a pipe")
-        except BlockingIOError:  # a time-out of 0
-            wait.check("waiting for a pipe")
-        except OSError as error:
-            raise PipeClosedError(f"the listener was closed ({error.strerror or error})") from error
+    stream = connect_tcp(address, wait)
+    if tls is not None:
+        stream = tls_to(stream, tls, split_address(address)[0], wait)
+    try:
+        greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
-def close_listener(listener: socket.socket) -> None:
-    """Stop listening and wake whoever waits in ``accept``."""
-    with contextlib.suppress(OSError):  # not connected, says Linux, having woken them; or closed before
-        listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+def request_blocks(
+    stream: Stream,
+    reads: BlockReads,
+    local: Bytes,
+    wait: Wait,
+    *,
+    options: TcpOptions,
+    recv: RecvData | None = None,
+) -> Valid:
+    """Ask for blocks on one connection and receive them; at most ``MAX_BLOCKS_PER_READ``.
+
+    ``recv``: another way for the blocks than the stream.
+    """
+    _ask(stream, reads, wait, options.checksums, options.streams)
+    return _Answer(stream, reads, local, options).receive(wait, recv)
+
+
+def _shares(reads: BlockReads, parts: int) -> list[BlockReads]:
+    edges = [len(reads) * i // parts for i in range(parts + 1)]
+    return [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
+
+
+def _ask(stream: Stream, reads: BlockReads, wait: Wait, checksums: bool, streams: int) -> int:
+    """Send a request; returns its size in bytes."""
+    payload = pack_request(reads, checksums=checksums, streams=streams)
+    stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
+    return len(payload)
+
+
+class _Answer:
+    """The answer to a request.
+
+    Attributes:
+        waited_s: Seconds that the source says it waited for its computation.
+    """
+
+    def __init__(self, stream: Stream, reads: BlockReads, local: Bytes, options: TcpOptions) -> None:
+        self._stream, self._reads, self._local, self._options = stream, reads, local, options
+        self._steps = [segments for _, segments in reads.segments_by_step(local.shape[1])]
+        self.waited_s = 0.0
+
+    def receive(self, wait: Wait, recv: RecvData | None = None) -> Valid:
+        """Receive it; ``recv``: another way for the blocks than the stream. Returns which blocks are valid."""
+        stream, reads, checksums, count = self._stream, self._reads, self._options.checksums, len(self._reads)
+        each, bitmap = reads.bytes_per_block(self._local.shape[1]), -(-count // 8)
+        most = bitmap + count * each + tail_bytes(reads, count, checksums=checksums)
+        _, length = recv_header(stream, {FrameKind.BLOCKS: most}, wait)
+        sent_bits = stream.recv_exact(bitmap, wait, "receiving blocks")
+        sent = unpack_bits(sent_bits, count)
+        targets = reads.local_ids if sent.all() else reads.local_ids[sent]
+        rest = tail_bytes(reads, len(targets), checksums=checksums)
+        if length != bitmap + len(targets) * each + rest:
+            raise BadFrameError(f"{length} bytes came for {len(targets)} blocks")
+        found = self._receive_blocks(targets, wait, recv)
+        tail = parse_tail(reads, sent_bits, stream.recv_exact(rest, wait, "receiving blocks"), checksums=checksums)
+        self.waited_s = tail.waited_us / 1e6
+        valid = sent & tail.unchanged
+        if tail.sums is not None:
+            right = (tail.sums == found).reshape(len(self._steps), len(targets)).all(axis=0)
+            wrong = np.flatnonzero(sent)[~right]
+            damaged = wrong[valid[wrong]]  # blocks recycled meanwhile are known to be stale, and no fault of the way
+            if len(damaged):
+                log.error("%d of %d blocks from %s were damaged on their way", len(damaged), len(targets), stream.peer)
+                valid[damaged] = False
+        return valid
+
+    def _receive_blocks(self, targets: Ids, wait: Wait, recv: RecvData | None) -> Checksums | None:
+        """Fill the target's blocks; returns what their checksums are, step by step, if they are wanted."""
+        stream, local, checksums = self._stream, self._local, self._options.checksums
+        mover = SpanMover.load() if recv is None and not stream.encrypted else None
+        if mover is not None:
+            hasher = mover.hasher(np.repeat(step_sizes(self._steps), len(targets))) if checksums else None
+            mover.recv(stream, target_spans(local, targets, self._steps), wait, hasher)
+            if hasher is not None:
+                return hasher.sums
+        elif recv is None:
+            views = [view for segments in self._steps for view in target_views(local, targets, segments)]
+            stream.recv_into(views, wait, "receiving blocks")
+        else:
+            recv(target_views(local, targets, self._steps[0]), wait)
+        if not checksums:
+            return None
+        # Before the tail is there: the server hashes at the same time.
+        return np.concatenate([checksums_of(local, targets, each[:, 1], each[:, 2]) for each in self._steps])

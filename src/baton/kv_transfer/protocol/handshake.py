@@ -12,21 +12,27 @@ both sides show that they know it. Facts are compared only after the proof, and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
+import logging
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import FingerprintMismatchError, StaleBlockError, UnauthenticatedError
+from baton.errors import BatonError, FingerprintMismatchError, StaleBlockError, UnauthenticatedError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
 from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_control, send_control
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_control, send_control, send_error
 from baton.kv_transfer.protocol.sockets import Stream
 
+log = logging.getLogger(__name__)
+HANDSHAKE_S = 5.0
+"""Seconds a new peer has for its handshake."""
 NONCE_BYTES = 32
 PURPOSE_READ = "read"
 PURPOSE_MESSAGES = "messages"
@@ -125,6 +131,19 @@ def greet_as_server(stream: Stream, token: str | None, wait: Wait, *, purpose: s
         facts.require(hello, who="reader")
     answer = {"proof": _proof(token, b"server", challenge, theirs)}
     send_control(stream, FrameKind.WELCOME, answer | (facts.to_fields() if facts else {}), wait)
+
+
+def greet_or_refuse(stream: Stream, token: str | None, wait: Wait) -> bool:
+    """Shake hands with a new peer that wants to exchange messages; ``False``: it was sent away."""
+    try:
+        greet_as_server(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
+    except BatonError as error:
+        log.warning("%s was sent away: %s", stream.peer, str(error))
+        with contextlib.suppress(BatonError):  # it may not even listen
+            send_error(stream, error, Wait(time.monotonic() + 1.0))
+        stream.close()
+        return False
+    return True
 
 
 def fingerprint_from_fields(fields: object) -> Fingerprint:

@@ -7,19 +7,15 @@ The socket stays in blocking mode with kernel time-outs of one tick, because one
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
-import os
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from baton.errors import PipeClosedError
-from baton.kv_transfer.protocol.addresses import split_address
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 
 IOV_MAX = 512
@@ -111,22 +107,6 @@ class Stream:
             poller = select.poll()
             poller.register(self._sock, select.POLLIN)
             return bool(poller.poll(math.ceil(seconds * 1000)))
-
-    def spin_readable(self, seconds: float) -> bool:
-        """Whether bytes (or the peer's end) are there, or come within this time, without sleeping.
-
-        Other threads, and whoever else waits for this core, may go first.
-
-        Raises:
-            PipeClosedError: This side has closed the stream.
-        """
-        with self.in_use():
-            poller = select.poll()
-            poller.register(self._sock, select.POLLIN)
-            end = time.perf_counter() + seconds
-            while not poller.poll(0) and time.perf_counter() < end:
-                os.sched_yield()
-            return time.perf_counter() < end
 
     def _poll(self, event: int, wait: Wait, what: str) -> None:
         with self.in_use():
@@ -340,67 +320,3 @@ class _Cursor:
             count -= size
             at += 1
         self._at = at
-
-
-def connect_tcp(address: str, wait: Wait) -> Stream:
-    """Connect to ``host:port`` (IPv6 hosts in brackets).
-
-    Raises:
-        PipeClosedError: Nobody listens there.
-        DeadlineError: It took too long.
-    """
-    host, port = split_address(address)
-    wait.check(f"connecting to {address}")
-    reason = "it has no address"
-    try:
-        for family, kind, proto, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            sock = socket.socket(family, kind, proto)
-            try:
-                code = _connect(sock, target, wait)
-            except BaseException:
-                sock.close()
-                raise
-            if code == 0:
-                return Stream(sock, peer=address)
-            sock.close()
-            reason = os.strerror(code)
-    except OSError as error:
-        reason = str(error.strerror or error)
-    raise PipeClosedError(f"cannot connect to {address}: {reason}")
-
-
-def _connect(sock: socket.socket, target: Any, wait: Wait) -> int:
-    """Connect without blocking past the wait; returns the error number, 0 for success."""
-    sock.setblocking(False)
-    code = sock.connect_ex(target)
-    if code != errno.EINPROGRESS:
-        return code
-    poller = select.poll()
-    poller.register(sock, select.POLLOUT)
-    while True:
-        nap = wait.nap()
-        if poller.poll(None if nap is None else math.ceil(nap * 1000)):
-            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        wait.check("connecting")
-
-
-def connect_unix(name: str, wait: Wait) -> Stream:
-    """Connect to an abstract Unix socket (without its leading NUL).
-
-    Raises:
-        PipeClosedError: Nobody listens there.
-        DeadlineError: It took too long.
-    """
-    wait.check(f"connecting to @{name}")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(wait.remaining())
-        sock.connect("\0" + name)
-    except TimeoutError as error:
-        sock.close()
-        wait.check(f"connecting to @{name}")
-        raise PipeClosedError(f"@{name} did not answer") from error
-    except OSError as error:
-        sock.close()
-        raise PipeClosedError(f"cannot connect to @{name}: {error.strerror or error}") from error
-    return Stream(sock, peer=f"@{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
-from baton.kv_transfer.blocks import BlockSource, Endpoint
+from baton.kv_transfer.types import BlockSource, Endpoint
 from baton.rpc.convert import fingerprint_from_pb, fingerprint_to_pb
 from baton.types import Epoch, InstanceId
 

@@ -1,0 +1,70 @@
+"""Finds kinds of pipe by name, says what keeps one from working here, and what ``auto`` means on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from baton.config.pipes import AUTO, BUILT_IN, check_pipes, find_pipe
+from baton.errors import ConfigError
+from baton.kv_transfer.pipes.base import PipeKind
+from baton.kv_transfer.pipes.options import PipeOptions
+
+
+def load_kind(name: str) -> type[PipeKind]:
+    """Import a kind of pipe.
+
+    Raises:
+        ConfigError: There is none of that name, or it cannot be imported; says what it needs.
+    """
+    entry = find_pipe(name)
+    if entry is None:
+        raise ConfigError(f"there is no {name} pipe", field="pipes")
+    module, _, attribute = entry.target.partition(":")
+    try:
+        kind = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        needs = f"the {name} pipe needs {entry.needs}" if entry.needs else f"the {name} pipe cannot be imported"
+        raise ConfigError(f"{needs} ({error})", field="pipes") from error
+    if not (isinstance(kind, type) and issubclass(kind, PipeKind)):
+        raise ConfigError(f"{entry.target} is no kind of pipe", field="pipes")
+    return kind
+
+
+def obstacle(name: str, options: PipeOptions | None = None) -> str:
+    """Say why a kind of pipe cannot work in this process, and what to install; empty: it can."""
+    try:
+        return load_kind(name).obstacle(options or PipeOptions())
+    except ConfigError as error:
+        return error.message
+
+
+def resolve_kinds(kinds: Sequence[str] | str, options: PipeOptions | None = None) -> tuple[str, ...]:
+    """Return kinds in order of preference, ``auto`` replaced by what suits this machine.
+
+    ``auto`` is ``shm``, which reaches the same host; then ``nixl``, if this machine has InfiniBand or RoCE and NIXL is
+    installed; then ``tcp``. With certificates it is ``shm``, then ``tls``. With a network for the ``memory`` kind it
+    begins with that. Each source is reached over the first that gets there.
+
+    Args:
+        kinds: Names, or one name.
+        options: What the pipes will be given.
+
+    Raises:
+        ConfigError: None, an unknown one, one twice, or one that was named and cannot work here; says why.
+    """
+    given = options or PipeOptions()
+    named = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    check_pipes(named)
+    for kind in named:
+        if kind != AUTO and (reason := obstacle(kind, given)):
+            raise ConfigError(reason, field="pipes")
+    found: dict[str, None] = {}
+    for kind in named:
+        found.update(dict.fromkeys(_auto(given) if kind == AUTO else (kind,)))
+    return tuple(found)
+
+
+def _auto(options: PipeOptions) -> list[str]:
+    candidates = [name for name, entry in BUILT_IN.items() if entry.auto]
+    return [name for name in candidates if load_kind(name).suits(options) and not obstacle(name, options)]
