@@ -1,4 +1,4 @@
 """Moving KV between instances: pipes, the lookup buffer over them, and the connectors that engines talk to.
 
-Nothing here but ``baton.kv_transfer.pipes.tensors`` imports torch.
+Nothing here but ``baton.kv_transfer.pipes.torch_distributed`` imports torch.
 """

@@ -161,8 +161,12 @@ def test_wait() -> None:
 
 def test_the_transport_does_not_import_torch() -> None:
     """Services without torch (router, KV store) use all of this."""
-    modules = ["blocks", "lookup_buffer", "protocol.tls_stream", *(f"pipes.{x}" for x in ("memory", "shm", "tcp"))]
-    modules += ["pipes.shm_read", "pipes.tcp_read"]
+    modules = [
+        "blocks",
+        "lookup_buffer",
+        "protocol.tls_stream",
+        *(f"pipes.{x}" for x in ("memory", "shm", "tcp", "nixl")),
+    ]
     code = "import sys\n" + "".join(f"import baton.kv_transfer.{name}\n" for name in modules)
     code += "assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
