@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFullError
 from baton.hashing import HASH_BYTES
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.protocol.source_pb import source_from_pb
-from baton.rpc.convert import tenant_from_pb
+from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
+from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
-from baton_kvstore.memory.pool import RETRY_AFTER_S
+from baton_kvstore.memory.pool import RETRY_AFTER_S, Pool
 from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.tiers.promotion import Ask
 from baton_kvstore.tiers.tiered_store import TieredStore, keep, unkeep
 from baton_kvstore.transfer import FollowerSlots, PoolIO
-from baton_kvstore.wire import Sources, read_fingerprint
 
 _MAX_LISTED = 10_000
 _MAX_PROGRESS = 2**62
@@ -300,3 +301,43 @@ def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, sou
 def _check_distinct(hashes: Sequence[BlockHash]) -> None:
     if len(set(hashes)) != len(hashes):
         raise InvalidRequestError("block_hashes names a block twice", field="block_hashes")
+
+
+_MAX_KEPT_BYTES = 65536
+"""Of a fingerprint that is worth keeping; that of a model with a thousand layers has less."""
+
+
+def read_fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
+    """Read what blocks are; however their owners divide them, they are kept whole.
+
+    Raises:
+        InvalidRequestError: It is missing, or the layer shapes are no triples.
+    """
+    if not message.block_bytes:
+        raise InvalidRequestError("a fingerprint is needed, with block_bytes", field="fingerprint")
+    data = message.SerializeToString()
+    return _read(data) if len(data) <= _MAX_KEPT_BYTES else fingerprint_from_pb(message).undivided()
+
+
+class Sources:
+    """Where pools can be read, as messages."""
+
+    def __init__(self, lanes: PoolIO) -> None:
+        self._lanes = lanes
+        self._messages: WeakKeyDictionary[Pool, common_pb2.KvSource] = WeakKeyDictionary()
+
+    def of(self, pool: Pool) -> common_pb2.KvSource:
+        """Return a pool's.
+
+        Raises:
+            ConfigError: Its pipes cannot listen.
+        """
+        message = self._messages.get(pool)
+        if message is None:
+            message = self._messages[pool] = source_to_pb(self._lanes.source(pool))
+        return message
+
+
+@functools.lru_cache(maxsize=64)
+def _read(data: bytes) -> Fingerprint:
+    return fingerprint_from_pb(common_pb2.Fingerprint.FromString(data)).undivided()

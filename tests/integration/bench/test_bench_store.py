@@ -13,9 +13,9 @@ import pytest
 from tests.support.child_env import child_env
 from tests.support.servers.redis_server import missing_redis
 
+from baton.bench.core.records import Record
 from baton_kvstore.bench import driver, records
 from baton_kvstore.bench.plan import Options
-from baton_kvstore.bench.records import StoreRecord
 
 BATON = [sys.executable, "-m", "baton.cli.main", "bench", "store"]
 SMALL = ["--geometry", "baton-tiny", "--request-bytes", "196608", "--total-bytes", "8388608"]
@@ -26,7 +26,7 @@ CORRUPT = """
 import sys
 from baton.bench.kv.agent import serve_agent
 from baton_kvstore.bench.client import Client
-from baton_kvstore.bench.specs import Pattern
+from baton_kvstore.bench.plan import Pattern
 
 fill = Pattern.fill
 
@@ -105,7 +105,7 @@ def test_a_wrong_byte_is_exit_status_1(tmp_path: Path, monkeypatch: pytest.Monke
         warmup=0,
         seconds=0.02,
     )
-    out: list[StoreRecord] = []
+    out: list[Record] = []
     assert driver.Driver(options, out.append, lambda text: None).run() == 1
     assert isinstance(out[-1], records.ResultRecord)
     assert "blocks were wrong" in out[-1].failures[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.bench.core.report import check_plot
 from baton.bench.core.stats import Spread, paired_ratio, percentile
 from baton.bench.kv import records
 from baton.bench.kv.command import options_from
@@ -19,7 +20,7 @@ from baton.bench.kv.control import from_fields, to_fields
 from baton.bench.kv.driver import Driver
 from baton.bench.kv.overlap import Study
 from baton.bench.kv.plan import Case, MethodKey, Options, Stage, model_stage, parse_sweep, pipe_methods
-from baton.bench.kv.plot import check_plot, draw
+from baton.bench.kv.plot import draw
 from baton.bench.kv.ratios import compute_ratios
 from baton.bench.kv.records import MessagesRecord, OverlapRecord
 from baton.bench.kv.report import stage_records, verdict, verdict_records

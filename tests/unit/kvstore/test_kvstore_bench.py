@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton_kvstore.bench import records
-from baton_kvstore.bench.plan import Options, make_plans
-from baton_kvstore.bench.ratios import find_ratios
+from baton_kvstore.bench.plan import Options, Pattern, chain_names, make_plans
 from baton_kvstore.bench.replay import REPLAYED, best_hit_rate, read_chains, replay
-from baton_kvstore.bench.samples import Cell, Sample, measure_record
-from baton_kvstore.bench.specs import Pattern, chain_names
+from baton_kvstore.bench.results import Cell, Sample, find_ratios, measure_record
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "bench-store.md"
 CHAINS = st.lists(
@@ -209,4 +207,4 @@ def test_the_document_lists_every_field() -> None:
     }
     real = {kind.record: [item.name for item in dataclasses.fields(kind)] for kind in records.RECORDS}
     assert written == real
-    assert set(records.RECORDS) == set(records.StoreRecord.__subclasses__())
+    assert set(records.RECORDS) == set(records.Record.__subclasses__())

@@ -14,9 +14,22 @@ from baton.bench.kv.control import Fields, Handler, from_fields
 from baton.errors import ConfigError, InvalidRequestError
 from baton.kv_cache.arena import HostArena
 from baton.types import BlockHash
-from baton_kvstore.bench.methods import Contains, Dd, Get, Memcpy, Method, PlainRead, Put, StorePipe
-from baton_kvstore.bench.redis_methods import BareGet, RedisGet, RedisMget, RedisSet, connect
-from baton_kvstore.bench.specs import MAX_SAMPLES, OpenSpec, Pattern, TurnSpec, chain_names
+from baton_kvstore.bench.methods import (
+    BareGet,
+    Contains,
+    Dd,
+    Get,
+    Memcpy,
+    Method,
+    PlainRead,
+    Put,
+    RedisGet,
+    RedisMget,
+    RedisSet,
+    StorePipe,
+    connect,
+)
+from baton_kvstore.bench.plan import MAX_SAMPLES, OpenSpec, Pattern, TurnSpec, chain_names
 
 _COPY_BYTES = 512 << 20
 """What the bare copy copies from: more than caches hold."""

@@ -62,8 +62,8 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     """Measure; returns the exit status, see ``--help``."""
     # Imported here: other commands need none of it.
-    from baton_kvstore.bench.run import measure
-    from baton_kvstore.bench.trace import replay_all
+    from baton_kvstore.bench.replay import replay_all
+    from baton_kvstore.bench.report import measure
 
     command = shlex.join(["baton", *sys.argv[1:]])
     try:

@@ -15,25 +15,16 @@ from typing import Any
 
 import psutil
 
+from baton.bench.core.records import Record, ResultRecord
 from baton.bench.kv.agents import OPEN_S, LocalAgent, ask_all
 from baton.bench.kv.control import seconds, to_fields
 from baton.bench.kv.source import require_memory
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
-from baton_kvstore.bench.plan import DISK_MEMORY, Options, Plan, make_plans
+from baton_kvstore.bench.plan import DISK_MEMORY, Addresses, OpenSpec, Options, Plan, TurnSpec, make_plans
 from baton_kvstore.bench.processes import RedisServer, Server, StoreServer, redis_obstacle
-from baton_kvstore.bench.ratios import find_ratios
-from baton_kvstore.bench.records import (
-    SCHEMA_VERSION,
-    RatioRecord,
-    ResultRecord,
-    RunRecord,
-    StoreRecord,
-    UnavailableRecord,
-    VerifyRecord,
-)
-from baton_kvstore.bench.samples import Cell, Sample, measure_record
-from baton_kvstore.bench.specs import Addresses, OpenSpec, TurnSpec
+from baton_kvstore.bench.records import SCHEMA_VERSION, RatioRecord, RunRecord, UnavailableRecord, VerifyRecord
+from baton_kvstore.bench.results import Cell, Sample, find_ratios, measure_record
 
 EXIT_OK, EXIT_FAILED, EXIT_UNABLE, EXIT_TOO_SLOW = 0, 1, 2, 3
 CLIENT_MODULE = "baton_kvstore.bench.client"
@@ -41,7 +32,7 @@ _TURN_S = 300.0
 _LEAD_S = 0.03
 """From the order to the turn's start: all clients know of it by then."""
 _REDIS = ("redis", "redis-mget", "redis-bare")
-Report = Callable[[StoreRecord], None]
+Report = Callable[[Record], None]
 Step = Callable[[str], None]
 
 

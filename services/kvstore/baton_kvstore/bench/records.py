@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from baton.bench.core.records import Record, ResultRecord
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class StoreRecord:
-    """A line: its fields, and ``record``, its kind."""
-
-    record: ClassVar[str]
-
-    def to_json(self) -> str:
-        """Write as one line of JSON."""
-        return json.dumps({"record": self.record, **dataclasses.asdict(self)}, allow_nan=False)
-
-
-@dataclass(frozen=True)
-class RunRecord(StoreRecord):
+class RunRecord(Record):
     """First line: what was run, and where."""
 
     record: ClassVar[str] = "run"
@@ -45,7 +34,7 @@ class RunRecord(StoreRecord):
 
 
 @dataclass(frozen=True)
-class UnavailableRecord(StoreRecord):
+class UnavailableRecord(Record):
     """A baseline that cannot work here."""
 
     record: ClassVar[str] = "unavailable"
@@ -54,7 +43,7 @@ class UnavailableRecord(StoreRecord):
 
 
 @dataclass(frozen=True)
-class MeasureRecord(StoreRecord):
+class MeasureRecord(Record):
     """One operation on one tier, or a baseline's."""
 
     record: ClassVar[str] = "measure"
@@ -77,7 +66,7 @@ class MeasureRecord(StoreRecord):
 
 
 @dataclass(frozen=True)
-class VerifyRecord(StoreRecord):
+class VerifyRecord(Record):
     """Bytes that were compared after the turns."""
 
     record: ClassVar[str] = "verify"
@@ -89,7 +78,7 @@ class VerifyRecord(StoreRecord):
 
 
 @dataclass(frozen=True)
-class RatioRecord(StoreRecord):
+class RatioRecord(Record):
     """A tier against a baseline, one client each, and what Baton aims at: ``sense`` is ``>=``."""
 
     record: ClassVar[str] = "ratio"
@@ -101,17 +90,7 @@ class RatioRecord(StoreRecord):
     met: bool | None
 
 
-@dataclass(frozen=True)
-class ResultRecord(StoreRecord):
-    """Last line: the exit status and what led to it."""
-
-    record: ClassVar[str] = "result"
-    exit_code: int
-    failures: tuple[str, ...]
-    seconds: float
-
-
-RECORDS: tuple[type[StoreRecord], ...] = (
+RECORDS: tuple[type[Record], ...] = (
     RunRecord,
     UnavailableRecord,
     MeasureRecord,

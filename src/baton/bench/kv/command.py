@@ -12,13 +12,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from baton.bench.core.records import Record
+from baton.bench.core.report import check_plot, numbers, result_console, words
 from baton.bench.kv.driver import Driver
 from baton.bench.kv.hosts import Listener
 from baton.bench.kv.plan import Options
-from baton.bench.kv.plot import check_plot, draw
-from baton.bench.kv.records import Record
+from baton.bench.kv.plot import draw
 from baton.bench.kv.tables import print_tables
-from baton.errors import ConfigError, PipeClosedError, shown
+from baton.errors import ConfigError, PipeClosedError
 from baton.kv_transfer.protocol.connect import split_address
 from baton.rpc.auth import read_token
 
@@ -51,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
         code = Driver(options, report, step).run()
     if not args.json:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = FILE_WIDTH
-        print_tables(records, console)
+        print_tables(records, result_console(FILE_WIDTH))
     if args.plot:
         draw(records, Path(args.plot))
     return code
@@ -68,12 +66,8 @@ def options_from(args: argparse.Namespace) -> Options:
     """
     names = {item.name for item in dataclasses.fields(Options)} - {"pipes", "streams"}
     values = {name: getattr(args, name) for name in names}
-    pipes = None if args.pipe is None else tuple(part.strip() for part in args.pipe.split(",") if part.strip())
-    try:
-        streams = tuple(dict.fromkeys(int(part) for part in args.streams.split(",")))
-    except ValueError:
-        raise ConfigError(f"--streams takes numbers, got {shown(args.streams)}", field="streams") from None
-    return Options(**values, pipes=pipes, streams=streams)
+    pipes = None if args.pipe is None else words(args.pipe)
+    return Options(**values, pipes=pipes, streams=numbers(args.streams, "streams"))
 
 
 def _listen(address: str, token_file: str) -> int:

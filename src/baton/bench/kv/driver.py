@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from baton.bench.core.records import Record, ResultRecord
 from baton.bench.core.stats import Spread
 from baton.bench.kv.agents import Agent, LocalAgent, connect_agent
 from baton.bench.kv.contest import Contestant, FlowContestant, OpenStage, RivalContestant, Standing, one_line
@@ -22,7 +23,7 @@ from baton.bench.kv.plan import (
     small_stage,
 )
 from baton.bench.kv.ratios import compute_ratios
-from baton.bench.kv.records import SCHEMA_VERSION, MessagesRecord, Record, ResultRecord, RunRecord, UnavailableRecord
+from baton.bench.kv.records import SCHEMA_VERSION, MessagesRecord, RunRecord, UnavailableRecord
 from baton.bench.kv.report import OverlapStudies, sample_seconds, stage_records, verdict_records
 from baton.bench.kv.rivals import RIVALS
 from baton.bench.kv.source import require_memory

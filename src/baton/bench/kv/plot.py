@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.bench.kv.records import BaselineRecord, Record, RunRecord, TransferRecord
-from baton.errors import ConfigError
-
-SUFFIXES = (".png", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before anything is measured.
-
-    Raises:
-        ConfigError: matplotlib is missing, another suffix, or no such folder.
-    """
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot takes a file that ends in {' or '.join(SUFFIXES)}", field="plot")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot: there is no folder {path.parent}", field="plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'baton-serve[plot]'", field="plot")
+from baton.bench.core.records import Record
+from baton.bench.kv.records import BaselineRecord, RunRecord, TransferRecord
 
 
 def draw(records: Sequence[Record], path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.bench.core.records import Record
 from baton.bench.core.stats import paired_ratio
 from baton.bench.kv.contest import Sample, Standing
 from baton.bench.kv.plan import SMALL_BYTES, MethodKey
-from baton.bench.kv.records import MessagesRecord, OverlapRecord, RatioRecord, Record
+from baton.bench.kv.records import MessagesRecord, OverlapRecord, RatioRecord
 
 
 @dataclass(frozen=True, slots=True)

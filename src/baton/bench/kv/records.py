@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from baton.bench.core.records import Record, ResultRecord
+
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line: its fields, and ``record``, its kind."""
-
-    record: ClassVar[str]
-
-    def to_json(self) -> str:
-        """Write as one line of JSON."""
-        return json.dumps({"record": self.record, **dataclasses.asdict(self)}, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -160,16 +149,6 @@ class RatioRecord(Record):
     sense: str
     aim: float | None
     met: bool | None
-
-
-@dataclass(frozen=True)
-class ResultRecord(Record):
-    """Last line: the exit status and what led to it."""
-
-    record: ClassVar[str] = "result"
-    exit_code: int
-    failures: tuple[str, ...]
-    seconds: float
 
 
 RECORDS: tuple[type[Record], ...] = (

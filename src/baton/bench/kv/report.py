@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from baton.bench.core.records import Record
 from baton.bench.core.stats import Spread, paired_ratio
 from baton.bench.kv.contest import FlowContestant, Sample, Standing, Study
 from baton.bench.kv.control import seconds
 from baton.bench.kv.plan import Case, MethodKey, Options, Stage
-from baton.bench.kv.records import BaselineRecord, OverlapRecord, Record, TransferRecord, VerdictRecord
+from baton.bench.kv.records import BaselineRecord, OverlapRecord, TransferRecord, VerdictRecord
 from baton.bench.kv.specs import MAX_COMPUTE_S, MODES
 from baton.errors import ConfigError
 

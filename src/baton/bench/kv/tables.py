@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from baton.bench.core.records import Record
+from baton.bench.core.report import MET, R, format_bytes, make_table, of_kind, print_failures, warn_if_busy
 from baton.bench.kv.records import (
     BaselineRecord,
     MessagesRecord,
     OverlapRecord,
     RatioRecord,
-    Record,
-    ResultRecord,
     RunRecord,
     TransferRecord,
     UnavailableRecord,
     VerdictRecord,
 )
 
-R = TypeVar("R", bound=Record)
-BUSY_SHARE = 0.5
-"""Load per CPU before a run from which on its figures come with a warning."""
-
 
 def print_tables(records: Sequence[Record], console: Console) -> None:
     """Print everything that was reported."""
-    for run in _of(records, RunRecord):
+    for run in of_kind(records, RunRecord):
         console.print(_headline(run))
         for machine in filter(None, (run.machine, run.peer)):
-            if machine["load"] > machine["cpus"] * BUSY_SHARE:
-                text = (
-                    f"{machine['host']} was busy (load {machine['load']} on {machine['cpus']} CPUs): rates are too low"
-                )
-                console.print(text, style="yellow")
+            warn_if_busy(machine, console)
     console.print(_transfers(records))
-    for overlap_table in _some(_of(records, OverlapRecord), _overlaps):
+    for overlap_table in _some(of_kind(records, OverlapRecord), _overlaps):
         console.print(overlap_table)
-    for messages in _some(_of(records, MessagesRecord), _messages):
+    for messages in _some(of_kind(records, MessagesRecord), _messages):
         console.print(messages)
-    for ratios in _some(_of(records, RatioRecord), _ratios):
+    for ratios in _some(of_kind(records, RatioRecord), _ratios):
         console.print(ratios)
-    for verdict in _largest(_of(records, VerdictRecord)):
+    for verdict in _largest(of_kind(records, VerdictRecord)):
         console.print(_sentence(verdict))
-    for missing in _of(records, UnavailableRecord):
+    for missing in of_kind(records, UnavailableRecord):
         console.print(f"[yellow]{missing.method} was not measured:[/yellow] {missing.reason}", markup=True)
-    for result in _of(records, ResultRecord):
-        for failure in result.failures:
-            console.print("FAILED: " + failure, style="red", markup=False)
+    print_failures(records, console)
 
 
 def _headline(run: RunRecord) -> str:
@@ -60,9 +50,11 @@ def _headline(run: RunRecord) -> str:
 
 
 def _transfers(records: Sequence[Record]) -> Table:
-    table = Table(title="Transfers")
-    for name in ("case", "pipe", "size", "p50 ms", "p95", "p99", "GB/s", "% of limit", "CPU s/GB", "verified"):
-        table.add_column(name, justify="left" if name in ("case", "pipe", "% of limit", "verified") else "right")
+    table = make_table(
+        "Transfers",
+        ("case", "pipe", "size", "p50 ms", "p95", "p99", "GB/s", "% of limit", "CPU s/GB", "verified"),
+        ("case", "pipe", "% of limit", "verified"),
+    )
     case = ""
     for record in records:
         if not isinstance(record, (TransferRecord, BaselineRecord)):
@@ -73,7 +65,7 @@ def _transfers(records: Sequence[Record]) -> Table:
         case = named
         times = [f"{ms:.2f}" for ms in (record.p50_ms, record.p95_ms, record.p99_ms)]
         rate, cpu = f"{record.gb_per_s:.2f}", f"{record.cpu_s_per_gb:.3f}"
-        name, size = record.pipe if isinstance(record, TransferRecord) else record.method, _bytes(record.bytes)
+        name, size = record.pipe if isinstance(record, TransferRecord) else record.method, format_bytes(record.bytes)
         name += f" x{record.streams}" if record.streams > 1 else ""
         if isinstance(record, BaselineRecord):
             table.add_row(named, name, size, *times, rate, "", cpu, "", style="dim")
@@ -85,9 +77,11 @@ def _transfers(records: Sequence[Record]) -> Table:
 
 
 def _messages(records: Sequence[MessagesRecord]) -> Table:
-    table = Table(title="Small exchanges, one after the other")
-    for name in ("pipe", "what", "bytes", "p50 µs", "p95", "p99", "per second"):
-        table.add_column(name, justify="left" if name in ("pipe", "what") else "right")
+    table = make_table(
+        "Small exchanges, one after the other",
+        ("pipe", "what", "bytes", "p50 µs", "p95", "p99", "per second"),
+        ("pipe", "what"),
+    )
     for r in records:
         times = [f"{us:.1f}" for us in (r.p50_us, r.p95_us, r.p99_us)]
         table.add_row(r.pipe, r.what, str(r.bytes), *times, f"{r.per_s:,.0f}")
@@ -95,9 +89,11 @@ def _messages(records: Sequence[MessagesRecord]) -> Table:
 
 
 def _overlaps(records: Sequence[OverlapRecord]) -> Table:
-    table = Table(title="Exposed under simulated compute")
-    for name in ("pipe", "mode", "tokens", "prefill tokens/s", "compute ms", "exposed ms", "% of serial"):
-        table.add_column(name, justify="left" if name in ("pipe", "mode") else "right")
+    table = make_table(
+        "Exposed under simulated compute",
+        ("pipe", "mode", "tokens", "prefill tokens/s", "compute ms", "exposed ms", "% of serial"),
+        ("pipe", "mode"),
+    )
     for r in records:
         name = r.pipe + (f" x{r.streams}" if r.streams > 1 else "")
         row = (
@@ -111,13 +107,11 @@ def _overlaps(records: Sequence[OverlapRecord]) -> Table:
 
 
 def _ratios(records: Sequence[RatioRecord]) -> Table:
-    table = Table(title="Ratios, and what Baton aims at")
-    for name in ("ratio", "value", "aim", "met"):
-        table.add_column(name, justify="right" if name in ("value", "aim") else "left")
+    table = make_table("Ratios, and what Baton aims at", ("ratio", "value", "aim", "met"), ("ratio", "met"))
     for r in records:
         sign, unit = {"<=": "≤", ">=": "≥"}[r.sense], " µs" if r.unit == "us" else ""
         aim = "" if r.aim is None else f"{sign} {r.aim:g}{unit}"
-        table.add_row(r.name, f"{r.value:.2f}{unit}", aim, {True: "yes", False: "[red]no[/red]", None: ""}[r.met])
+        table.add_row(r.name, f"{r.value:.2f}{unit}", aim, MET[r.met])
     return table
 
 
@@ -135,16 +129,5 @@ def _largest(verdicts: Sequence[VerdictRecord]) -> list[VerdictRecord]:
     return [verdict for verdict in verdicts if verdict.tokens == most]
 
 
-def _of(records: Sequence[Record], kind: type[R]) -> list[R]:
-    return [record for record in records if isinstance(record, kind)]
-
-
 def _some(records: list[R], make: Callable[[Sequence[R]], Any]) -> list[Any]:
     return [make(records)] if records else []
-
-
-def _bytes(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size} B"
