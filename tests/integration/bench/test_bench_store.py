@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_a_share_that_is_not_reached_is_exit_status_3_and_the_table_names_it() -
 
 def test_a_wrong_byte_is_exit_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corrupting.py").write_text(CORRUPT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", child_env()["PYTHONPATH"] + os.pathsep + str(tmp_path))
     monkeypatch.setattr(driver, "CLIENT_MODULE", "corrupting")
     options = Options(
         geometries=("baton-tiny",),

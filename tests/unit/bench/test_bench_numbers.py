@@ -259,7 +259,8 @@ def test_the_document_names_every_field_of_every_record():
     }
     real = {kind.record: [item.name for item in dataclasses.fields(kind)] for kind in records.RECORDS}
     assert documented == real
-    assert set(records.RECORDS) == set(records.Record.__subclasses__())
+    own = {"baton.bench.core.records", records.__name__}
+    assert set(records.RECORDS) == {kind for kind in records.Record.__subclasses__() if kind.__module__ in own}
 
 
 def test_a_record_is_one_line_of_json():
