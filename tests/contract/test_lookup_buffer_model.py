@@ -56,18 +56,18 @@ class Model(RuleBasedStateMachine):
     def insert(self, key: RequestId, tokens: list[int], nbytes: int, lease: int) -> None:
         value = next(self.values)
         self.inserted.add(value)
-        call = self.buffer.insert_async(key, tokens, None, value, nbytes, lease_s=lease, deadline=1e9)
+        call = self.buffer.insert_when_room(key, tokens, None, value, nbytes, lease_s=lease, deadline=1e9)
         self.inserts[value] = self.loop.create_task(call)
         self.turn()
 
     @rule(key=keys)
     def take_by_key(self, key: RequestId) -> None:
-        self.queries.append(self.loop.create_task(self.buffer.drop_select_async(key, deadline=1e9)))
+        self.queries.append(self.loop.create_task(self.buffer.drop_select(key, deadline=1e9)))
         self.turn()
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def take_by_tokens(self, tokens: list[int]) -> None:
-        self.queries.append(self.loop.create_task(self.buffer.drop_select_async(tokens, deadline=1e9)))
+        self.queries.append(self.loop.create_task(self.buffer.drop_select(tokens, deadline=1e9)))
         self.turn()
 
     @rule(which=st.integers(0, 10), late=st.booleans(), key=keys)
@@ -100,7 +100,12 @@ class Model(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.now += seconds
         with self.buffer._locked():
-            self.buffer._state.admit()  # what every waiting insert does when a lease ends
+            self.buffer._admit()  # what every waiting insert does when a lease ends
+        self.turn()
+
+    @rule()
+    def drop_expired(self) -> None:
+        self.buffer.drop_expired()
         self.turn()
 
     @invariant()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from baton.kv_cache.connector import KVConnector
 from baton.kv_transfer.blocks import BlockFetcher
-from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PLoader
+from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
 from baton.types import Role
 from baton.worker.dialer import GrpcPrefillDialer
@@ -30,7 +30,7 @@ class DecodeParts:
             parts.shards, fingerprint, kinds=config.pipes, max_threads=config.fetch_threads, links=parts.links
         )
         self._dialer = GrpcPrefillDialer(fingerprint, parts.token, parts.tls)
-        self._loader = P2PLoader(
+        self._loader = P2PConsumer(
             pool=OwnPool(self._fetcher, parts.arena, parts.engine_config.block_size, parts.source),
             dialer=self._dialer,
             loop=parts.loop,

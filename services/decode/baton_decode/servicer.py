@@ -9,7 +9,8 @@ from typing import Any
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.errors import BatonError, InternalError, PermissionDeniedError, UnavailableError
-from baton.kv_transfer.connector.p2p.consumer import P2PLoader
+from baton.kv_cache.connector import PrefilledPrompt
+from baton.kv_transfer.connector.p2p.consumer import P2PConsumer
 from baton.rpc.convert import (
     finish_to_pb,
     logprob_to_pb,
@@ -27,7 +28,7 @@ from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_req
 class DecodeServicer(WorkerServicerBase):
     """Owns each request from admission to its last token."""
 
-    def __init__(self, context: WorkerContext, loader: P2PLoader, tickets: TicketCheck | None = None) -> None:
+    def __init__(self, context: WorkerContext, loader: P2PConsumer, tickets: TicketCheck | None = None) -> None:
         super().__init__(context)
         self._loader = loader
         self._tickets = tickets
@@ -124,6 +125,9 @@ def _engine_request(request: worker_pb2.GenerateRequest) -> EngineRequest:
         tenant=tenant_from_pb(request.tenant),
         candidates=tuple(request.prefill_candidates),
         threshold=request.remote_prefill_threshold if request.HasField("remote_prefill_threshold") else None,
+        prefilled=PrefilledPrompt(request.prefilled.address, request.prefilled.key)
+        if request.HasField("prefilled")
+        else None,
     )
 
 

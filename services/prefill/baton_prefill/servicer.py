@@ -1,115 +1,182 @@
-"""A prefill instance's own call: Prefill. The stream is the lease."""
+"""A prefill instance's own calls: Prefill, whose stream is the lease, and PrefillFirst, whose prompts wait for one."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import BatonError, DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
 from baton.kv_transfer.connector.p2p.prefill_stream import Offer
-from baton.kv_transfer.connector.p2p.producer import Lease, P2POfferer
+from baton.kv_transfer.connector.p2p.producer import Lease, P2PProducer
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks, P2PReuser
+from baton.kv_transfer.connector.p2p.unclaimed import UnclaimedPrompts
 from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
-from baton.types import FinishReason
+from baton.types import FinishReason, RequestId
 from baton.worker.engine_thread import RequestStream
 from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request
+
+Prompts: TypeAlias = UnclaimedPrompts[worker_pb2.PrefillResult]
 
 
 class PrefillServicer(WorkerServicerBase):
     """Computes prompts and offers their KV."""
 
-    def __init__(self, context: WorkerContext, offerer: P2POfferer, reuser: P2PReuser) -> None:
+    def __init__(self, context: WorkerContext, producer: P2PProducer, reuser: P2PReuser, unclaimed: Prompts) -> None:
         super().__init__(context)
-        self._offerer, self._reuser = offerer, reuser
+        self._producer, self._reuser, self._unclaimed = producer, reuser, unclaimed
 
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        """Compute a prompt, offer its blocks as chunks finish, keep them until the caller closes the stream."""
+        """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
         worker = self._worker
         code = "cancelled"
+        responses = self._claimed(request) if request.HasField("claim") else self._computed(request)
         try:
             with worker.admission.admit():
-                engine_request = self._engine_request(request)
-                tokens = as_token_array(request.prompt_token_ids)
-                held = self._held(request)
-                lease = self._offerer.open_lease(engine_request.request_id, tokens, request.num_held_tokens)
-                worker.metrics.leases.set(self._offerer.num_leases())
-                try:
-                    if held is not None:
-                        self._reuser.expect(engine_request.request_id, held)
-                    stream = await worker.engine.submit(engine_request)
-                    try:
-                        async for response in self._responses(lease, stream):
-                            if response.HasField("result"):
-                                code = "ok"  # whoever has the result closes the stream: that is no cancellation
-                            yield response
-                    finally:
-                        stream.close()
-                finally:
-                    self._reuser.forget(engine_request.request_id)
-                    self._offerer.close_lease(lease)
-                    worker.metrics.leases.set(self._offerer.num_leases())
+                async with aclosing(responses):
+                    async for response in responses:
+                        if response.HasField("result"):
+                            code = "ok"  # a caller that has the result closes the stream: that is no cancellation
+                        yield response
         except BatonError as error:
             code = error.code
             raise
         finally:
             worker.metrics.requests.labels("prefill", code).inc()
+            worker.metrics.leases.set(self._producer.num_leases())
 
-    async def _responses(self, lease: Lease, stream: RequestStream) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        started = time.perf_counter()
-        source = source_to_pb(self._worker.block_server.source)
-        yield worker_pb2.PrefillResponse(accepted=worker_pb2.PrefillAccepted(source=source))
-        output = asyncio.ensure_future(_first_output(stream))
+    async def _computed(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse]:
+        """Compute a prompt and offer its blocks as chunks finish."""
+        worker = self._worker
+        engine_request = self._engine_request(request)
+        self._require_reader(request.fingerprint)
+        if request.num_held_tokens >= len(request.prompt_token_ids):
+            raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
+        held = self._held(request)
+        tokens = as_token_array(request.prompt_token_ids)
+        lease = self._producer.open_lease(engine_request.request_id, tokens, request.num_held_tokens)
+        worker.metrics.leases.set(self._producer.num_leases())
         try:
-            async for offer in self._offers_unless_failed(lease, output):
-                yield worker_pb2.PrefillResponse(offer=_offer_to_pb(lease, offer))
-            result = _result(await output)
+            if held is not None:
+                self._reuser.expect(engine_request.request_id, held)
+            stream = await worker.engine.submit(engine_request)
+            try:
+                yield self._accepted()
+                computation = _Computation(self._producer, lease, stream)
+                async with aclosing(computation.offers()) as offers:
+                    async for offer in offers:
+                        yield worker_pb2.PrefillResponse(offer=_offer_to_pb(lease, offer))
+                yield worker_pb2.PrefillResponse(result=await computation.result())
+                await self._wait_for_reader()
+            finally:
+                stream.close()
         finally:
-            output.cancel()
-        compute_us = round(1e6 * (time.perf_counter() - started)) - result.queue_us
-        result.compute_us = max(0, compute_us)
-        yield worker_pb2.PrefillResponse(result=result)
-        # The caller closes the stream when it has everything; a caller that neither does nor dies is cut off.
+            self._reuser.forget(engine_request.request_id)
+            self._producer.close_lease(lease)
+
+    async def _claimed(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse]:
+        """Offer the blocks of a prompt that was computed by PrefillFirst."""
+        require_request(request.request_id, len(request.prompt_token_ids))
+        self._require_reader(request.fingerprint)
+        prompt = await self._unclaimed.claim(
+            request.claim.key,
+            as_token_array(request.prompt_token_ids),
+            cache_salt=request.cache_salt,
+            sampling=sampling_from_pb(request.sampling),
+        )
+        try:
+            yield self._accepted()
+            offer = prompt.offer_from(request.num_held_tokens // self._worker.engine_config.block_size)
+            yield worker_pb2.PrefillResponse(offer=_offer_to_pb(prompt.lease, offer))
+            yield worker_pb2.PrefillResponse(result=prompt.result)
+            await self._wait_for_reader()
+        finally:
+            self._producer.close_lease(prompt.lease)
+
+    async def PrefillFirst(
+        self, request: worker_pb2.PrefillFirstRequest, context: Any
+    ) -> worker_pb2.PrefillFirstResponse:
+        """Compute a prompt and let it wait for the decode instance that claims it."""
+        worker = self._worker
+        code = "cancelled"
+        try:
+            with worker.admission.admit():
+                engine_request = self._engine_request(request)
+                self._unclaimed.require_room(len(request.prompt_token_ids))
+                tokens = as_token_array(request.prompt_token_ids)
+                lease = self._producer.open_lease(engine_request.request_id, tokens, 0, layerwise=False)
+                worker.metrics.leases.set(self._producer.num_leases())
+                try:
+                    response = await self._let_wait(engine_request, lease)
+                except BaseException:
+                    self._unclaimed.withdraw(lease.request_id)
+                    self._producer.close_lease(lease)
+                    raise
+            code = "ok"
+            return response
+        except BatonError as error:
+            code = error.code
+            raise
+        finally:
+            worker.metrics.requests.labels("prefill_first", code).inc()
+            worker.metrics.leases.set(self._producer.num_leases())
+
+    async def _let_wait(self, request: EngineRequest, lease: Lease) -> worker_pb2.PrefillFirstResponse:
+        engine = self._worker.engine
+        stream = await engine.submit(request)
+        try:
+            computation = _Computation(self._producer, lease, stream)
+            async with aclosing(computation.offers()) as offers:
+                found = [offer async for offer in offers]
+            result = await computation.result()
+        except BaseException:
+            stream.close()
+            raise
+        engine.forget(request.request_id, stream)  # not closed: that would give the blocks back
+        key = await self._unclaimed.put(lease, found, result, cache_salt=request.cache_salt, sampling=request.sampling)
+        return worker_pb2.PrefillFirstResponse(key=key, lease_ms=round(1e3 * self._unclaimed.lease_s), result=result)
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
+        """End a request, or drop the prompt that waits under its id."""
+        if self._unclaimed.withdraw(RequestId(request.request_id)):
+            self._worker.metrics.leases.set(self._producer.num_leases())
+            return worker_pb2.AbortResponse(found=True)
+        return await super().Abort(request, context)
+
+    def _accepted(self) -> worker_pb2.PrefillResponse:
+        source = source_to_pb(self._worker.block_server.source)
+        return worker_pb2.PrefillResponse(accepted=worker_pb2.PrefillAccepted(source=source))
+
+    async def _wait_for_reader(self) -> None:
+        """Wait until the caller, which has everything to fetch the blocks, closes the stream.
+
+        Raises:
+            DeadlineError: It did not.
+        """
         await asyncio.sleep(self._worker.config.lease_s)
         raise DeadlineError(f"the lease ended after {self._worker.config.lease_s:g} s")
 
-    async def _offers_unless_failed(self, lease: Lease, output: asyncio.Future[SequenceOutput]) -> AsyncIterator[Offer]:
-        """Yield the lease's offers; stop with the request's own error if it fails before the last one."""
-        offers = self._offerer.offers(lease)
-        try:
-            while True:
-                offer: asyncio.Future[Offer | None] = asyncio.ensure_future(_next(offers))
-                try:
-                    waits: list[asyncio.Future[Any]] = [offer, output]
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                    if not offer.done() and output.done():
-                        _result(output.result())  # raises if the request failed; else its last offer is on the way
-                    item = await offer
-                finally:
-                    offer.cancel()
-                    # The generator cannot be closed while it still runs towards its cancellation.
-                    await asyncio.gather(offer, return_exceptions=True)
-                if item is None:
-                    return
-                yield item
-        finally:
-            await offers.aclose()
+    def _require_reader(self, fingerprint: common_pb2.Fingerprint) -> None:
+        """Refuse a caller whose pool cannot take blocks of this one.
 
-    def _engine_request(self, request: worker_pb2.PrefillRequest) -> EngineRequest:
-        tokens = list(request.prompt_token_ids)
-        request_id = require_request(request.request_id, len(tokens))
-        mine, theirs = self._worker.executor.fingerprint, fingerprint_from_pb(request.fingerprint)
+        Raises:
+            FingerprintMismatchError: Names the field that differs.
+        """
+        mine, theirs = self._worker.executor.fingerprint, fingerprint_from_pb(fingerprint)
         mine.require_reader(theirs, who="decode instance")
         theirs.plan_from(mine)  # whether its shape can take these blocks
-        if request.num_held_tokens >= len(tokens):
-            raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
+
+    def _engine_request(self, request: worker_pb2.PrefillRequest | worker_pb2.PrefillFirstRequest) -> EngineRequest:
+        tokens = list(request.prompt_token_ids)
+        request_id = require_request(request.request_id, len(tokens))
         if request.num_output_tokens >= len(tokens):
             raise InvalidRequestError("num_output_tokens must leave a prompt", field="num_output_tokens")
         num_prompt = len(tokens) - request.num_output_tokens
@@ -128,6 +195,52 @@ class PrefillServicer(WorkerServicerBase):
         """Return the blocks that the caller holds; ``None``: there are none that this instance takes."""
         held = _held(request)
         return held if held is not None and self._worker.executor.fingerprint.takes(held.source.fingerprint) else None
+
+
+class _Computation:
+    """A prompt that is being computed.
+
+    Args:
+        producer: Offers its blocks.
+        lease: Keeps them.
+        stream: What the engine says of it.
+    """
+
+    def __init__(self, producer: P2PProducer, lease: Lease, stream: RequestStream) -> None:
+        self._producer, self._lease = producer, lease
+        self._started = time.perf_counter()
+        self._output = asyncio.ensure_future(_first_output(stream))
+
+    async def offers(self) -> AsyncGenerator[Offer]:
+        """Yield the lease's offers; stop with the request's own error if it fails before the last one."""
+        offers, output = self._producer.offers(self._lease), self._output
+        try:
+            while True:
+                offer: asyncio.Future[Offer | None] = asyncio.ensure_future(_next(offers))
+                try:
+                    waits: list[asyncio.Future[Any]] = [offer, output]
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                    if not offer.done() and output.done():
+                        _result(output.result())  # raises if the request failed; else its last offer is on the way
+                    item = await offer
+                finally:
+                    offer.cancel()
+                    # The generator cannot be closed while it still runs towards its cancellation.
+                    await asyncio.gather(offer, return_exceptions=True)
+                if item is None:
+                    return
+                yield item
+        except BaseException:
+            output.cancel()
+            raise
+        finally:
+            await offers.aclose()
+
+    async def result(self) -> worker_pb2.PrefillResult:
+        """Wait for the first token; after the last offer."""
+        result = _result(await self._output)
+        result.compute_us = max(0, round(1e6 * (time.perf_counter() - self._started)) - result.queue_us)
+        return result
 
 
 def _held(request: worker_pb2.PrefillRequest) -> HeldBlocks | None:

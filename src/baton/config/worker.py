@@ -60,7 +60,10 @@ class WorkerConfig:
     remote_prefill_threshold: int = option(64, "missing prompt tokens from which decode asks a prefill instance")
     prefill_stall_s: float = option(30.0, "seconds without progress after which a prefill instance is given up")
     lease_s: float = option(120.0, "seconds that finished blocks are kept for a reader that does not come")
-    max_leases: int = option(256, "Prefill calls that may be open at once; more are refused with 429")
+    max_leases: int = option(256, "prompts that may be computed or kept for readers at once; more are refused with 429")
+    unclaimed_share: float = option(
+        0.5, "prefill: part of the KV blocks that prompts may hold that no decode instance has claimed (prefill_first)"
+    )
     load_interval_ms: int = option(100, "shortest time between two load reports")
     kv_events: bool = option(True, "tell routers what the prefix cache holds; else they go by their own decisions")
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
@@ -73,6 +76,10 @@ class WorkerConfig:
         for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms", "kv_streams", "fetch_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", field=name)
+        if not 0.0 < self.unclaimed_share <= 1.0:
+            raise ConfigError(
+                f"unclaimed_share must be above 0 and at most 1, got {self.unclaimed_share}", field="unclaimed_share"
+            )
         check_pipes(self.pipes)
         for name, addresses in (
             ("routers", self.routers),

@@ -181,6 +181,7 @@ class KVExchange:
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=request.tenant,
+            prefilled=request.prefilled,
         )
 
     def _note_failure(self, sequence: Sequence, error: Exception) -> None:

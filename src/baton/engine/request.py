@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.kv_cache.connector import TransferStats
+from baton.kv_cache.connector import PrefilledPrompt, TransferStats
 from baton.types import FinishReason, RequestId, SamplingParams, Tenant, TokenLogprob
 
 
@@ -21,6 +21,7 @@ class EngineRequest:
         threshold: Missing prompt tokens from which a remote prefill is used; ``None``: the connector's own.
         priority: Lower runs first.
         tenant: Whose blocks these are; ``None``: nobody's.
+        prefilled: Where the prompt's KV waits already; ``None``: nowhere.
     """
 
     request_id: RequestId
@@ -33,6 +34,7 @@ class EngineRequest:
     candidates: tuple[str, ...] = ()
     threshold: int | None = None
     tenant: Tenant | None = None
+    prefilled: PrefilledPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,19 @@ class TransferStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefilledPrompt:
+    """Where a prompt's KV waits that was computed beforehand.
+
+    Attributes:
+        address: host:port of the prefill instance.
+        key: Names it there; empty: it is found by its tokens.
+    """
+
+    address: str
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadRequest:
     """What a connector needs to know of a request.
 
@@ -67,7 +80,8 @@ class LoadRequest:
         hashes: Chained hashes of its full blocks.
         candidates: Addresses of instances to ask, best first.
         threshold: Missing tokens from which a remote prefill pays; ``None``: the connector's own.
-        tenant: Whose blocks these are; ``None``: nobody's.
+        tenant: Whose blocks these are; ``None``: no tenant's.
+        prefilled: Where the KV waits already; ``None``: nowhere.
     """
 
     request_id: RequestId
@@ -80,6 +94,7 @@ class LoadRequest:
     cache_salt: str = ""
     priority: int = 0
     tenant: Tenant | None = None
+    prefilled: PrefilledPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

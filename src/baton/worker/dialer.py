@@ -40,7 +40,7 @@ class GrpcPrefillDialer:
 
     @asynccontextmanager
     async def open(
-        self, address: str, request: LoadRequest, held: HeldBlocks
+        self, address: str, request: LoadRequest, held: HeldBlocks, claim: str | None = None
     ) -> AsyncIterator[AsyncIterator[PrefillEvent]]:
         """Open a stream; leaving the context cancels it, which is how a lease is given back."""
         stub = worker_pb2_grpc.WorkerServiceStub(await self._channel(address))
@@ -59,6 +59,7 @@ class GrpcPrefillDialer:
                 cache_salt=request.cache_salt,
                 tenant=tenant_to_pb(request.tenant),
                 priority=request.priority,
+                claim=None if claim is None else worker_pb2.PrefillClaim(key=claim),
             )
         )
         try:

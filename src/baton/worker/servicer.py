@@ -91,6 +91,13 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
         self._refuse("prefill for others")
         yield worker_pb2.PrefillResponse()  # never reached: makes this a stream
 
+    async def PrefillFirst(
+        self, request: worker_pb2.PrefillFirstRequest, context: Any
+    ) -> worker_pb2.PrefillFirstResponse:
+        """Refuse what only a prefill instance does."""
+        self._refuse("prefill for others")
+        return worker_pb2.PrefillFirstResponse()  # never reached
+
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         """End a request."""
         engine = self._worker.engine

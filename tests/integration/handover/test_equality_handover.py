@@ -10,6 +10,7 @@ from tests.support.servers.cluster import LocalCluster, Result
 
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
+from baton.config.worker import WorkerConfig
 from baton.types import FinishReason, SamplingParams
 from baton.worker.instance import WorkerInstance
 
@@ -29,30 +30,50 @@ def engine_config(path, **changes) -> EngineConfig:
     return EngineConfig(model=str(path), **values)
 
 
-async def generate_all(cluster: LocalCluster, decode: WorkerInstance, prompts, new_tokens=NEW_TOKENS) -> list[Result]:
+ORDERS = ["decode_first", "prefill_first"]
+
+
+async def generate_all(
+    cluster: LocalCluster, decode: WorkerInstance, prompts, new_tokens=NEW_TOKENS, order="decode_first"
+) -> list[Result]:
     sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens)
-    return await asyncio.gather(*(cluster.generate(decode, prompt, sampling) for prompt in prompts))
+
+    async def generate(at: int, prompt: list[int]) -> Result:
+        prefilled = None
+        if order == "prefill_first":
+            prefilled = await cluster.prefill_first(cluster.prefill[at % len(cluster.prefill)], prompt, sampling)
+            if at % 2:
+                prefilled.key = ""  # then it is found by its tokens
+        return await cluster.generate(decode, prompt, sampling, prefilled=prefilled)
+
+    return await asyncio.gather(*(generate(at, prompt) for at, prompt in enumerate(prompts)))
 
 
+def assert_moved(results: list[Result], prompts, order: str, kinds: set[str]) -> None:
+    """Check that prompts came over the pipes, with all of their tokens and without failures."""
+    moved = [result.trace for result in results if result.trace.path == common_pb2.PREFILL_PATH_REMOTE]
+    # Prompts that decode already holds but for a few tokens may be finished there, unless they were computed before.
+    assert len(moved) > len(prompts) // 2
+    assert order == "decode_first" or len(moved) == len(prompts)
+    assert {trace.pipe for trace in moved if trace.kv_bytes} == kinds
+    for trace in moved:
+        assert trace.cached_tokens + trace.transferred_tokens == trace.prompt_tokens
+        assert not trace.failed_prefills
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("checkpoint", "kinds"),
     [*((name, ("memory", "shm", "tcp")) for name in ARCHITECTURES), ("llama", ("nixl", "gloo"))],
     indirect=["checkpoint"],
 )
-async def test_equality_through_every_pipe(checkpoint, kinds):
+async def test_equality_through_every_pipe(checkpoint, kinds, order):
     path, prompts, expected = checkpoint
     async with LocalCluster(engine_config(path), decode_pipes=[(kind,) for kind in kinds]) as cluster:
         for kind, decode in zip(kinds, cluster.decode, strict=True):
-            results = await generate_all(cluster, decode, prompts)
+            results = await generate_all(cluster, decode, prompts, order=order)
             assert [result.token_ids for result in results] == expected
-            moved = [result.trace for result in results if result.trace.path == common_pb2.PREFILL_PATH_REMOTE]
-            # Prompts that decode already holds but for a few tokens may be finished there; the long ones are not.
-            assert len(moved) > len(prompts) // 2
-            assert {trace.pipe for trace in moved} == {kind}
-            assert sum(trace.kv_bytes for trace in moved) > 0
-            for trace in moved:
-                assert trace.cached_tokens + trace.transferred_tokens == trace.prompt_tokens
-                assert not trace.failed_prefills
+            assert_moved(results, prompts, order, {kind})
         await cluster.check_integrity()
 
 
@@ -71,12 +92,14 @@ async def test_equality_when_the_decode_pool_is_so_small_that_sequences_are_pree
         await cluster.check_integrity()
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
-async def test_equality_when_a_prefill_pool_is_smaller_than_the_work(checkpoint):
+async def test_equality_when_a_prefill_pool_is_smaller_than_the_work(checkpoint, order):
     path, prompts, expected = checkpoint
     prefill = engine_config(path, kv_blocks=50)
-    async with LocalCluster(prefill, num_prefill=2, decode_changes={"kv_blocks": 700}) as cluster:
-        results = await generate_all(cluster, cluster.decode[0], prompts)
+    config = WorkerConfig(unclaimed_share=1.0)
+    async with LocalCluster(prefill, config, num_prefill=2, decode_changes={"kv_blocks": 700}) as cluster:
+        results = await generate_all(cluster, cluster.decode[0], prompts, order=order)
         assert [result.token_ids for result in results] == expected
         await cluster.check_integrity()
 
@@ -115,24 +138,23 @@ async def test_seeded_sampling_is_the_same_whoever_prefills_and_whoever_goes_on(
         await cluster.check_integrity()
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("checkpoint", ["llama", "gemma3"], indirect=True)
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 24)], ids=str)
-async def test_equality_between_block_sizes(checkpoint, sizes):
+async def test_equality_between_block_sizes(checkpoint, sizes, order):
     path, prompts, expected = checkpoint
     prefill = engine_config(path, block_size=sizes[0])
     kinds = ("shm", "tcp")
     pipes = [(kind,) for kind in kinds]
     async with LocalCluster(prefill, decode_pipes=pipes, decode_changes={"block_size": sizes[1]}) as cluster:
         for kind, decode in zip(kinds, cluster.decode, strict=True):
-            results = await generate_all(cluster, decode, prompts)
+            results = await generate_all(cluster, decode, prompts, order=order)
             assert [result.token_ids for result in results] == expected
-            moved = [result.trace for result in results if result.trace.path == common_pb2.PREFILL_PATH_REMOTE]
-            assert len(moved) > len(prompts) // 2
-            assert {trace.pipe for trace in moved} == {kind}
-            assert not any(trace.failed_prefills for trace in moved)
+            assert_moved(results, prompts, order, {kind})
         await cluster.check_integrity()
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.usefixtures("warm_followers")
 @pytest.mark.parametrize(
     ("checkpoint", "prefill", "decode"),
@@ -146,17 +168,14 @@ async def test_equality_between_block_sizes(checkpoint, sizes):
     ],
     indirect=["checkpoint"],
 )
-async def test_equality_between_parallel_shapes(checkpoint, prefill, decode):
+async def test_equality_between_parallel_shapes(checkpoint, prefill, decode, order):
     path, prompts, expected = checkpoint
     prompts, expected = prompts[:12], expected[:12]
     shapes = {name: decode.get(name, value) for name, value in {"tp": 1, "pp": 1, "block_size": 16}.items()}
     pipes = [("shm",), ("tcp",)] if decode.get("tp", 1) * decode.get("pp", 1) == 1 else [("shm", "tcp")]
     async with LocalCluster(engine_config(path, **prefill), decode_pipes=pipes, decode_changes=shapes) as cluster:
         for kinds, instance in zip(pipes, cluster.decode, strict=True):
-            results = await generate_all(cluster, instance, prompts)
+            results = await generate_all(cluster, instance, prompts, order=order)
             assert [result.token_ids for result in results] == expected
-            moved = [result.trace for result in results if result.trace.path == common_pb2.PREFILL_PATH_REMOTE]
-            assert len(moved) > len(prompts) // 2
-            assert {trace.pipe for trace in moved} == {kinds[0]}
-            assert not any(trace.failed_prefills for trace in moved)
+            assert_moved(results, prompts, order, {kinds[0]})
         await cluster.check_integrity()

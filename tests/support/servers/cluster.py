@@ -109,6 +109,7 @@ class LocalCluster:
         candidates: Sequence[str] | None = None,
         threshold: int | None = 1,
         output: Sequence[int] = (),
+        prefilled: worker_pb2.PrefilledPrompt | None = None,
     ) -> Result:
         """Run one request of one sequence to its end.
 
@@ -119,6 +120,7 @@ class LocalCluster:
             candidates: Prefill instances; default: all of the cluster.
             threshold: Missing tokens from which the prefill is remote.
             output: Tokens generated before, elsewhere.
+            prefilled: Where the prompt's KV waits already.
         """
         request = worker_pb2.GenerateRequest(
             request_id=secrets.token_hex(8),
@@ -127,6 +129,7 @@ class LocalCluster:
             sampling=sampling_to_pb(sampling),
             prefill_candidates=self.candidates if candidates is None else candidates,
             remote_prefill_threshold=threshold,
+            prefilled=prefilled,
         )
         result = Result()
         async with open_channel(decode.address) as channel:
@@ -138,6 +141,19 @@ class LocalCluster:
                 if response.HasField("trace"):
                     result.trace.CopyFrom(response.trace)
         return result
+
+    async def prefill_first(
+        self, prefill: WorkerInstance, prompt: Sequence[int], sampling: SamplingParams, request_id: str = ""
+    ) -> worker_pb2.PrefilledPrompt:
+        """Have a prefill instance compute a prompt, and return what a decode instance is told of it."""
+        request = worker_pb2.PrefillFirstRequest(
+            request_id=request_id or secrets.token_hex(8),
+            prompt_token_ids=prompt,
+            sampling=sampling_to_pb(sampling),
+        )
+        async with open_channel(prefill.address) as channel:
+            response = await worker_pb2_grpc.WorkerServiceStub(channel).PrefillFirst(request)
+        return worker_pb2.PrefilledPrompt(address=prefill.address, key=response.key)
 
     async def settle(self) -> None:
         """Wait until nothing is loaded, saved or kept for anybody any more.

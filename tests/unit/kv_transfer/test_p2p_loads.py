@@ -17,7 +17,7 @@ from baton.kv_cache.connector import LoadRequest, LoadUpdate
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockServer, SequenceBlocks
-from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PLoader
+from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
 from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillEvent
 from baton.kv_transfer.types import FetchResult
 from baton.types import BlockId, InstanceId, RequestId, SamplingParams
@@ -72,7 +72,7 @@ async def test_no_copy_runs_any_more_when_a_load_has_ended(events: Sequence[Offe
             yield stream()
 
     fake: Any = fetcher
-    loader = P2PLoader(
+    loader = P2PConsumer(
         pool=OwnPool(fake, arena, BS, lambda: server.source),
         dialer=Dialer(),  # type: ignore[arg-type]
         loop=asyncio.get_running_loop(),

@@ -492,6 +492,7 @@ class RequestTrace(_message.Message):
     EXPOSED_US_FIELD_NUMBER: _builtins.int
     PIPE_FALLBACK_FIELD_NUMBER: _builtins.int
     ROUTER_QUEUE_US_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     path: Global___PrefillPath.ValueType
     prefill_instance: _builtins.str
     """empty where the path is local"""
@@ -526,6 +527,8 @@ class RequestTrace(_message.Message):
     """why a pipe preferred over this one was not used, empty: it was the preferred one"""
     router_queue_us: _builtins.int
     """waiting in the router's queue; set by the router"""
+    order: _builtins.str
+    """of serving: "decode_first" or "prefill_first"; set by the router"""
     @_builtins.property
     def failed_prefills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """candidates that were tried in vain: "instance: reason" """
@@ -553,10 +556,11 @@ class RequestTrace(_message.Message):
         exposed_us: _builtins.int = ...,
         pipe_fallback: _builtins.str = ...,
         router_queue_us: _builtins.int = ...,
+        order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "exposed_us", b"exposed_us", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "router_queue_us", b"router_queue_us", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "exposed_us", b"exposed_us", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "order", b"order", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "router_queue_us", b"router_queue_us", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

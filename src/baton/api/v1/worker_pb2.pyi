@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    PREFILLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
     cache_salt: _builtins.str
@@ -87,6 +88,10 @@ class GenerateRequest(_message.Message):
     def tenant(self) -> _common_pb2.Tenant:
         """whose blocks these will be in a KV store; unset: nobody's"""
 
+    @_builtins.property
+    def prefilled(self) -> Global___PrefilledPrompt:
+        """where the prompt's KV waits already; unset: it is computed when this instance asks for it"""
+
     def __init__(
         self,
         *,
@@ -101,16 +106,43 @@ class GenerateRequest(_message.Message):
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ticket: Global___PlacementTicket | None = ...,
         tenant: _common_pb2.Tenant | None = ...,
+        prefilled: Global___PrefilledPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "prefilled", b"prefilled", "remote_prefill_threshold", b"remote_prefill_threshold", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prefill_candidates", b"prefill_candidates", "prefilled", b"prefilled", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remote_prefill_threshold", b"remote_prefill_threshold", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remote_prefill_threshold: _TypeAlias = _typing.Literal["remote_prefill_threshold"]  # noqa: Y015
     _WhichOneofArgType__remote_prefill_threshold: _TypeAlias = _typing.Literal["_remote_prefill_threshold", b"_remote_prefill_threshold"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__remote_prefill_threshold) -> _WhichOneofReturnType__remote_prefill_threshold | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class PrefilledPrompt(_message.Message):
+    """The KV of a prompt that was computed by PrefillFirst."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the prefill instance"""
+    key: _builtins.str
+    """that PrefillFirst answered with; empty: it is found by the prompt's tokens, sampling parameters (with a seed, unless greedy) and cache salt"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefilledPrompt: _TypeAlias = PrefilledPrompt  # noqa: Y015
 
 @_typing.final
 class PlacementTicket(_message.Message):
@@ -437,6 +469,7 @@ class PrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_output_tokens: _builtins.int
     """how many of them were generated before (penalties and seeds count from there)"""
@@ -466,6 +499,10 @@ class PrefillRequest(_message.Message):
     def tenant(self) -> _common_pb2.Tenant:
         """as in GenerateRequest"""
 
+    @_builtins.property
+    def claim(self) -> Global___PrefillClaim:
+        """the KV was computed by PrefillFirst and waits: NOT_FOUND if it does not any more"""
+
     def __init__(
         self,
         *,
@@ -480,14 +517,137 @@ class PrefillRequest(_message.Message):
         priority: _builtins.int = ...,
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tenant: _common_pb2.Tenant | None = ...,
+        claim: Global___PrefillClaim | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "held", b"held", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "claim", b"claim", "fingerprint", b"fingerprint", "held", b"held", "num_held_tokens", b"num_held_tokens", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PrefillClaim(_message.Message):
+    """Which of the prompts that wait is meant: its KV is consumed, no other call gets it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """that PrefillFirst answered with; empty: the prompt with the same tokens, sampling parameters and cache salt"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillClaim: _TypeAlias = PrefillClaim  # noqa: Y015
+
+@_typing.final
+class PrefillFirstRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TraceContextEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """unique among live requests"""
+    num_output_tokens: _builtins.int
+    """how many of them were generated before"""
+    cache_salt: _builtins.str
+    priority: _builtins.int
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """every token to compute, resumed output included"""
+
+    @_builtins.property
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """decides the first token"""
+
+    @_builtins.property
+    def trace_context(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def tenant(self) -> _common_pb2.Tenant: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_output_tokens: _builtins.int = ...,
+        sampling: _common_pb2.SamplingParams | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tenant: _common_pb2.Tenant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_output_tokens", b"num_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_context", b"trace_context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillFirstRequest: _TypeAlias = PrefillFirstRequest  # noqa: Y015
+
+@_typing.final
+class PrefillFirstResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """names the KV in PrefilledPrompt and PrefillClaim"""
+    lease_ms: _builtins.int
+    """it waits so long"""
+    @_builtins.property
+    def result(self) -> Global___PrefillResult:
+        """the one that claims the KV gets it, too"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        lease_ms: _builtins.int = ...,
+        result: Global___PrefillResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "lease_ms", b"lease_ms", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillFirstResponse: _TypeAlias = PrefillFirstResponse  # noqa: Y015
 
 @_typing.final
 class HeldBlocks(_message.Message):

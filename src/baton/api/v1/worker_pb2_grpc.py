@@ -49,6 +49,11 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.PrefillFirst = channel.unary_unary(
+                '/baton.api.v1.WorkerService/PrefillFirst',
+                request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillFirstRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillFirstResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.api.v1.WorkerService/Abort',
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
@@ -101,8 +106,16 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrefillFirst(self, request, context):
+        """Prefill instances: computes a prompt whose decode instance is not chosen yet, and answers when it is computed. Its KV then waits in
+        this instance's lookup buffer for a Prefill call that claims it, until the lease ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
-        """Ends a request of Generate or Prefill by its id. Unknown ids are no error.
+        """Ends a request of Generate, Prefill or PrefillFirst by its id; KV that nothing has claimed yet is dropped. Unknown ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +166,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillResponse.SerializeToString,
+            ),
+            'PrefillFirst': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefillFirst,
+                    request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillFirstRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.PrefillFirstResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -261,6 +279,33 @@ class WorkerService(object):
             '/baton.api.v1.WorkerService/Prefill',
             baton_dot_api_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefillFirst(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.WorkerService/PrefillFirst',
+            baton_dot_api_dot_v1_dot_worker__pb2.PrefillFirstRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_worker__pb2.PrefillFirstResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,8 +39,12 @@ class WorkerServiceStub:
     """
     Prefill: _grpc.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
     """Prefill instances: computes the KV of a prompt and offers it. The stream is the lease: blocks are held while it is open."""
+    PrefillFirst: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefillFirstRequest, _worker_pb2.PrefillFirstResponse]
+    """Prefill instances: computes a prompt whose decode instance is not chosen yet, and answers when it is computed. Its KV then waits in
+    this instance's lookup buffer for a Prefill call that claims it, until the lease ends.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
-    """Ends a request of Generate or Prefill by its id. Unknown ids are no error."""
+    """Ends a request of Generate, Prefill or PrefillFirst by its id; KV that nothing has claimed yet is dropped. Unknown ids are no error."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
     """Who this instance is."""
     StreamKvEvents: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamKvEventsRequest, _worker_pb2.StreamKvEventsResponse]
@@ -61,8 +65,12 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Prefill: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill instances: computes the KV of a prompt and offers it. The stream is the lease: blocks are held while it is open."""
+    PrefillFirst: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefillFirstRequest, _worker_pb2.PrefillFirstResponse]  # type: ignore[assignment]
+    """Prefill instances: computes a prompt whose decode instance is not chosen yet, and answers when it is computed. Its KV then waits in
+    this instance's lookup buffer for a Prefill call that claims it, until the lease ends.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request of Generate or Prefill by its id. Unknown ids are no error."""
+    """Ends a request of Generate, Prefill or PrefillFirst by its id; KV that nothing has claimed yet is dropped. Unknown ids are no error."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Who this instance is."""
     StreamKvEvents: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamKvEventsRequest, _worker_pb2.StreamKvEventsResponse]  # type: ignore[assignment]
@@ -100,12 +108,22 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Prefill instances: computes the KV of a prompt and offers it. The stream is the lease: blocks are held while it is open."""
 
     @_abc_1.abstractmethod
+    def PrefillFirst(
+        self,
+        request: _worker_pb2.PrefillFirstRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrefillFirstResponse, _abc.Awaitable[_worker_pb2.PrefillFirstResponse]]:
+        """Prefill instances: computes a prompt whose decode instance is not chosen yet, and answers when it is computed. Its KV then waits in
+        this instance's lookup buffer for a Prefill call that claims it, until the lease ends.
+        """
+
+    @_abc_1.abstractmethod
     def Abort(
         self,
         request: _worker_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AbortResponse, _abc.Awaitable[_worker_pb2.AbortResponse]]:
-        """Ends a request of Generate or Prefill by its id. Unknown ids are no error."""
+        """Ends a request of Generate, Prefill or PrefillFirst by its id; KV that nothing has claimed yet is dropped. Unknown ids are no error."""
 
     @_abc_1.abstractmethod
     def GetInfo(

@@ -1,1 +1,1 @@
-"""Holds offers until the right consumer asks for them."""
+"""Where KV waits for its consumer, matched by key or by tokens."""

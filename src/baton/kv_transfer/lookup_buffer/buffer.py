@@ -1,39 +1,88 @@
-"""Holds offers (or KV) until the right consumer asks: matched by key or by tokens, not by order of arrival.
+"""Holds KV, or offers of KV, until its consumer asks: matched by key or by tokens, not by order of arrival.
 
 A pipe is a FIFO and requests are not: the consumer of the second message may ask first. Hence this buffer, bounded in
-bytes and entries. It cannot deadlock: a query sees also the entries whose inserters still wait for room, an insert
-that can never fit is an error at once, and every wait has a deadline. Room is made by consumers, by ``withdraw`` and,
-when an insert needs it, by dropping entries whose lease has ended unclaimed; as every lease ends, so does every wait
-for room.
+bytes and entries. It cannot deadlock: a query also finds entries that still wait for room, an insert that can never fit
+is an error at once, and every wait has a deadline. Room is made by consumers, by ``withdraw`` and, when an insert needs
+it, by dropping entries whose lease ended before they were consumed; as every lease ends, so does every wait for room.
 
-One lock, held for dictionary operations only (see ``lookup_state``). Waiting calls are woken one by one, through an
-event or through their event loop, so that a waiting coroutine takes no thread.
+Life of an entry: *pending* while its inserter waits for room -> *stored* -> gone: consumed, withdrawn or dropped. A
+query that waits is woken by every entry that matches it and looks again; the first to look gets the entry, so a
+consumer that was cancelled meanwhile takes nothing with it.
+
+One lock, held for dictionary operations only. Thread safe; waits are coroutines, of any event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy.typing as npt
 
-from baton.errors import CancelledError, DeadlineError, InvalidRequestError
-from baton.kv_transfer.lookup_buffer.index import region, token_array
-from baton.kv_transfer.lookup_buffer.state import Entry, LookupState, Waiter, Wake
-from baton.kv_transfer.protocol.deadline import TICK_S, Flag
+from baton.errors import (
+    BatonError,
+    CancelledError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    PipeClosedError,
+    QueueFullError,
+)
+from baton.kv_transfer.lookup_buffer.index import TokenIndex, Tokens, matches, region, token_array
 from baton.types import RequestId
 
 log = logging.getLogger(__name__)
 V = TypeVar("V")
+Wake = Callable[[], object]
+"""Wakes a waiting call; must not block. ``RuntimeError``: its event loop is closed."""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry(Generic[V]):
+    """What was inserted. ``wake`` is set while its inserter waits; ``error`` says why it waited in vain."""
+
+    key: RequestId
+    tokens: Tokens
+    start: int
+    stop: int
+    value: V
+    nbytes: int
+    lease_until: float
+    seq: int = -1
+    gone: bool = False
+    wake: Wake | None = None
+    error: BatonError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Query(Generic[V]):
+    """What a consumer wants: by key, or else by tokens. ``start`` of ``None``: any token."""
+
+    key: RequestId | None
+    tokens: Tokens
+    start: int | None
+    consume: bool
+    wake: Wake
+    seen: tuple[V, ...] = ()
+    """Of a query that does not consume: what matched, which another may have consumed by now."""
+    error: BatonError | None = None
+
+    def matches(self, entry: _Entry[V]) -> bool:
+        if self.key is None:
+            return matches(entry, self.tokens, self.start or 0)
+        return self.key == entry.key and (self.start is None or entry.start <= self.start < entry.stop)
 
 
 class LookupBuffer(Generic[V]):
-    """A bounded meeting place of producers and consumers; thread safe, and usable from any event loop.
+    """A bounded meeting place of producers and consumers.
 
     An entry holds the KV of ``tokens[roi]``, which depends on all of ``tokens[:roi.stop]``. A query names either a key,
     or the tokens of a consumer; then an entry matches if everything up to its end is what the consumer has, too.
@@ -42,8 +91,8 @@ class LookupBuffer(Generic[V]):
         max_bytes: Bound on the sum of the stored entries' ``nbytes``.
         max_entries: Bound on their number.
         max_waiting: Bound on calls that wait at once, inserts and queries each.
-        on_drop: Told (key, value) of entries nobody will get any more: those dropped for room after their lease, those
-            left at ``close``, those whose consumer left with no room to take them back. Called without any lock held.
+        on_drop: Called with (key, value) of entries that have no consumer any more: those dropped after their lease,
+            and those left at ``close``. No lock is held then.
         clock: Seconds, as ``time.monotonic``; deadlines and leases are read on it.
     """
 
@@ -59,109 +108,116 @@ class LookupBuffer(Generic[V]):
         for name, value in (("max_bytes", max_bytes), ("max_entries", max_entries), ("max_waiting", max_waiting)):
             if value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1, got {value}", field=name)
-        self._state: LookupState[V] = LookupState(max_bytes, max_entries, max_waiting, clock)
-        self._lock = threading.Lock()
+        self._max_bytes, self._max_entries, self._max_waiting = max_bytes, max_entries, max_waiting
         self._on_drop, self._clock = on_drop, clock
+        self._lock = threading.Lock()
+        self._closed = False
+        self._num_bytes = 0
+        self._seq = itertools.count()
+        self._stored: dict[int, _Entry[V]] = {}
+        self._pending: dict[int, _Entry[V]] = {}
+        self._by_key: dict[RequestId, dict[int, _Entry[V]]] = {}
+        self._by_tokens: TokenIndex[_Entry[V]] = TokenIndex()
+        self._leases: list[tuple[float, int, _Entry[V]]] = []  # a heap; entries that are gone are skipped
+        self._queries: dict[_Query[V], None] = {}
+        self._dropped: list[_Entry[V]] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the stored entries."""
-        return self._state.num_bytes
+        return self._num_bytes
 
     @property
     def num_waiting(self) -> int:
         """Calls that wait: queries, and inserts for room."""
-        with self._lock:
-            return len(self._state.waiters) + len(self._state.pending)
+        return len(self._queries) + len(self._pending)
 
     def __len__(self) -> int:
         """Stored entries."""
-        return len(self._state.stored)
+        return len(self._stored)
 
     def insert(
         self,
         key: RequestId,
-        tokens: npt.ArrayLike,
+        tokens: npt.ArrayLike | None,
         roi: slice | None,
         value: V,
         nbytes: int,
         *,
         lease_s: float,
-        deadline: float | None = None,
-        cancelled: Flag | None = None,
     ) -> None:
-        """Put an entry in, waiting for room if there is a deadline.
+        """Put an entry in, without waiting.
 
         Args:
-            key: Whose it is; several entries may have the same, and are then taken in order.
-            tokens: From the start of the sequence; must not change afterwards.
+            key: Several entries may have the same, and are then taken in order.
+            tokens: From the start of the sequence; must not change afterwards. ``None``: it is found by its key alone.
             roi: Which of the tokens' KV this is; ``None``: all.
             value: What the consumer gets.
             nbytes: Its size, towards the bound.
-            lease_s: Seconds after which it may be dropped for room.
-            deadline: Seconds on the buffer's clock; ``None``: don't wait.
-            cancelled: Set by another thread to give up.
+            lease_s: Seconds after which it may be dropped.
 
         Raises:
             InvalidRequestError: It can never fit, or ``tokens`` or ``roi`` are wrong.
-            QueueFullError: There is no room and no deadline, or too many wait already.
-            DeadlineError, CancelledError, PipeClosedError: As their names say; the entry is not in the buffer.
+            QueueFullError: There is no room.
+            PipeClosedError: The buffer is closed.
         """
         entry = self._entry(key, tokens, roi, value, nbytes, lease_s)
-        event = threading.Event()
         with self._locked():
-            self._state.insert(entry, None if deadline is None else event.set)
-            waits = entry.wake is not None
-        if not waits or deadline is None:
-            return
-        try:
-            while not event.wait(self._nap(deadline, cancelled, self._state.next_lease_end)):
-                with self._locked():
-                    self._state.admit()
-                self._check(deadline, cancelled)
-        except BaseException as error:
-            self._stop_insert(entry, error)
-            return
-        self._stop_insert(entry, None)
+            self._add(entry)
+            if entry.seq in self._pending:
+                self._remove(entry)
+                raise QueueFullError("the lookup buffer is full", retry_after_s=1.0)
 
-    async def insert_async(
+    async def insert_when_room(
         self,
         key: RequestId,
-        tokens: npt.ArrayLike,
+        tokens: npt.ArrayLike | None,
         roi: slice | None,
         value: V,
         nbytes: int,
         *,
         lease_s: float,
-        deadline: float | None = None,
-    ) -> None:
-        """Do :meth:`insert` without blocking the event loop. A task cancelled too late leaves its entry there."""
-        entry = self._entry(key, tokens, roi, value, nbytes, lease_s)
-        event = asyncio.Event()
-        with self._locked():
-            self._state.insert(entry, None if deadline is None else _waker(event))
-            waits = entry.wake is not None
-        if not waits or deadline is None:
-            return
-        try:
-            while not await _woken(event, self._nap(deadline, None, self._state.next_lease_end)):
-                with self._locked():
-                    self._state.admit()
-                self._check(deadline, None)
-        except BaseException as error:
-            self._stop_insert(entry, error)
-            return
-        self._stop_insert(entry, None)
-
-    def drop_select(
-        self,
-        tokens_or_key: npt.ArrayLike | RequestId,
-        roi: slice | None = None,
-        *,
         deadline: float,
-        cancelled: Flag | None = None,
+    ) -> None:
+        """Do :meth:`insert`, waiting for room; a consumer may have the entry before there is some.
+
+        A task that is cancelled too late leaves its entry in the buffer.
+
+        Raises:
+            QueueFullError: Too many inserts wait already.
+            DeadlineError: ``deadline``, in seconds on the buffer's clock, passed; the entry is not in the buffer.
+            CancelledError: The key was withdrawn.
+        """
+        entry, event = self._entry(key, tokens, roi, value, nbytes, lease_s), asyncio.Event()
+        with self._locked():
+            self._add(entry)
+            if entry.seq not in self._pending:
+                return
+            if len(self._pending) > self._max_waiting:
+                self._remove(entry)
+                raise QueueFullError("too many inserts wait for room", retry_after_s=1.0)
+            entry.wake = _waker(event)
+        try:
+            while True:
+                await self._wait(event, deadline, for_lease=True)
+                with self._locked():
+                    self._admit()
+                    if entry.seq not in self._pending:
+                        break
+                    if self._clock() >= deadline:
+                        raise DeadlineError("deadline passed while waiting for room in the lookup buffer")
+        finally:
+            with self._locked():
+                if entry.seq in self._pending:
+                    self._remove(entry)
+                    self._admit()
+        if entry.error is not None:
+            raise entry.error
+
+    async def drop_select(
+        self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None = None, *, deadline: float
     ) -> V:
-        """Take an entry out, waiting for it: nobody else gets it.
+        """Take an entry out, waiting for it: no other consumer gets it.
 
         Args:
             tokens_or_key: A key (its entries come in order), or the consumer's tokens (of the entries that match, the
@@ -169,47 +225,47 @@ class LookupBuffer(Generic[V]):
             roi: Of a consumer's tokens, those wanted: the entry holds the first of them. Default: from token 0 on where
                 tokens are given, any where a key is.
             deadline: Seconds on the buffer's clock.
-            cancelled: Set by another thread to give up.
 
         Raises:
             NotFoundError: The key was withdrawn meanwhile.
             QueueFullError: Too many queries wait.
-            DeadlineError, CancelledError, PipeClosedError: As their names say.
+            DeadlineError, PipeClosedError: As their names say.
         """
-        return self._query(tokens_or_key, roi, consume=True, deadline=deadline, cancelled=cancelled)
+        return await self._select(tokens_or_key, roi, consume=True, deadline=deadline)
 
-    def select(
-        self,
-        tokens_or_key: npt.ArrayLike | RequestId,
-        roi: slice | None = None,
-        *,
-        deadline: float,
-        cancelled: Flag | None = None,
-    ) -> V:
+    async def select(self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None = None, *, deadline: float) -> V:
         """Do :meth:`drop_select` but leave the entry there for others."""
-        return self._query(tokens_or_key, roi, consume=False, deadline=deadline, cancelled=cancelled)
-
-    async def drop_select_async(
-        self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None = None, *, deadline: float
-    ) -> V:
-        """Do :meth:`drop_select` without a thread. A cancelled task leaves the entry to the next consumer."""
-        return await self._query_async(tokens_or_key, roi, consume=True, deadline=deadline)
-
-    async def select_async(
-        self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None = None, *, deadline: float
-    ) -> V:
-        """Do :meth:`select` without a thread."""
-        return await self._query_async(tokens_or_key, roi, consume=False, deadline=deadline)
+        return await self._select(tokens_or_key, roi, consume=False, deadline=deadline)
 
     def withdraw(self, key: RequestId) -> list[V]:
-        """Take out all of a key's entries that no consumer has, and return them; whoever waits for the key is told."""
+        """Take out all of a key's entries and return them; calls that wait for the key, or with it, end."""
         with self._locked():
-            return self._state.withdraw(key)
+            found = list(self._by_key.get(key, {}).values())
+            for entry in found:
+                self._remove(entry, CancelledError(f"{key} was withdrawn"))
+            for query in [query for query in self._queries if query.key == key]:
+                query.error = NotFoundError(f"{key} was withdrawn")
+                self._notify(query)
+            self._admit()
+        return [entry.value for entry in found]
+
+    def drop_expired(self) -> None:
+        """Drop all entries whose lease has ended."""
+        with self._locked():
+            while (until := self._next_lease_end()) is not None and until <= self._clock():
+                self._drop(self._leases[0][2])
+            self._admit()
 
     def close(self) -> None:
         """End all waits and drop all entries; harmless if repeated."""
+        error = PipeClosedError("the lookup buffer was closed")
         with self._locked():
-            self._state.close()
+            self._closed = True
+            for entry in [*self._stored.values(), *self._pending.values()]:
+                self._drop(entry, error)
+            for query in list(self._queries):
+                query.error = error
+                self._notify(query)
 
     def check_integrity(self) -> None:
         """Check the books (for tests).
@@ -218,113 +274,170 @@ class LookupBuffer(Generic[V]):
             AssertionError: They don't agree.
         """
         with self._lock:
-            self._state.check()
+            entries = [entry for group in self._by_key.values() for entry in group.values()]
+            if self._num_bytes != sum(entry.nbytes for entry in self._stored.values()):
+                raise AssertionError(f"{self._num_bytes} bytes are not those of {len(self._stored)} entries")
+            if self._num_bytes > self._max_bytes or len(self._stored) > self._max_entries:
+                raise AssertionError("the buffer is over its bounds")
+            if any(e.gone or (e.seq in self._stored) == (e.seq in self._pending) for e in entries):
+                raise AssertionError("an entry is neither stored nor pending")
+            if len(entries) != len(self._stored) + len(self._pending):
+                raise AssertionError("an entry has no key")
 
     def _entry(
-        self, key: RequestId, tokens: npt.ArrayLike, roi: slice | None, value: V, nbytes: int, lease_s: float
-    ) -> Entry[V]:
-        array = token_array(tokens)
+        self, key: RequestId, tokens: npt.ArrayLike | None, roi: slice | None, value: V, nbytes: int, lease_s: float
+    ) -> _Entry[V]:
+        array = token_array(() if tokens is None else tokens)
         start, stop = region(roi, len(array))
-        if not 0 <= nbytes <= self._state.max_bytes:
-            raise InvalidRequestError(
-                f"an entry of {nbytes} bytes can never fit into {self._state.max_bytes}", field="nbytes"
-            )
-        return Entry(key, array, start, stop, value, nbytes, self._clock() + lease_s)
-
-    def _waiter(
-        self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None, consume: bool, wake: Wake
-    ) -> Waiter[V]:
-        if isinstance(tokens_or_key, str):
-            start = None if roi is None else roi.start or 0
-            return Waiter(RequestId(tokens_or_key), start, None, consume, wake)
-        array = token_array(tokens_or_key)
-        start, _ = region(roi, len(array))
-        with self._lock:  # the hasher's table of powers grows
-            return Waiter(None, start, self._state.query(array, start), consume, wake)
+        if not 0 <= nbytes <= self._max_bytes:
+            message = f"an entry of {nbytes} bytes can never fit into {self._max_bytes}"
+            raise InvalidRequestError(message, field="nbytes")
+        return _Entry(key, array, start, stop, value, nbytes, self._clock() + lease_s)
 
     def _query(
-        self,
-        tokens_or_key: npt.ArrayLike | RequestId,
-        roi: slice | None,
-        *,
-        consume: bool,
-        deadline: float,
-        cancelled: Flag | None,
-    ) -> V:
-        event = threading.Event()
-        waiter = self._waiter(tokens_or_key, roi, consume, event.set)
-        with self._locked():
-            self._state.ask(waiter)
-            if waiter.done:
-                return self._state.collect(waiter)
-        try:
-            while not event.wait(self._nap(deadline, cancelled, None)):
-                self._check(deadline, cancelled)
-        except BaseException as error:
-            return self._settle(waiter, error)
-        return self._settle(waiter, None)
+        self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None, consume: bool, event: asyncio.Event
+    ) -> _Query[V]:
+        if isinstance(tokens_or_key, str):
+            start = None if roi is None else roi.start or 0
+            return _Query(RequestId(tokens_or_key), token_array(()), start, consume, _waker(event))
+        tokens = token_array(tokens_or_key)
+        return _Query(None, tokens, region(roi, len(tokens))[0], consume, _waker(event))
 
-    async def _query_async(
+    async def _select(
         self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None, *, consume: bool, deadline: float
     ) -> V:
         event = asyncio.Event()
-        waiter = self._waiter(tokens_or_key, roi, consume, _waker(event))
-        with self._locked():
-            self._state.ask(waiter)
-            if waiter.done:
-                return self._state.collect(waiter)
+        query = self._query(tokens_or_key, roi, consume, event)
         try:
-            while not await _woken(event, self._nap(deadline, None, None)):
-                self._check(deadline, None)
-        except BaseException as error:
-            return self._settle(waiter, error)
-        return self._settle(waiter, None)
-
-    def _settle(self, waiter: Waiter[V], error: BaseException | None) -> V:
-        """End a query's wait: with its entry if that came first, and not for a caller that went away."""
-        with self._locked():
-            if error is None or (isinstance(error, DeadlineError) and waiter.done):
-                return self._state.collect(waiter)
-            self._state.leave(waiter)
-        raise error
-
-    def _stop_insert(self, entry: Entry[V], error: BaseException | None) -> None:
-        """End an insert's wait: well if the entry was stored or taken, whatever the caller was told meanwhile."""
-        with self._locked():
-            settled = self._state.stop_insert(entry)
-        if entry.error is not None:
-            raise entry.error
-        if error is not None and (not settled or not isinstance(error, DeadlineError | CancelledError)):
-            raise error
-
-    def _nap(self, deadline: float, cancelled: Flag | None, lease_end: Callable[[], float | None] | None) -> float:
-        """Seconds to wait before looking again: to the deadline, a lease's end or a tick."""
-        left = max(0.0, deadline - self._clock())
-        if lease_end is not None:
+            while True:
+                with self._locked():
+                    if query.error is not None:
+                        raise query.error
+                    if query.seen:
+                        return query.seen[0]
+                    self._require_open()
+                    entry = self._find(query)
+                    if entry is not None:
+                        return self._consume(entry) if consume else entry.value
+                    if self._clock() >= deadline:
+                        raise DeadlineError("deadline passed while waiting in the lookup buffer")
+                    if query not in self._queries:
+                        if len(self._queries) >= self._max_waiting:
+                            raise QueueFullError(f"{self._max_waiting} queries wait already", retry_after_s=1.0)
+                        self._queries[query] = None
+                await self._wait(event, deadline)
+        finally:
             with self._lock:
-                lease = lease_end()
-            if lease is not None:
-                left = min(left, max(TICK_S, lease - self._clock()))
-        return left if cancelled is None else min(left, TICK_S)
+                self._queries.pop(query, None)
 
-    def _check(self, deadline: float, cancelled: Flag | None) -> None:
-        if cancelled is not None and cancelled.is_set():
-            raise CancelledError("cancelled while waiting in the lookup buffer")
-        if self._clock() >= deadline:
-            raise DeadlineError("deadline passed while waiting in the lookup buffer")
+    async def _wait(self, event: asyncio.Event, deadline: float, *, for_lease: bool = False) -> None:
+        """Wait to be woken, for the deadline or, if wanted, for the end of a lease."""
+        left = deadline - self._clock()
+        if for_lease:
+            with self._lock:
+                lease_end = self._next_lease_end()
+            if lease_end is not None:
+                left = min(left, lease_end - self._clock())
+        try:
+            async with asyncio.timeout(max(0.0, left)):
+                await event.wait()
+        except TimeoutError:
+            return
+        event.clear()
+
+    # With the lock held
+
+    def _add(self, entry: _Entry[V]) -> None:
+        """Take an entry; afterwards it is stored, or pending. Queries that match are woken."""
+        self._require_open()
+        entry.seq = next(self._seq)
+        self._by_key.setdefault(entry.key, {})[entry.seq] = entry
+        if entry.stop:
+            self._by_tokens.add(entry)
+        self._pending[entry.seq] = entry
+        self._admit()
+        for query in [query for query in self._queries if query.matches(entry)]:
+            if not query.consume:
+                query.seen = (entry.value,)
+            self._notify(query)
+
+    def _admit(self) -> None:
+        """Store pending entries in order of arrival as far as there is room, dropping those past their lease."""
+        for entry in list(self._pending.values()):
+            if not self._make_room(entry.nbytes):
+                return  # no other entry overtakes: a big one would wait for ever
+            del self._pending[entry.seq]
+            self._stored[entry.seq] = entry
+            self._num_bytes += entry.nbytes
+            heapq.heappush(self._leases, (entry.lease_until, entry.seq, entry))
+            _wake_inserter(entry)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop entries past their lease until an entry fits; ``False``: it does not."""
+        while self._num_bytes + nbytes > self._max_bytes or len(self._stored) >= self._max_entries:
+            until = self._next_lease_end()
+            if until is None or until > self._clock():
+                return False
+            self._drop(self._leases[0][2])
+        return True
+
+    def _next_lease_end(self) -> float | None:
+        while self._leases and self._leases[0][2].gone:
+            heapq.heappop(self._leases)
+        return self._leases[0][0] if self._leases else None
+
+    def _find(self, query: _Query[V]) -> _Entry[V] | None:
+        if query.key is None:
+            return next(self._by_tokens.find(query.tokens, query.start or 0), None)
+        return next((entry for entry in self._by_key.get(query.key, {}).values() if query.matches(entry)), None)
+
+    def _consume(self, entry: _Entry[V]) -> V:
+        self._remove(entry)
+        self._admit()
+        return entry.value
+
+    def _drop(self, entry: _Entry[V], error: BatonError | None = None) -> None:
+        self._remove(entry, error)
+        self._dropped.append(entry)
+
+    def _remove(self, entry: _Entry[V], error: BatonError | None = None) -> None:
+        """Take an entry out; ``error`` is for its inserter, if that waits."""
+        entry.gone = True
+        if self._pending.pop(entry.seq, None) is None:
+            del self._stored[entry.seq]
+            self._num_bytes -= entry.nbytes
+        group = self._by_key[entry.key]
+        del group[entry.seq]
+        if not group:
+            del self._by_key[entry.key]
+        self._by_tokens.discard(entry)
+        entry.error = error
+        _wake_inserter(entry)
+
+    def _notify(self, query: _Query[V]) -> None:
+        try:
+            query.wake()
+        except RuntimeError:
+            log.warning("a consumer's event loop was closed while it waited")
+            del self._queries[query]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise PipeClosedError("the lookup buffer was closed")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock, then tell of what was dropped."""
+        dropped: list[_Entry[V]] = []
         try:
             with self._lock:
                 try:
                     yield
                 finally:
-                    dropped, self._state.dropped = self._state.dropped, []
+                    dropped, self._dropped = self._dropped, []
         finally:
             for entry in dropped:
-                log.info("dropped an entry of %s that nobody took", entry.key)
+                log.info("dropped an entry of %s that was not consumed", entry.key)
                 if self._on_drop is not None:
                     self._on_drop(entry.key, entry.value)
 
@@ -334,10 +447,11 @@ def _waker(event: asyncio.Event) -> Wake:
     return lambda: loop.call_soon_threadsafe(event.set)
 
 
-async def _woken(event: asyncio.Event, timeout: float) -> bool:
+def _wake_inserter(entry: _Entry[V]) -> None:
+    wake, entry.wake = entry.wake, None
+    if wake is None:
+        return
     try:
-        async with asyncio.timeout(timeout):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
+        wake()
+    except RuntimeError:
+        log.warning("an inserter's event loop was closed while it waited")

@@ -1,15 +1,10 @@
-"""Finding entries by the tokens they begin with: rolling hashes to find, a full comparison to be sure.
-
-A query's hash of every prefix is made in one vectorised pass; then each length that some entry has costs one dictionary
-look-up. So a look-up takes O(tokens + different lengths), not O(entries * tokens).
-"""
+"""Finding entries by the tokens they begin with."""
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -19,119 +14,80 @@ from baton.errors import InvalidRequestError
 from baton.hashing import as_token_array
 
 Tokens = npt.NDArray[np.uint32]
-
-
-class PrefixHasher:
-    """Polynomial hashes modulo 2^64 under a secret, so that nobody can aim at collisions; hints, never proof."""
-
-    def __init__(self) -> None:
-        self._key = np.uint64(secrets.randbits(64))
-        self._base = np.uint64(secrets.randbits(64) | 1)
-        self._powers = np.ones(1, dtype=np.uint64)
-
-    def prefixes(self, tokens: Tokens) -> npt.NDArray[np.uint64]:
-        """Return the hashes of ``tokens[:0]`` to ``tokens[:n]``: uint64 [n + 1]."""
-        out = np.zeros(len(tokens) + 1, dtype=np.uint64)
-        np.cumsum(self._terms(tokens), out=out[1:])
-        return out
-
-    def whole(self, tokens: Tokens) -> int:
-        """Return the hash of all tokens."""
-        return int(self._terms(tokens).sum(dtype=np.uint64))
-
-    def _terms(self, tokens: Tokens) -> npt.NDArray[np.uint64]:
-        count = len(tokens)
-        while len(self._powers) < count:
-            step = self._powers[-1:] * self._base
-            self._powers = np.concatenate((self._powers, self._powers * step))
-        mixed = tokens.astype(np.uint64) ^ self._key
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (mixed ^ (mixed >> np.uint64(31))) * self._powers[:count]
+_DIGEST_BYTES = 16
 
 
 class Indexed(Protocol):
-    """What the index holds: something with a number, whose region begins with some tokens."""
+    """An entry: its number, and the region ``[start, stop)`` of ``tokens`` that it holds."""
 
     seq: int
     start: int
     stop: int
     tokens: Tokens
-    prefix_hash: int
 
 
 E = TypeVar("E", bound=Indexed)
 
 
-@dataclass(eq=False)
-class TokenQuery:
-    """Tokens of a consumer, and the first token it wants.
+class TokenIndex(Generic[E]):
+    """Entries by a digest of all tokens up to their end.
 
-    Attributes:
-        tokens: uint32 [n].
-        start: Index of the first token wanted.
-        hashes: uint64 [n + 1], of every prefix.
+    A look-up digests the query's tokens once, stopping at each length that some entry has: O(tokens + lengths),
+    whatever the number of entries.
     """
 
-    tokens: Tokens
-    start: int
-    hashes: npt.NDArray[np.uint64]
-
-    def matches(self, entry: Indexed) -> bool:
-        """Whether the entry holds the token wanted, and everything up to its end is what this consumer has."""
-        if not entry.start <= self.start < entry.stop or entry.stop > len(self.tokens):
-            return False
-        if int(self.hashes[entry.stop]) != entry.prefix_hash:
-            return False
-        return bool(np.array_equal(self.tokens[: entry.stop], entry.tokens[: entry.stop]))
-
-
-class PrefixIndex(Generic[E]):
-    """Entries by (length, hash) of the tokens up to their end; entries are hashed when a query first needs it."""
-
     def __init__(self) -> None:
-        self.hasher = PrefixHasher()
-        self._fresh: dict[int, E] = {}
-        self._entries: dict[tuple[int, int], dict[int, E]] = {}
+        self._entries: dict[tuple[int, bytes], dict[int, E]] = {}
+        self._digests: dict[int, bytes] = {}
         self._lengths: Counter[int] = Counter()
-
-    def query(self, tokens: Tokens, start: int) -> TokenQuery:
-        """Prepare a query."""
-        return TokenQuery(tokens, start, self.hasher.prefixes(tokens))
 
     def add(self, entry: E) -> None:
         """Add an entry."""
-        self._fresh[entry.seq] = entry
+        digest = next(_prefix_digests(entry.tokens, [entry.stop]))
+        self._digests[entry.seq] = digest
+        self._entries.setdefault((entry.stop, digest), {})[entry.seq] = entry
+        self._lengths[entry.stop] += 1
 
-    def remove(self, entry: E) -> None:
-        """Remove an entry."""
-        if self._fresh.pop(entry.seq, None) is not None:
+    def discard(self, entry: E) -> None:
+        """Remove an entry, if it is there."""
+        digest = self._digests.pop(entry.seq, None)
+        if digest is None:
             return
-        key = (entry.stop, entry.prefix_hash)
-        found = self._entries[key]
+        found = self._entries[entry.stop, digest]
         del found[entry.seq]
         if not found:
-            del self._entries[key]
+            del self._entries[entry.stop, digest]
         self._lengths[entry.stop] -= 1
         if not self._lengths[entry.stop]:
             del self._lengths[entry.stop]
 
-    def hash_fresh(self) -> None:
-        """Hash the entries that no query has met yet."""
-        for entry in self._fresh.values():
-            entry.prefix_hash = self.hasher.whole(entry.tokens[: entry.stop])
-            self._entries.setdefault((entry.stop, entry.prefix_hash), {})[entry.seq] = entry
-            self._lengths[entry.stop] += 1
-        self._fresh.clear()
+    def find(self, tokens: Tokens, start: int) -> Iterator[E]:
+        """Yield entries that hold token ``start`` and whose tokens are a prefix of the query's.
 
-    def find(self, query: TokenQuery) -> Iterator[E]:
-        """Yield matching entries, those that reach furthest first, equal ones in order of arrival."""
-        self.hash_fresh()
-        lengths = sorted((n for n in self._lengths if query.start < n <= len(query.tokens)), reverse=True)
-        for length in lengths:
-            for entry in list(self._entries.get((length, int(query.hashes[length])), {}).values()):
-                if query.matches(entry):
+        Those that reach furthest come first, equal ones in order of arrival.
+        """
+        lengths = sorted(n for n in self._lengths if start < n <= len(tokens))
+        digests = _prefix_digests(tokens, lengths)
+        for length, digest in reversed(list(zip(lengths, digests, strict=True))):
+            for entry in self._entries.get((length, digest), {}).values():
+                if matches(entry, tokens, start):
                     yield entry
+
+
+def matches(entry: Indexed, tokens: Tokens, start: int) -> bool:
+    """Return whether an entry holds token ``start`` and depends on nothing but a prefix of ``tokens``."""
+    if not entry.start <= start < entry.stop <= len(tokens):
+        return False
+    return bool(np.array_equal(tokens[: entry.stop], entry.tokens[: entry.stop]))
+
+
+def _prefix_digests(tokens: Tokens, lengths: list[int]) -> Iterator[bytes]:
+    """Yield the digests of ``tokens[:n]`` for each of some ascending lengths, in one pass over the tokens."""
+    state, data, at = hashlib.blake2b(digest_size=_DIGEST_BYTES), np.ascontiguousarray(tokens).data, 0
+    for length in lengths:
+        state.update(data[at:length])
+        at = length
+        yield state.copy().digest()
 
 
 def region(roi: slice | None, num_tokens: int) -> tuple[int, int]:

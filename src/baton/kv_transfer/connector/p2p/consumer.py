@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.errors import BatonError, DeadlineError, StaleBlockError
+from baton.errors import BatonError, DeadlineError, NotFoundError, StaleBlockError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
@@ -52,6 +52,7 @@ class _Load:
     source: str = ""
     source_cached_tokens: int = 0
     first_token: TokenLogprob | None = None
+    local_reason: str = "prefill_failed"
 
 
 class _Attempt:
@@ -119,7 +120,7 @@ class OwnPool:
     source: Callable[[], BlockSource]
 
 
-class P2PLoader(KVConnector):
+class P2PConsumer(KVConnector):
     """Connector of a decode instance.
 
     Args:
@@ -149,6 +150,8 @@ class P2PLoader(KVConnector):
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
         """Plan a remote prefill of everything that is missing, if that is enough to pay."""
+        if request.prefilled is not None:
+            return LoadPlan(num_tokens=len(request.token_ids), with_first_token=True)
         missing = len(request.token_ids) - num_local_tokens
         threshold = self._threshold if request.threshold is None else request.threshold
         if not request.candidates:
@@ -194,26 +197,41 @@ class P2PLoader(KVConnector):
         self._loads.cancel_all()
 
     async def _run(self, load: _Load, cancelled: threading.Event) -> str | None:
-        """Try the candidates; returns why none of them did it."""
+        """Claim what waits, or try the candidates; returns why none of them did it."""
         load.cancelled = cancelled
-        for address in load.request.candidates:
-            try:
-                await self._try(load, address)
+        prefilled, candidates = load.request.prefilled, load.request.candidates
+        if prefilled is not None:
+            failure = await self._failure(load, prefilled.address, claim=prefilled.key)
+            if failure is None:
                 return None
-            except BatonError as failure:
-                load.failures.append(f"{address}: {failure.message}")
-                log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
+            if isinstance(failure, NotFoundError):
+                load.local_reason = "lease_over"
+                return "; ".join(load.failures)
+            candidates = tuple(address for address in candidates if address != prefilled.address)
+        for address in candidates:
+            if await self._failure(load, address) is None:
+                return None
         return "; ".join(load.failures)
+
+    async def _failure(self, load: _Load, address: str, *, claim: str | None = None) -> BatonError | None:
+        """Try a candidate; ``None``: it did it."""
+        try:
+            await self._try(load, address, claim)
+            return None
+        except BatonError as failure:
+            load.failures.append(f"{address}: {failure.message}")
+            log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
+            return failure
 
     def _report(self, load: _Load, ended: Outcome[str | None]) -> LoadUpdate:
         return self._update(load, ended.value if ended.error is None else ended.error)
 
-    async def _try(self, load: _Load, address: str) -> None:
+    async def _try(self, load: _Load, address: str, claim: str | None) -> None:
         """Run one candidate to its end; on return everything is valid."""
         held = self._leading_tokens(load)
         state = _Events(num_ready_tokens=held)
         try:
-            async with self._dialer.open(address, load.request, self._held(load, held)) as events:
+            async with self._dialer.open(address, load.request, self._held(load, held), claim) as events:
                 attempt: _Attempt | None = None
                 while True:
                     event = await self._next(events, state.fetches)
@@ -317,7 +335,7 @@ class P2PLoader(KVConnector):
             transferred_tokens=moved,
             source_cached_tokens=load.source_cached_tokens,
             failures=tuple(load.failures),
-            local_reason="" if complete else "prefill_failed",
+            local_reason="" if complete else load.local_reason,
         )
         first = load.first_token if complete else None
         return LoadUpdate(load.request.request_id, num_valid, first_token=first, stats=stats, error=error)

@@ -61,7 +61,7 @@ class PrefillDialer(Protocol):
     """Opens Prefill streams; the transport does not know the wire."""
 
     def open(
-        self, address: str, request: LoadRequest, held: HeldBlocks
+        self, address: str, request: LoadRequest, held: HeldBlocks, claim: str | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[PrefillEvent]]:
         """Ask the instance at ``address``; leaving the context closes the stream and with it the lease.
 
@@ -69,4 +69,5 @@ class PrefillDialer(Protocol):
             address: host:port.
             request: What is wanted.
             held: The leading blocks that are here, and are kept until then.
+            claim: Key of the prompt that waits there; empty: it is found by its tokens; ``None``: it is to be computed.
         """

@@ -1,8 +1,9 @@
 """The prefill side of point-to-point hand-over: offers go into the lookup buffer, streams take them out.
 
-A *lease* is an open Prefill stream. While it is open the engine keeps the request's blocks; when it closes, for
-whatever reason, the blocks go back. An offer names blocks and their generations, never bytes: the reader copies from
-the pool itself.
+A *lease* is an open Prefill stream, or the time that a prompt waits to be claimed by one
+(:mod:`baton.kv_transfer.connector.p2p.unclaimed`). While it lasts the engine keeps the request's blocks; when it ends,
+for whatever reason, the blocks go back. An offer names blocks and their generations, never bytes: the reader copies
+from the pool itself.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ OFFER_BYTES, BLOCK_BYTES = 200, 100
 
 
 class Lease:
-    """One open Prefill stream.
+    """Keeps one request's blocks.
 
     Attributes:
         lease_id: Unique in this process.
         num_held_tokens: Leading tokens the reader has: not offered.
+        layerwise: Whether its blocks are offered while they are computed, too.
         key: Under which its offers lie in the lookup buffer.
     """
 
-    def __init__(self, lease_id: int, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int) -> None:
-        self.lease_id, self.request_id = lease_id, request_id
+    def __init__(
+        self, lease_id: int, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int, layerwise: bool
+    ) -> None:
+        self.lease_id, self.request_id, self.layerwise = lease_id, request_id, layerwise
         self.token_ids, self.num_held_tokens = token_ids, num_held_tokens
         self.num_offered_blocks = 0
         self.key = RequestId(f"{request_id}/{lease_id}")
 
 
-class P2POfferer(KVConnector):
+class P2PProducer(KVConnector):
     """Connector of a prefill instance.
 
     Args:
@@ -55,7 +59,7 @@ class P2POfferer(KVConnector):
         wake: Makes the engine poll.
         block_size: Tokens per block.
         lease_s: How long an offer waits for its stream.
-        max_leases: Streams that may be open at once.
+        max_leases: Leases that may be open at once.
         layers: Layers of the model, to offer blocks while they are computed; 0: only when they are complete.
     """
 
@@ -80,14 +84,20 @@ class P2POfferer(KVConnector):
         self._finished: set[RequestId] = set()
         self._releases: deque[RequestId] = deque()
         self._ids = itertools.count(1)
+        self.on_poll: Callable[[], None] = lambda: None
+        """Called, in the engine's thread, whenever it asks for leases that ended."""
 
-    def open_lease(self, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int) -> Lease:
+    def open_lease(
+        self, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int, *, layerwise: bool = True
+    ) -> Lease:
         """Open a lease before its request is submitted.
 
         Args:
             request_id: The request.
             token_ids: uint32 [tokens], everything that will be computed.
             num_held_tokens: Leading tokens the reader has; rounded down to blocks.
+            layerwise: Whether to offer blocks while they are computed, if this instance does; ``False``: only complete
+                ones, as the reader comes later.
 
         Raises:
             QueueFullError: Too many leases are open.
@@ -98,7 +108,7 @@ class P2POfferer(KVConnector):
                 raise QueueFullError(f"{self._max_leases} leases are open", retry_after_s=1.0)
             if request_id in self._leases:
                 raise InvalidRequestError(f"request id {request_id!r} is in use", field="request_id")
-            lease = Lease(next(self._ids), request_id, token_ids, num_held_tokens)
+            lease = Lease(next(self._ids), request_id, token_ids, num_held_tokens, layerwise)
             lease.num_offered_blocks = num_held_tokens // self._block_size
             self._leases[request_id] = lease
         return lease
@@ -112,7 +122,7 @@ class P2POfferer(KVConnector):
         total = len(lease.token_ids)
         while True:
             deadline = time.monotonic() + self._lease_s
-            offer = await self._buffer.drop_select_async(lease.key, deadline=deadline)
+            offer = await self._buffer.drop_select(lease.key, deadline=deadline)
             yield offer
             if offer.num_tokens >= total and offer.ready is None:
                 return
@@ -146,7 +156,9 @@ class P2POfferer(KVConnector):
         self._finish_step()
         for save in saves:
             lease = self._lease_of(save.request_id)
-            if lease is not None and (offer := self._next_offer(lease, save.block_ids, save.num_tokens)) is not None:
+            if lease is None or not lease.layerwise:
+                continue
+            if (offer := self._next_offer(lease, save.block_ids, save.num_tokens)) is not None:
                 self._insert(lease, replace(offer, ready=self._step))
 
     def layer_computed(self, layer: int) -> None:
@@ -183,17 +195,10 @@ class P2POfferer(KVConnector):
         return Offer(first, ids, generations, num_tokens)
 
     def _insert(self, lease: Lease, offer: Offer) -> None:
-        roi = slice(offer.first_block * self._block_size, min(offer.num_tokens, len(lease.token_ids)))
         try:
             # Without a deadline, as the engine must not wait: the buffer is sized for every lease's offers.
-            self._buffer.insert(
-                lease.key,
-                lease.token_ids,
-                roi,
-                offer,
-                nbytes=OFFER_BYTES + BLOCK_BYTES * len(offer.block_ids),
-                lease_s=self._lease_s,
-            )
+            nbytes = OFFER_BYTES + BLOCK_BYTES * len(offer.block_ids)
+            self._buffer.insert(lease.key, None, None, offer, nbytes, lease_s=self._lease_s)
         except BatonError as error:
             log.error("the offer of %s is lost (%s): its stream ends", lease.request_id, error.message)
             self._buffer.withdraw(lease.key)
@@ -208,6 +213,7 @@ class P2POfferer(KVConnector):
 
     def poll_releases(self) -> list[RequestId]:
         """Return finished requests whose lease has closed."""
+        self.on_poll()
         released = []
         while self._releases:
             released.append(self._releases.popleft())
