@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
 
-.PHONY: help install demo up test lint format protos bench test-gpu clean
+.PHONY: help install native demo up test lint format protos bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -13,27 +13,30 @@ help: ## this list
 
 install: $(STAMP) ## make .venv with Baton and its scripts in it
 
+native: $(STAMP) ## build the C helpers and CPU operators again, as far as their sources changed
+	@$(BIN)/python scripts/build_native.py
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer; try make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module; as root: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	@touch $@
 
-demo: $(STAMP) ## 1P1D, router and KV store; a chat answer; tokens compared with Hugging Face
+demo: native ## 1P1D, router and KV store; a chat answer; tokens compared with Hugging Face
 	@$(BIN)/baton demo
 
-up: $(STAMP) ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
+up: native ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
 	$(BIN)/baton up $(ARGS)
 
-test: $(STAMP) ## the whole test suite
+test: native ## the whole test suite
 	@scripts/install_browser.sh
 	@scripts/install_redis.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-test-gpu: $(STAMP) ## the tests that need a CUDA device
+test-gpu: native ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
 
-lint: $(STAMP) ## ruff, mypy strict, import contracts, generated code up to date
+lint: native ## ruff, mypy strict, import contracts, generated code up to date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -47,7 +50,7 @@ format: $(STAMP) ## let ruff mend what it can
 protos: $(STAMP) ## regenerate src/baton/api from protos/
 	$(BIN)/python scripts/gen_protos.py
 
-bench: $(STAMP) ## benchmarks; results under benchmarks/results
+bench: native ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write
 	$(BIN)/baton bench kv --overlap --json > benchmarks/results/kv.jsonl
 	$(BIN)/python benchmarks/kv/overlap.py --write
@@ -58,5 +61,5 @@ bench: $(STAMP) ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/http.py --kill --write
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist src/baton/_native kernels/baton_kernels/cpu/lib .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,7 +45,7 @@ from cut import measure_cuts
 from decision import BLOCK, ROOT, measure_decisions, prompt_tokens
 from workload import CHAIN
 
-from baton.hashing import hash_chain, native_chain
+from baton.hashing import hash_chain
 
 HERE = Path(__file__).parent
 PARTS = HERE / "router" / "index_parts"
@@ -183,7 +183,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.cut:
         sys.exit(0 if print_cuts(asyncio.run(measure_cuts())) else 1)
-    native_chain()
     result: dict[str, Any] = {"rival": None if args.no_rival else RIVAL, "blocks": args.blocks}
     pythons = {"baton": sys.executable}
     if not args.no_rival:

@@ -4,8 +4,7 @@
 little-endian uint32. The root is a digest of everything else that decides the KV's content (fingerprint and
 tenant salt), so equal hashes mean equal KV. SHA-256 because a collision would answer one user with another's KV.
 
-A chain is computed in one call of C where a compiler is, with the processor's SHA instructions where it has them; else
-block by block with ``hashlib``. The bytes are the same.
+A chain is computed in one call of C, with the processor's SHA instructions where it has them.
 """
 
 from __future__ import annotations
@@ -17,21 +16,26 @@ import hashlib
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Protocol, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.native import COMPILERS, address_of, load_helper
+from baton.native import address_of, function
 from baton.types import BlockHash
 
 HASH_SCHEME = "sha256-chain-u32le-v1"
 HASH_BYTES = 32
 _IN_PLACE = sys.byteorder == "little"
 """Whether an ``array("I")`` lies in memory as it is hashed."""
-_MIN_NATIVE = 8
-"""Blocks from which on a call of C is cheaper than ``hashlib``."""
+_HAS_SHA = bool(function("has_sha", ctypes.c_int)())
+"""Whether the processor has instructions for SHA-256."""
+# With the interpreter's lock held: a chain takes less time than a wait for the lock may.
+_hash_chain = function(
+    *("hash_chain", None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
+    *(ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p),
+    keep_lock=True,
+)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -114,17 +118,13 @@ def hash_chain(
         parent: Hash of the block that ends at ``start``, or the root hash.
         start: First token to hash; a multiple of ``block_size``.
     """
-    function = native_chain()
-    if function is not None and _IN_PLACE and isinstance(token_ids, array.array) and token_ids.typecode == "I":
+    if _IN_PLACE and isinstance(token_ids, array.array) and token_ids.typecode == "I":
         address, length = token_ids.buffer_info()
-        count = max(0, length - start) // block_size
-        return HashChain(function.at(address + 4 * start, 4 * block_size, count, parent))
-    tokens = as_token_array(token_ids)
-    count = max(0, len(tokens) - start) // block_size
-    data = tokens[start : start + count * block_size]
-    if function is None or count < _MIN_NATIVE:
-        return HashChain(python_chain(data, 4 * block_size, parent))
-    return HashChain(function(data, 4 * block_size, parent))
+    else:
+        token_ids = as_token_array(token_ids)
+        address, length = address_of(token_ids), len(token_ids)
+    count = max(0, length - start) // block_size
+    return HashChain(hash_memory(address + 4 * start, 4 * block_size, count, parent))
 
 
 def block_hashes(
@@ -135,57 +135,21 @@ def block_hashes(
     return [BlockHash(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES)]
 
 
-def python_chain(data: npt.NDArray[np.uint32], stride: int, parent: bytes) -> bytes:
-    """Hash pieces of ``stride`` bytes one after the other with ``hashlib``."""
-    raw, sha256, previous = data.tobytes(), hashlib.sha256, bytes(parent)
-    out = []
-    for at in range(0, len(raw), stride):
-        previous = sha256(previous + raw[at : at + stride]).digest()
-        out.append(previous)
-    return b"".join(out)
-
-
-class ChainFunction(Protocol):
-    """The chain in C."""
-
-    def __call__(self, data: npt.NDArray[np.uint32], stride: int, parent: bytes) -> bytes:
-        """Hash pieces of ``stride`` bytes of an array."""
-
-    def at(self, address: int, stride: int, count: int, parent: bytes) -> bytes:
-        """Hash ``count`` pieces of ``stride`` bytes of memory."""
-
-
-class _NativeChain:
-    """See :class:`ChainFunction`."""
-
-    def __init__(self, library: ctypes.CDLL, *, instructions: bool) -> None:
-        # Called with the interpreter's lock held: a chain takes less time than a wait for the lock may.
-        self._function = ctypes.PyDLL("hashing", handle=library._handle).baton_hash_chain
-        size, pointer = ctypes.c_size_t, ctypes.c_void_p
-        self._function.argtypes = [pointer, size, size, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p]
-        self._function.restype = None
-        self._fast = int(instructions and library.baton_has_sha())
-
-    def __call__(self, data: npt.NDArray[np.uint32], stride: int, parent: bytes) -> bytes:
-        return self.at(address_of(data), stride, data.nbytes // stride, parent)
-
-    def at(self, address: int, stride: int, count: int, parent: bytes) -> bytes:
-        if not count:
-            return b""
-        out = bytes(count * HASH_BYTES)  # of nobody else yet: filled in place instead of copied once more
-        self._function(address, stride, count, parent, self._fast, out)
-        return out
-
-
-@functools.cache
-def native_chain(compilers: tuple[str, ...] = COMPILERS, *, instructions: bool = True) -> ChainFunction | None:
-    """Return :func:`python_chain` in C; ``None``: there is no compiler. The first call waits for the compiler.
+def hash_memory(address: int, stride: int, count: int, parent: bytes, *, instructions: bool = _HAS_SHA) -> bytes:
+    """Hash ``count`` pieces of ``stride`` bytes of memory, each with the hash before it.
 
     Args:
-        compilers: The first of them that is there is used.
-        instructions: Use the processor's own instructions for SHA-256 if it has them.
+        address: Where the first piece begins.
+        stride: Bytes of a piece.
+        count: Pieces.
+        parent: What stands before the first piece, 32 bytes.
+        instructions: Use the processor's instructions for SHA-256; it must have them.
+
+    Returns:
+        The hashes, 32 bytes each.
     """
-    library = load_helper(Path(__file__).with_name("hashing.c"), compilers)
-    if library is None:
-        return None
-    return _NativeChain(library, instructions=instructions)
+    if not count:
+        return b""
+    out = bytes(count * HASH_BYTES)  # not shared yet: filled in place instead of copied once more
+    _hash_chain(address, stride, count, parent, instructions, out)
+    return out

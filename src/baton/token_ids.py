@@ -1,21 +1,18 @@
 """Token ids of a whole prompt, as one array: from JSON, into messages, checked, without an object per id.
 
 A prompt of 4 KB has a thousand ids. As Python integers they are made, looked at and written out one by one, several
-times on their way; as an ``array("I")`` that happens in one call of C each. Where no compiler is the twins in Python
-do the same.
+times on their way; as an ``array("I")`` that happens in one call of C each.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from baton.native import COMPILERS, load_helper
+from baton.native import function
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]
@@ -27,6 +24,10 @@ _SCRATCH_WORDS = 65_536
 _FIELDS = 5
 """Words that the helper in C writes of a list that it found, before the ids."""
 _MAX_BYTES = 2**31 - 1
+# With the interpreter's lock held: a call takes less time than a wait for the lock may.
+_pack_ids = function("pack_ids", ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, keep_lock=True)
+_max_id = function("max_id", ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, keep_lock=True)
+_find_ids = function("find_ids", ctypes.c_int, keep_lock=True)
 _own = threading.local()
 _BYTES = tuple(bytes((value,)) for value in range(256))
 _MOST_BYTES = 5
@@ -60,33 +61,16 @@ def max_id(ids: TokenIds) -> int:
     """Return the largest id; 0 of none."""
     if type(ids) is FoundIds:
         return ids.most
-    library = _library()
-    if library is None:
-        return max(ids, default=0)
-    return int(library.baton_max_id(*ids.buffer_info()))
+    return int(_max_id(*ids.buffer_info()))
 
 
 def pack_ids(ids: TokenIds) -> bytes:
     """Return ids as the payload of a packed protobuf field."""
     if type(ids) is FoundIds:
         return ids.packed
-    library = _library()
-    if library is None:
-        return python_pack(ids)
     address, count = ids.buffer_info()
     scratch = _scratch(-(-_MOST_BYTES * count // 4))
-    return scratch.view[: library.baton_pack_ids(address, count, scratch.address)].tobytes()
-
-
-def python_pack(ids: Sequence[int]) -> bytes:
-    """Do what :func:`pack_ids` does, id by id."""
-    out = bytearray()
-    for token_id in ids:
-        while token_id >= 0x80:
-            out.append(token_id & 0x7F | 0x80)
-            token_id >>= 7
-        out.append(token_id)
-    return bytes(out)
+    return scratch.view[: _pack_ids(address, count, scratch.address)].tobytes()
 
 
 def varint(value: int) -> bytes:
@@ -97,7 +81,12 @@ def varint(value: int) -> bytes:
         return _BYTES[value & 0x7F | 0x80] + _BYTES[value >> 7]
     if value < 0x200000:
         return _BYTES[value & 0x7F | 0x80] + _BYTES[value >> 7 & 0x7F | 0x80] + _BYTES[value >> 14]
-    return python_pack((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
 
 def find_ids(text: bytes, key: bytes) -> tuple[FoundIds, bytes] | None:
@@ -112,11 +101,11 @@ def find_ids(text: bytes, key: bytes) -> tuple[FoundIds, bytes] | None:
         or holds anything but ids, or if that cannot be said for sure. What is not valid JSON is not found
         out here.
     """
-    library, size = _library(), len(text)
-    if library is None or size > _MAX_BYTES:
+    size = len(text)
+    if size > _MAX_BYTES:
         return None
     scratch = _scratch(_FIELDS + size)
-    if not library.baton_find_ids(text, size, key, scratch.pointer):
+    if not _find_ids(text, size, key, scratch.pointer):
         return None
     words = scratch.words
     begin, end, count, most, packed = words[:_FIELDS]
@@ -147,27 +136,3 @@ def _scratch(words: int) -> _Scratch:
     except AttributeError:
         found = _own.scratch = _Scratch(_SCRATCH_WORDS)
     return found
-
-
-@functools.cache
-def _library(compilers: tuple[str, ...] = COMPILERS) -> Any | None:
-    """Return the helper in C; the first call waits for the compiler."""
-    found = load_helper(Path(__file__).with_name("token_ids.c"), compilers)
-    if found is None:
-        return None
-    # Called with the interpreter's lock held: a call takes less time than a wait for the lock may.
-    library = ctypes.PyDLL("token_ids", handle=found._handle)
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    for name, result, *arguments in (
-        ("pack_ids", size, pointer, size, pointer),
-        ("max_id", ctypes.c_uint32, pointer, size),
-    ):
-        function = getattr(library, f"baton_{name}")
-        function.restype, function.argtypes = result, arguments
-    # find_ids is called with bytes, a C int and a pointer, which need no types: to convert them takes longer.
-    return library
-
-
-def native() -> bool:
-    """Whether the helper in C is used; the first call waits for the compiler."""
-    return _library() is not None

@@ -331,10 +331,3 @@ async def test_closing_the_fetcher_ends_what_connects_and_what_waits(tcp_rig: Ri
     await asyncio.to_thread(fetcher.close)
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(r) for r in results] == [PipeClosedError] * 3  # and not the deadline
-
-
-def test_tcp_without_a_compiler(tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kv_transfer.copy.socket_mover.load_helper", lambda source: None)
-    remote, local = np.random.default_rng(2).permutation(200)[:90], np.arange(90)
-    assert tcp_rig.fetch(remote, local).valid.all()
-    assert tcp_rig.same(remote, local)

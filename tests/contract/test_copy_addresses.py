@@ -1,4 +1,4 @@
-"""The copier remembers where arrays lie: arrays that come and go, often at the same place, are still told apart."""
+"""A reader remembers where arrays lie: arrays that come and go, often at the same place, are still told apart."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 
 import numpy as np
 
-from baton.kv_transfer.copy.block_copy import BlockCopier
+from baton.kv_transfer.copy.block_copy import BlockReader
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.types import BlockReads
 
 
 def test_targets_and_sources_that_come_and_go() -> None:
-    copier, rng = BlockCopier(), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for turn in range(100):
         size = int(rng.integers(1, 200))
         remote, generations = rng.integers(0, 256, (5, size), dtype=np.uint8), np.full(5, turn, np.uint64)
-        reader = copier.reader(remote, generations)
+        reader = BlockReader(remote, generations)
         for name in ("remote_ids", "generations", "local_ids"):
             local = np.zeros((4, size), np.uint8)
             reads = BlockReads.of([4, 1, 2], [turn, turn, turn + 1], [0, 3, 1])
@@ -30,5 +30,5 @@ def test_targets_and_sources_that_come_and_go() -> None:
 
 def test_no_blocks() -> None:
     local = np.zeros((1, 8), np.uint8)
-    reads, reader = BlockReads.of([], [], []), BlockCopier().reader(local.copy(), np.zeros(1, np.uint64))
+    reads, reader = BlockReads.of([], [], []), BlockReader(local.copy(), np.zeros(1, np.uint64))
     assert len(reader.read(local, reads, Wait(time.monotonic() + 10))) == 0

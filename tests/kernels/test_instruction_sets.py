@@ -1,18 +1,17 @@
-"""The operators compiled for lesser processors: the same source must be right without this machine's instructions."""
+"""The operators compiled for build processors: the same source must be right without this machine's instructions."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import platform
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
-from baton.config.paths import cache_dir
-from baton_kernels.cpu import CpuLibrary, load_library
+from baton_kernels.cpu import CpuLibrary, OperatorsMissingError, load_library, runnable_variants
+from baton_kernels.cpu import library as library_module
+from baton_kernels.cpu.variants import Variant
 from baton_kernels.linear import CpuLinear, linear_reference
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, RaggedBatch, paged_attention_reference
 from baton_kernels.paged_attention.types import LayerPool
@@ -20,29 +19,22 @@ from baton_kernels.rms_norm import CpuRmsNorm, rms_norm_reference
 from baton_kernels.silu_mul import CpuSiluMul, silu_mul_reference
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-TARGETS = {"x86-64": "plain", "x86-64-v3": "avx2", "x86-64-v4": "avx512"}
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="an x86 test"),
-]
-
-
-@pytest.fixture(scope="module")
-def compiling(library: CpuLibrary) -> Iterator[dict[str, Future[CpuLibrary]]]:
-    """Compile for all that this processor can run, side by side: 12 s of a processor each, the first time."""
-    can = [x for x in TARGETS if x != "x86-64-v4" or library.instructions.startswith("avx512")]
-    with ThreadPoolExecutor() as pool:
-        yield {target: pool.submit(load_library, cache_dir(), target=target) for target in can}
+INSTRUCTIONS = {
+    "x86-64-v4-bf16": "avx512-bf16",
+    "x86-64-v4": "avx512",
+    "x86-64-v3": "avx2",
+    "x86-64": "plain",
+    "armv8-a": "neon",
+}
+"""What each build says of itself."""
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def lesser(request: pytest.FixtureRequest, compiling: dict[str, Future[CpuLibrary]]) -> CpuLibrary:
-    if request.param not in compiling:
-        pytest.skip("this processor has no AVX-512")
-    compiled = compiling[request.param].result()
-    assert compiled.instructions == TARGETS[request.param]
-    return compiled
+@pytest.fixture(params=[each.name for each in runnable_variants()])
+def build(request: pytest.FixtureRequest) -> CpuLibrary:
+    variant = next(each for each in runnable_variants() if each.name == request.param)
+    loaded = load_library(variant)
+    assert loaded.instructions == INSTRUCTIONS[variant.name]
+    return loaded
 
 
 def _pool(memory: torch.Tensor, k_dim: int, v_dim: int) -> LayerPool:
@@ -52,8 +44,8 @@ def _pool(memory: torch.Tensor, k_dim: int, v_dim: int) -> LayerPool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_attention(lesser: CpuLibrary, dtype: torch.dtype) -> None:
-    check_attention(lesser, dtype)
+def test_attention(build: CpuLibrary, dtype: torch.dtype) -> None:
+    check_attention(build, dtype)
 
 
 @pytest.mark.parametrize("products", ["float32", "pairs", "amx"])
@@ -94,20 +86,36 @@ def check_attention(library: CpuLibrary, dtype: torch.dtype, k_dim: int = 21, v_
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 40, 100])
-def test_linear(lesser: CpuLibrary, rows: int) -> None:
+def test_linear(build: CpuLibrary, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight, residual = (
         torch.randn(*dims, generator=generator).bfloat16() for dims in ((rows, 150), (70, 150), (rows, 70))
     )
-    got = CpuLinear(lesser, weight)(x, residual)
+    got = CpuLinear(build, weight)(x, residual)
     torch.testing.assert_close(got, linear_reference(x, weight, None, residual), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_rows(lesser: CpuLibrary, dtype: torch.dtype) -> None:
+def test_rows(build: CpuLibrary, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(9, 70, generator=generator) * 3).to(dtype), torch.randn(70, generator=generator).to(dtype)
     precision = torch.finfo(dtype).eps
-    got = CpuRmsNorm(lesser, weight, 1e-5)(x)
+    got = CpuRmsNorm(build, weight, 1e-5)(x)
     torch.testing.assert_close(got, rms_norm_reference(x, weight, 1e-5), rtol=8 * precision, atol=precision)
-    torch.testing.assert_close(CpuSiluMul(lesser, dtype)(x), silu_mul_reference(x), rtol=8 * precision, atol=1e-6)
+    torch.testing.assert_close(CpuSiluMul(build, dtype)(x), silu_mul_reference(x), rtol=8 * precision, atol=1e-6)
+
+
+def test_what_was_not_built_names_the_command_that_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "LIBRARIES", tmp_path)
+    with pytest.raises(OperatorsMissingError, match=library_module.BUILD_COMMAND):
+        load_library(Variant("x86-64", frozenset(), ()))
+    (tmp_path / "baton_cpu-x86-64.so").write_bytes(b"no library")
+    with pytest.raises(OperatorsMissingError, match="cannot load"):
+        load_library(Variant("x86-64", frozenset(), ()))
+
+
+def test_every_processor_of_a_known_machine_has_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_kernels.cpu.variants._cpu_flags", frozenset)
+    assert [each.name for each in runnable_variants("x86_64")] == ["x86-64"]
+    assert [each.name for each in runnable_variants("aarch64")] == ["armv8-a"]
+    assert runnable_variants("riscv64") == []

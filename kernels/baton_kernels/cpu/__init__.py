@@ -1,6 +1,6 @@
-"""C++ operators for CPUs: compiled on first use for the machine they run on, called through a plain C interface."""
+"""C++ operators for CPUs: built ahead for several instruction sets, called through a plain C interface."""
 
-from baton_kernels.cpu.build import BuildError
-from baton_kernels.cpu.library import CpuLibrary, load_library
+from baton_kernels.cpu.library import CpuLibrary, OperatorsMissingError, load_library
+from baton_kernels.cpu.variants import runnable_variants
 
-__all__ = ["BuildError", "CpuLibrary", "load_library"]
+__all__ = ["CpuLibrary", "OperatorsMissingError", "load_library", "runnable_variants"]

@@ -1,4 +1,7 @@
-"""Loads the compiled operators into this process."""
+"""Loads the C++ operators into this process: the build for the best instruction set that the processor has.
+
+The libraries leave OpenMP's symbols open; they are bound to the runtime that torch has loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from baton_kernels.cpu.build import BuildError, build_library
 from baton_kernels.cpu.memory import WeightMemory
+from baton_kernels.cpu.variants import Variant
+
+LIBRARIES = Path(__file__).parent / "lib"
+BUILD_COMMAND = "python scripts/build_native.py"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Storage types as the C interface numbers them."""
@@ -83,34 +89,39 @@ class CpuLibrary:
         self._library = library
 
 
-def load_library(cache_dir: Path, *, target: str = "native") -> CpuLibrary:
-    """Build the operators unless they are cached, and load them.
+class OperatorsMissingError(RuntimeError):
+    """The operators cannot be loaded; says why in one line."""
+
+
+def load_library(variant: Variant) -> CpuLibrary:
+    """Load a build of the operators.
 
     Args:
-        cache_dir: Where compiled libraries are kept.
-        target: Architecture to compile for; see :func:`build_library`.
+        variant: One of :func:`baton_kernels.cpu.variants.runnable_variants`.
 
     Raises:
-        BuildError: They cannot be built or loaded on this machine.
+        OperatorsMissingError: It was not built or cannot be loaded.
     """
-    openmp = _torch_openmp()
-    if openmp is not None:
-        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-    path = build_library(cache_dir, link_openmp=openmp is None, target=target)
+    path = LIBRARIES / variant.file_name
+    if not path.exists():
+        raise OperatorsMissingError(f"{path} is missing; in a checkout run: {BUILD_COMMAND}")
     try:
+        _share_openmp()
         return CpuLibrary(path)
     except OSError as error:
-        raise BuildError(f"cannot load {path}: {error}") from error
+        raise OperatorsMissingError(f"cannot load {path}: {error}") from error
 
 
-def _torch_openmp() -> str | None:
-    """Path of the GNU OpenMP runtime that this process (torch) has loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
-    return min(paths) if paths else None
+def _share_openmp() -> None:
+    """Let libraries loaded from now on find the symbols of the OpenMP runtime that torch has loaded.
+
+    Raises:
+        OSError: It has none, and the system neither.
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    runtimes = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
+    ctypes.CDLL(runtimes[0] if runtimes else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
 def _function(library: ctypes.CDLL, name: str, result: Any, arguments: int) -> Any:

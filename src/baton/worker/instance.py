@@ -19,7 +19,6 @@ from baton.engine.build import make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import Executor, load_executor
 from baton.errors import ConfigError
-from baton.hashing import native_chain
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector
 from baton.kv_cache.events import KVEvent
@@ -230,7 +229,6 @@ class WorkerInstance:
             metrics=WorkerMetrics(),
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
         )
-        native_chain()  # compiled now, not by the first long prompt
         self.context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
         engine.start()
         self._stack.push_async_callback(engine.stop)

@@ -1,81 +1,35 @@
 from __future__ import annotations
 
-import shutil
+import ctypes
 import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from baton.native import COMPILERS, load_helper
+from baton import native
 
-needs_compiler = pytest.mark.skipif(not any(shutil.which(x) for x in COMPILERS), reason="no C compiler")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("BATON_CACHE_DIR", str(folder))
-    return folder
+ROOT = Path(__file__).parents[3]
 
 
-def write(folder: Path, name: str, value: int) -> Path:
-    (folder / "source").mkdir(exist_ok=True)
-    source = folder / "source" / name
-    source.write_text(f"int baton_answer(void) {{ return {value}; }}\n")
-    return source
+def test_libraries_were_built_from_the_present_sources() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/build_native.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
-def load_as_another_process(source: Path) -> int:
-    library = load_helper.__wrapped__(source)
-    assert library is not None
-    return library.baton_answer()
+def test_a_missing_library_names_the_command_that_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "baton_native.so")
+    with pytest.raises(ImportError, match=native.BUILD_COMMAND):
+        native._load()
 
 
-@needs_compiler
-def test_a_helper_is_built_wherever_its_source_lies(tmp_path: Path, cache: Path) -> None:
-    source = write(tmp_path, "answer.c", 42)
-    library = load_helper(source)
-    assert library is not None
-    assert library.baton_answer() == 42
-    assert list(source.parent.iterdir()) == [source], "nothing is left beside it"
-    assert [path.suffix for path in cache.iterdir()] == [".so"]
-
-
-@needs_compiler
-def test_what_was_built_is_found_again_until_its_source_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write(tmp_path, "kept.c", 1)
-    assert load_as_another_process(source) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-        assert load_as_another_process(source) == 1
-    write(tmp_path, "kept.c", 2)
-    assert load_as_another_process(source) == 2
-    (source.parent / "kept.h").write_text("#define BATON_OTHER\n")
-    assert load_as_another_process(source) == 2
-
-
-@needs_compiler
-@pytest.mark.parametrize("damage", ["shared", "file"])
-def test_without_a_folder_of_ones_own_nothing_is_kept(tmp_path: Path, cache: Path, damage: str) -> None:
-    if damage == "shared":
-        cache.mkdir()
-        cache.chmod(0o777)
-    else:
-        cache.write_text("")
-    assert load_as_another_process(write(tmp_path, f"{damage}.c", 7)) == 7
-    assert cache.is_file() or not list(cache.iterdir())
-
-
-def test_what_cannot_be_built_is_none(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "broken.c"
-    source.write_text("this is not C\n")
-    assert load_helper(source) is None
-    assert load_helper(source, ("no-such-compiler",)) is None
-    fine = tmp_path / "fine.c"
-    fine.write_text("int baton_fine;\n")
-    shutil.rmtree(cache, ignore_errors=True)
-    cache.write_text("")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "no such folder"))
-    assert load_helper(fine) is None
+def test_functions_are_independent_of_each_other() -> None:
+    one = native.function("max_id", ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)
+    other = native.function("max_id", ctypes.c_int, keep_lock=True)
+    assert one is not other
+    assert other.argtypes is None
+    ids = np.array([3, 2**32 - 1], dtype=np.uint32)
+    assert one(native.address_of(ids), 2) == 2**32 - 1

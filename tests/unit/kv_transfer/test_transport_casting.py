@@ -10,13 +10,13 @@ import torch
 from tests.support.transport_rig import soon
 
 from baton.errors import CancelledError, ConfigError
-from baton.kv_transfer.copy.dtype_cast import FORMATS, BlockCaster
+from baton.kv_transfer.copy.dtype_cast import FORMATS, BlockCaster, convert
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.types import BlockReads
 
 PAIRS = [(a, b) for a in FORMATS for b in FORMATS if a != b]
-WAYS = [(True, 512), (True, 256), (True, 64), (False, 0)]
-"""In C with vector registers of at most so many bits, and without C."""
+VECTOR_BITS = [512, 256, 64]
+"""Bounds on the vector registers that are used."""
 
 
 def every_number(dtype: str) -> torch.Tensor:
@@ -34,12 +34,10 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("vector_bits", VECTOR_BITS)
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
-def test_every_number_is_what_torch_makes_of_it(pair: tuple[str, str], way: tuple[bool, int]) -> None:
-    native, vector_bits = way
-    caster = BlockCaster(*pair, native=native, vector_bits=vector_bits)
-    assert caster.method == ("native" if native else "numpy")
+def test_every_number_is_what_torch_makes_of_it(pair: tuple[str, str], vector_bits: int) -> None:
+    caster = BlockCaster(*pair, vector_bits=vector_bits)
     torch.manual_seed(0)
     numbers = every_number(pair[0])
     expected = numbers.to(getattr(torch, pair[1]))
@@ -62,9 +60,8 @@ def test_every_number_is_what_torch_makes_of_it(pair: tuple[str, str], way: tupl
     assert lost.any() == (pair in {("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")})
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_only_blocks_with_their_generation_are_converted_and_only_their_segments(native: bool) -> None:
-    caster = BlockCaster("float32", "bfloat16", native=native)
+def test_only_blocks_with_their_generation_are_converted_and_only_their_segments() -> None:
+    caster = BlockCaster("float32", "bfloat16")
     source = bytes_of(torch.arange(24.0).reshape(3, 8))
     target = np.full((4, 16), 0xEE, np.uint8)
     gens = np.array([7, 8, 9], np.uint64)
@@ -81,14 +78,13 @@ def test_only_blocks_with_their_generation_are_converted_and_only_their_segments
     assert np.array_equal(target, bytes_of(expected))
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_block_whose_generation_changes_under_its_conversion_is_not_valid(native: bool) -> None:
+def test_a_block_whose_generation_changes_under_its_conversion_is_not_valid() -> None:
     """The numbers are written over the generations, so that they change while it goes on."""
     target = np.zeros((3, 8), np.uint8)
     generations = target[2].view(np.uint64)
     source = bytes_of(torch.ones(1, 4))
     reads = BlockReads(np.zeros(1, np.int64), np.zeros(1, np.uint64), np.array([2]), np.array([[0, 0, 16]]))
-    caster = BlockCaster("float32", "bfloat16", native=native)
+    caster = BlockCaster("float32", "bfloat16")
     cast = caster.read(target, source, generations, reads, Wait(soon()))
     assert generations[0] != 0
     assert not cast.valid.any()
@@ -105,3 +101,10 @@ def test_a_conversion_looks_at_the_flag_and_refuses_what_is_none() -> None:
     for pair in (("float32", "float32"), ("float32", "int8"), ("float8", "float16")):
         with pytest.raises(ConfigError, match="cannot be converted"):
             BlockCaster(*pair)
+
+
+def test_rows_are_converted_one_by_one() -> None:
+    rows = torch.tensor([[1.5, -2.0], [1e6, 1.0], [float("inf"), 0.0]])
+    made, lost = convert(bytes_of(rows), "float32", "float16")
+    assert torch.equal(torch.from_numpy(made).view(torch.float16), rows.half())
+    assert lost.tolist() == [False, True, False]

@@ -1,4 +1,4 @@
-"""Block copies: both ways of copying against plain indexing, and how runs are found."""
+"""Block copies against plain indexing, and how runs are found."""
 
 from __future__ import annotations
 
@@ -15,36 +15,22 @@ from tests.support.transport_rig import open_fds
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.copy.block_copy import BATCH_BYTES, BlockCopier, Line, fence, merge_runs
+from baton.kv_transfer.copy.block_copy import BATCH_BYTES, BlockReader, Line, fence, merge_runs
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Ids
 
-COPIERS = {"native": BlockCopier(), "libc": BlockCopier(native=False)}
 
-
-def copy(
-    copier: BlockCopier, local: Bytes, remote: Bytes, ids: tuple[Ids, Ids], wait: Wait, segments: Segments | None = None
-) -> None:
+def copy(local: Bytes, remote: Bytes, ids: tuple[Ids, Ids], wait: Wait, segments: Segments | None = None) -> None:
     """Copy remote blocks ``ids[0]`` to local ``ids[1]``; all have the generation that is asked for."""
     generations = np.arange(len(remote), dtype=np.uint64) * 7
     reads = BlockReads(ids[0], generations[ids[0]], ids[1], segments)
-    assert copier.reader(remote, generations).read(local, reads, wait).all()
+    assert BlockReader(remote, generations).read(local, reads, wait).all()
 
 
-def test_without_a_compiler_libc_serves() -> None:
-    assert BlockCopier(compilers=("no-such-compiler",)).method == "libc"
-    assert COPIERS["libc"].method == "libc"
-
-
-def test_a_compiler_that_fails_is_no_error() -> None:
-    assert BlockCopier(compilers=("false",)).method == "libc"
-
-
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_copy_is_indexing(copier: BlockCopier, data: st.DataObject) -> None:
+def test_copy_is_indexing(data: st.DataObject) -> None:
     """Any block size, also ones that leave targets unaligned, and any choice of blocks; around it nothing changes."""
     size = data.draw(st.sampled_from([1, 63, 64, 4096, 16384, 16448, 40_000, 300_000]))
     blocks = data.draw(st.integers(1, max(1, min(64, 6_000_000 // size))))
@@ -57,24 +43,22 @@ def test_copy_is_indexing(copier: BlockCopier, data: st.DataObject) -> None:
     local = np.full((blocks + 3, size), 0xEE, dtype=np.uint8)
     expected = local.copy()
     expected[local_ids] = remote[remote_ids]
-    copy(copier, local, remote, (remote_ids, local_ids), Wait(time.monotonic() + 60))
+    copy(local, remote, (remote_ids, local_ids), Wait(time.monotonic() + 60))
     assert np.array_equal(local, expected)
 
 
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
-def test_more_runs_than_one_system_call_takes(copier: BlockCopier) -> None:
+def test_many_small_blocks() -> None:
     rng = np.random.default_rng(1)
     remote = rng.integers(0, 256, (5000, 96), dtype=np.uint8)
     local = np.zeros_like(remote)
     there, here = rng.permutation(5000), rng.permutation(5000)
-    copy(copier, local, remote, (there, here), Wait(time.monotonic() + 60))
+    copy(local, remote, (there, here), Wait(time.monotonic() + 60))
     assert np.array_equal(local[here], remote[there])
 
 
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_segments_go_where_they_say(copier: BlockCopier, data: st.DataObject) -> None:
+def test_segments_go_where_they_say(data: st.DataObject) -> None:
     """Between blocks of different sizes; what no segment names is left alone."""
     from_size, to_size = data.draw(st.tuples(st.integers(1, 300), st.integers(1, 300)))
     cuts = sorted(data.draw(st.sets(st.integers(0, min(from_size, to_size)), min_size=2, max_size=8)))
@@ -87,22 +71,20 @@ def test_segments_go_where_they_say(copier: BlockCopier, data: st.DataObject) ->
     expected = local.copy()
     for begin, to, size in kept:
         expected[here, to : to + size] = remote[there, begin : begin + size]
-    copy(copier, local, remote, (there, here), Wait(time.monotonic() + 60), np.array(kept, dtype=np.int64))
+    copy(local, remote, (there, here), Wait(time.monotonic() + 60), np.array(kept, dtype=np.int64))
     assert np.array_equal(local, expected)
 
 
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
-def test_blocks_of_another_generation_are_not_copied(copier: BlockCopier) -> None:
+def test_blocks_of_another_generation_are_not_copied() -> None:
     remote, local = np.ones((6, 64), dtype=np.uint8), np.zeros((6, 64), dtype=np.uint8)
     generations, ids = np.full(6, 3, dtype=np.uint64), np.arange(6)
     wanted = np.array([3, 2, 3, 3, 4, 3], dtype=np.uint64)
-    valid = copier.reader(remote, generations).read(local, BlockReads(ids, wanted, ids), Wait(time.monotonic() + 60))
+    valid = BlockReader(remote, generations).read(local, BlockReads(ids, wanted, ids), Wait(time.monotonic() + 60))
     assert valid.tolist() == [True, False, True, True, False, True]
     assert local[:, 0].tolist() == [1, 0, 1, 1, 0, 1]
 
 
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
-def test_a_block_that_changes_during_the_copy_is_not_valid(copier: BlockCopier) -> None:
+def test_a_block_that_changes_during_the_copy_is_not_valid() -> None:
     size, blocks = 1 << 20, 3 * BATCH_BYTES // (1 << 20)
     remote, local = np.ones((blocks, size), dtype=np.uint8), np.zeros((blocks, size), dtype=np.uint8)
     generations, ids = np.zeros(blocks, dtype=np.uint64), np.arange(blocks)
@@ -119,18 +101,17 @@ def test_a_block_that_changes_during_the_copy_is_not_valid(copier: BlockCopier) 
             return False
 
     reads = BlockReads(ids, generations.copy(), ids)
-    valid = copier.reader(remote, generations).read(local, reads, Wait(time.monotonic() + 60, Writer()))
+    valid = BlockReader(remote, generations).read(local, reads, Wait(time.monotonic() + 60, Writer()))
     assert valid[0]  # checked after its own batch, before the change
     assert np.flatnonzero(~valid).tolist() == [blocks - 1]
 
 
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
 @pytest.mark.parametrize("last_words", [b"", b"x"])
-def test_nothing_is_valid_once_the_owner_has_hung_up(copier: BlockCopier, last_words: bytes) -> None:
+def test_nothing_is_valid_once_the_owner_has_hung_up(last_words: bytes) -> None:
     mine, theirs = socket.socketpair()
     remote, local, ids = np.ones((2, 64), dtype=np.uint8), np.zeros((2, 64), dtype=np.uint8), np.arange(2)
     stream = Stream(mine, peer="owner")
-    reader = copier.reader(remote, np.zeros(2, dtype=np.uint64), Line(stream))
+    reader = BlockReader(remote, np.zeros(2, dtype=np.uint64), Line(stream))
     reads, wait = BlockReads(ids, np.zeros(2, dtype=np.uint64), ids), Wait(time.monotonic() + 60)
     assert reader.read(local, reads, wait).all()
     assert reader.holds()
@@ -142,13 +123,12 @@ def test_nothing_is_valid_once_the_owner_has_hung_up(copier: BlockCopier, last_w
     stream.close()
 
 
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
-def test_a_stream_closed_on_this_side_ends_reads_and_leaves_no_descriptor(copier: BlockCopier) -> None:
+def test_a_stream_closed_on_this_side_ends_reads_and_leaves_no_descriptor() -> None:
     fds = open_fds()
     mine, theirs = socket.socketpair()
     stream = Stream(mine, peer="owner")
     remote, local, ids = np.ones((1, 64), dtype=np.uint8), np.zeros((1, 64), dtype=np.uint8), np.zeros(1, np.int64)
-    reader = copier.reader(remote, np.zeros(1, dtype=np.uint64), Line(stream))
+    reader = BlockReader(remote, np.zeros(1, dtype=np.uint64), Line(stream))
     stream.close()
     with pytest.raises(PipeClosedError):
         reader.read(local, BlockReads(ids, np.zeros(1, dtype=np.uint64), ids), Wait(time.monotonic() + 60))
@@ -169,20 +149,19 @@ class Countdown:
         return self.looks < 0
 
 
-@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
-def test_long_copies_look_at_the_flag_and_the_clock(copier: BlockCopier) -> None:
+def test_long_copies_look_at_the_flag_and_the_clock() -> None:
     size = 1 << 20
     blocks = 3 * BATCH_BYTES // size
     remote, local = np.ones((blocks, size), dtype=np.uint8), np.zeros((blocks, size), dtype=np.uint8)
     ids = np.arange(blocks)
     with pytest.raises(CancelledError):
-        copy(copier, local, remote, (ids, ids), Wait(time.monotonic() + 60, Countdown(2)))
+        copy(local, remote, (ids, ids), Wait(time.monotonic() + 60, Countdown(2)))
     copied = int(local[:, 0].sum())
     assert 0 < copied < blocks
     with pytest.raises(DeadlineError):
-        copy(copier, local, remote, (ids, ids), Wait(time.monotonic() - 1))
+        copy(local, remote, (ids, ids), Wait(time.monotonic() - 1))
     flag = threading.Event()
-    copy(copier, local, remote, (ids, ids), Wait(time.monotonic() + 60, flag))
+    copy(local, remote, (ids, ids), Wait(time.monotonic() + 60, flag))
     assert local.all()
 
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash
+from baton_router.indexer.block_table import BlockTable
 from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 
 ROOT = root_hash(b"test")
@@ -43,11 +44,9 @@ class Held:
 class IndexMachine(RuleBasedStateMachine):
     """Any order of any events on any slots, with parents evicted before their children as well."""
 
-    native = True
-
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(native=self.native)
+        self.index = PrefixIndex()
         # A table with more than one word per set answers the same.
         self.others = [self.index.add() for _ in range(62)]
         self.model: dict[int, Held] = {}
@@ -142,61 +141,87 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(self.index) == len(held)
 
 
-class PythonIndexMachine(IndexMachine):
-    native = False
-
-
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestPythonIndex = PythonIndexMachine.TestCase
-TestPythonIndex.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-@pytest.fixture(params=["c", "python"])
-def index(request: pytest.FixtureRequest) -> PrefixIndex:
-    made = PrefixIndex(max_blocks=100_000, native=request.param == "c")
-    if made.method != request.param:
-        pytest.skip("no C compiler")
-    return made
+@pytest.fixture
+def index() -> PrefixIndex:
+    return PrefixIndex(max_blocks=100_000)
 
 
-def test_a_big_table_against_its_twin() -> None:
+class PlainTable:
+    """What :class:`BlockTable` does, with a Python set per slot."""
+
+    def __init__(self, limit: int, slots: int) -> None:
+        self.limit, self.held = limit, [set[BlockHash]() for _ in range(slots)]
+
+    def __len__(self) -> int:
+        return len(set().union(*self.held))
+
+    def store(self, slot: int, hashes: list[BlockHash]) -> tuple[int, int]:
+        known, held = set().union(*self.held), self.held[slot]
+        added = refused = 0
+        for each in hashes:
+            if each in held:
+                continue
+            if each not in known and len(known) >= self.limit:
+                refused += 1
+                continue
+            known.add(each)
+            held.add(each)
+            added += 1
+        return added, refused
+
+    def remove(self, slot: int, hashes: list[BlockHash]) -> int:
+        before = len(self.held[slot])
+        self.held[slot].difference_update(hashes)
+        return before - len(self.held[slot])
+
+    def depth(self, hashes: list[BlockHash], slots: int) -> int:
+        known = set().union(*(held for slot, held in enumerate(self.held) if slots >> slot & 1))
+        return next((i for i, each in enumerate(hashes) if each not in known), len(hashes))
+
+    def match(self, hashes: list[BlockHash], slots: int) -> dict[int, int]:
+        depths = {slot: self.depth(hashes, 1 << slot) for slot in range(len(self.held)) if slots >> slot & 1}
+        return {slot: depth for slot, depth in depths.items() if depth}
+
+
+def test_a_big_table_against_a_plain_one() -> None:
     """Thousands of entries, with churn: growth, gaps that close among the buckets, runs that go backwards."""
     rng = random.Random(7)
-    both = [PrefixIndex(5_000, native=native) for native in (True, False)]
-    slots = [(one.add(), two.add()) for one, two in [both] for _ in range(70)]
-    assert slots == [(i, i) for i in range(70)]
+    table, plain = BlockTable(5_000), PlainTable(5_000, 70)
+    table.widen(70)
     chains = [chain([rng.randrange(3) for _ in range(rng.randrange(1, 300))]) for _ in range(60)]
-    actions = ("stored", "stored", "removed", "removed backwards", "match", "match", "match any", "replace")
+    actions = ("store", "store", "remove", "remove backwards", "match", "match", "match any", "sweep")
     for _ in range(2_000):
-        hashes, at, action = rng.choice(chains), rng.randrange(70), rng.choice(actions)
+        hashes, slot, action = rng.choice(chains), rng.randrange(70), rng.choice(actions)
         begin, end = sorted(rng.randrange(len(hashes) + 1) for _ in range(2))
-        slot = slots[at][0]
-        if action == "stored":
-            assert len({one.stored(slot, hashes[:end]) for one in both}) == 1
-        elif action.startswith("removed"):
-            for one in both:
-                one.removed(slot, hashes[begin:end][:: -1 if "backwards" in action else 1])
+        data = b"".join(hashes)
+        if action == "store":
+            assert table.store(slot, b"".join(hashes[:end])) == plain.store(slot, hashes[:end])
+        elif action.startswith("remove"):
+            part = hashes[begin:end][:: -1 if "backwards" in action else 1]
+            assert table.remove(slot, b"".join(part)) == plain.remove(slot, part)
         elif action == "match":
-            assert both[0].match(hashes, ALL_70) == both[1].match(hashes, ALL_70)
+            slots = rng.getrandbits(70)
+            assert table.match(data, slots) == plain.match(hashes, slots)
         elif action == "match any":
             groups = [rng.getrandbits(70) for _ in range(3)]
-            assert both[0].match_any(hashes, groups) == both[1].match_any(hashes, groups)
+            assert table.match_any(data, groups) == [plain.depth(hashes, group) for group in groups]
         else:
-            for one in both:
-                while not one.sweep(50):
-                    pass
-            slots[at] = both[0].replace(slot), both[1].replace(slot)
-            assert len(set(slots[at])) == 1
-        assert len(both[0]) == len(both[1])
+            at = table.sweep(1 << slot, 0, 50)
+            while at:
+                at = table.sweep(1 << slot, at, 50)
+            plain.held[slot].clear()
+        assert len(table) == len(plain)
 
 
-@pytest.mark.parametrize("native", [True, False])
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_long_chains_on_many_slots(native: bool, data: st.DataObject) -> None:
+def test_long_chains_on_many_slots(data: st.DataObject) -> None:
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    index = PrefixIndex(native=native)
+    index = PrefixIndex()
     hashes = chain([rng.randrange(100) for _ in range(400)])
     depths = [rng.randrange(401) for _ in range(100)]
     slots = [index.add() for _ in depths]
@@ -205,8 +230,8 @@ def test_long_chains_on_many_slots(native: bool, data: st.DataObject) -> None:
     assert index.match(hashes, (1 << 100) - 1) == {s: d for s, d in zip(slots, depths, strict=True) if d}
 
 
-def test_a_full_index_refuses_new_blocks_and_still_knows_the_old(index: PrefixIndex) -> None:
-    index = PrefixIndex(max_blocks=4, native=index.method == "c")
+def test_a_full_index_refuses_new_blocks_and_still_knows_the_old() -> None:
+    index = PrefixIndex(max_blocks=4)
     one, two = index.add(), index.add()
     first, second = chain([1, 2, 3]), chain([2, 2, 3])
     assert index.stored(one, first) == 0

@@ -4,6 +4,7 @@
 
 #if defined(BATON_AVX512_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define BATON_AMX 1
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -68,6 +69,12 @@ inline void amx_step4(const void* a, long a_stride, const void* b, long b_stride
   _tile_dpbf16ps(1, 4, 7);
   _tile_dpbf16ps(2, 5, 6);
   _tile_dpbf16ps(3, 5, 7);
+}
+
+// Whether the processor has tiles and multiplies bfloat16 in them.
+inline bool amx_present() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
 }
 
 // Ask the kernel for the tiles' registers, which it keeps for those who ask; for the whole process.

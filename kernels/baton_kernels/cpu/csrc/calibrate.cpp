@@ -51,10 +51,10 @@ extern "C" int baton_pairs_are_faster() {
 #endif
 }
 
-// 1 if this process may use AMX, and the library was compiled for it. Asks the kernel; harmless if repeated.
+// 1 if this processor has AMX for bfloat16, and this process may use it. Asks the kernel; harmless if repeated.
 extern "C" int baton_amx_ready() {
 #if defined(BATON_AMX)
-  return baton::amx_permitted();
+  return baton::amx_present() && baton::amx_permitted();
 #else
   return 0;
 #endif

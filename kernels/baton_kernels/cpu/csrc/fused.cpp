@@ -1,8 +1,7 @@
 // Row-wise operations between the linears: RMS norm, and silu(gate) * up.
-#include <omp.h>
-
 #include <algorithm>
 
+#include "team.h"
 #include "vec.h"
 
 namespace baton {
@@ -46,8 +45,7 @@ void silu_mul_row(const RowOp& a, const T* x, T* out) {
 template <class Row>
 void rows_of(const RowOp& a, Row row) {
   const int threads = (int)std::max<long>(1, std::min<long>(a.threads, a.rows / ROWS_PER_THREAD));
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (long r = 0; r < a.rows; ++r) row(r);
+  parallel(threads, [&](const Team& team) { team.share(a.rows, row); });
 }
 
 template <class T>

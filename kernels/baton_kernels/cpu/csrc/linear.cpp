@@ -1,8 +1,6 @@
 // Linear layers with bfloat16 weights, multiplied in float32: for processors whose float32 units outrun their bfloat16
 // ones. Weights are repacked once into panels of columns that are read in order; a vector of bfloat16 pairs becomes two
 // float32 vectors by a shift and a mask. Few rows stream the panels; many go over a block of a panel while it is cached.
-#include <omp.h>
-
 #include "linear.h"
 
 namespace baton {
@@ -132,25 +130,19 @@ void panel_of(const Linear& a, long panel, long first, const Groups& groups, con
 long group_stride(const Linear& a) { return round_up((long)GROUP * a.in_features + VL, 16); }
 
 // Run by every thread of the team; `shared` is null where each thread has to convert the inputs for itself.
-void run(const Linear& a, float* shared, Scratch& scratch) {
+void run(const Linear& a, float* shared, const Team& team, Scratch& scratch) {
   const long panels = (a.out_features + PW - 1) / PW, stride = group_stride(a);
-  const int threads = omp_get_num_threads(), thread = omp_get_thread_num();
   const Groups most((int)std::min<long>(a.rows, ROW_BLOCK));
   const size_t sums_size = (size_t)most.rows * PW;
   float* sums = scratch.get<float>(sums_size + (shared ? 0 : most.count * stride));
   float* x = shared ? shared : sums + sums_size;
   for (long first = 0; first < a.rows; first += ROW_BLOCK) {
     const Groups groups((int)std::min<long>(ROW_BLOCK, a.rows - first));
-    for (int g = shared ? thread : 0; g < groups.count; g += shared ? threads : 1)
+    for (int g = shared ? team.thread : 0; g < groups.count; g += shared ? team.threads : 1)
       convert(a, first + groups.begin(g), groups.size(g), x + g * stride);
-    if (shared) {
-#pragma omp barrier
-    }
-#pragma omp for schedule(static) nowait
-    for (long p = 0; p < panels; ++p) panel_of(a, p, first, groups, x, stride, sums);
-    if (shared) {
-#pragma omp barrier
-    }
+    if (shared) team.barrier();
+    team.share(panels, [&](long p) { panel_of(a, p, first, groups, x, stride, sums); });
+    if (shared) team.barrier();
   }
 }
 
@@ -167,8 +159,7 @@ extern "C" int64_t baton_linear_packed_size(int64_t out_features, int64_t in_fea
 // weight: bfloat16 [out_features][in_features] -> packed, aligned to 64 bytes.
 extern "C" void baton_linear_pack(const uint16_t* weight, uint32_t* packed, int64_t out_features, int64_t in_features) {
   const long panels = (out_features + PW - 1) / PW;
-#pragma omp parallel for schedule(static)
-  for (long p = 0; p < panels; ++p)
+  const auto pack_panel = [&](long p) {
     for (long s = 0; s < in_features; ++s)
       for (int i = 0; i < PW / 2; ++i) {
         const long low = p * PW + i, high = low + VL;
@@ -176,6 +167,8 @@ extern "C" void baton_linear_pack(const uint16_t* weight, uint32_t* packed, int6
         const uint32_t b = high < out_features ? weight[high * in_features + s] : 0;
         packed[(p * in_features + s) * (PW / 2) + i] = a | b << 16;
       }
+  };
+  parallel(0, [&](const Team& team) { team.share(panels, pack_panel); });
 }
 
 extern "C" void baton_linear(const Linear* a) {
@@ -184,10 +177,8 @@ extern "C" void baton_linear(const Linear* a) {
   const bool share = a->rows > PRIVATE_ROWS;
   const Groups most((int)std::min<long>(a->rows, ROW_BLOCK));
   float* shared = share ? inputs.get<float>(most.count * group_stride(*a)) : nullptr;
-  const int threads = a->threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  parallel(a->threads, [&](const Team& team) {
     static thread_local Scratch scratch;
-    run(*a, shared, scratch);
-  }
+    run(*a, shared, team, scratch);
+  });
 }

@@ -3,8 +3,6 @@
 // Weights are repacked once into panels of 32 columns: per step of 32 inputs two tiles, one behind the other, so that a
 // panel is read in order, as fast as memory delivers. Inputs are put into tiles too: rows of a power of two bytes would
 // fall into the same few cache lines.
-#include <omp.h>
-
 #include "amx.h"
 #include "linear.h"
 
@@ -138,22 +136,21 @@ void panel_of(const Linear& a, long p, long begin, long end, const bf16* x, floa
 }
 
 // Run by every thread of the team; `shared` is null where each thread packs the inputs for itself.
-void run(const Linear& a, bf16* shared, Scratch& scratch) {
+void run(const Linear& a, bf16* shared, const Team& team, Scratch& scratch) {
   const AmxTiles tiles;
   const long steps = steps_of(a.in_features), blocks = (a.rows + 31) / 32, block = steps * BLOCK;
   const long cached = std::min(blocks, std::max<long>(1, CACHED / (block * (long)sizeof(bf16))));
   float* sums = scratch.get<float>(cached * 32 * PW + (shared ? 0 : blocks * block / 2));
   bf16* x = shared ? shared : (bf16*)(sums + cached * 32 * PW);
   if (shared) {
-#pragma omp for schedule(static)
-    for (long b = 0; b < blocks; ++b) pack_rows(a, b * 32, x + b * block);
+    team.share(blocks, [&](long b) { pack_rows(a, b * 32, x + b * block); });
+    team.barrier();
   } else {
     for (long b = 0; b < blocks; ++b) pack_rows(a, b * 32, x + b * block);
   }
   for (long begin = 0; begin < blocks; begin += cached) {
     const long end = std::min(blocks, begin + cached), panels = panels_of(a.out_features);
-#pragma omp for schedule(static) nowait
-    for (long p = 0; p < panels; ++p) panel_of(a, p, begin, end, x, sums);
+    team.share(panels, [&](long p) { panel_of(a, p, begin, end, x, sums); });
   }
   _mm_sfence();  // streamed outputs are there for other threads
 }
@@ -173,8 +170,7 @@ extern "C" int64_t baton_linear_amx_packed_size(int64_t out_features, int64_t in
 extern "C" void baton_linear_amx_pack(const uint16_t* weight, uint16_t* packed, int64_t out_features,
                                       int64_t in_features) {
   const long steps = steps_of(in_features);
-#pragma omp parallel for schedule(static)
-  for (long p = 0; p < panels_of(out_features); ++p)
+  const auto pack_panel = [&](long p) {
     for (long s = 0; s < steps; ++s)
       for (long column = 0; column < 32; ++column)
         for (long i = 0; i < STEP; ++i) {
@@ -183,6 +179,8 @@ extern "C" void baton_linear_amx_pack(const uint16_t* weight, uint16_t* packed, 
           packed[tile * TILE + (i / 2) * STEP + column % 16 * 2 + i % 2] =
               row < out_features && k < in_features ? weight[row * in_features + k] : 0;
         }
+  };
+  parallel(0, [&](const Team& team) { team.share(panels_of(out_features), pack_panel); });
 }
 
 // Only where baton_amx_ready() says 1.
@@ -192,11 +190,9 @@ extern "C" void baton_linear_amx([[maybe_unused]] const Linear* a) {
   if (a->rows == 0) return;
   const long blocks = (a->rows + 31) / 32;
   bf16* shared = a->rows > PRIVATE_ROWS ? inputs.get<bf16>(blocks * steps_of(a->in_features) * BLOCK) : nullptr;
-  const int threads = a->threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  parallel(a->threads, [&](const Team& team) {
     static thread_local Scratch scratch;
-    run(*a, shared, scratch);
-  }
+    run(*a, shared, team, scratch);
+  });
 #endif
 }

@@ -74,10 +74,10 @@ void make_plan(const Attention& a, int rows, Plan& plan) {
 }
 
 template <class T>
-void write(const Attention& a, int thread, int threads, Scratch& scratch) {
+void write(const Attention& a, const Team& team, Scratch& scratch) {
   float* work = scratch.get<float>(a.k_dim + VL);
   const long total = a.query_starts[a.num_seqs];
-  const long from = total * thread / threads, to = total * (thread + 1) / threads;
+  const long from = total * team.thread / team.threads, to = total * (team.thread + 1) / team.threads;
   int seq = 0;
   for (long token = from; token < to; ++token) {
     while (a.query_starts[seq + 1] <= token) ++seq;
@@ -129,17 +129,15 @@ void run(const Attention& a) {
   make_plan(a, Products<C>::TILE_ROWS, plan);
   const Plan& work = plan;
   float* partials = partial_scratch.get<float>((size_t)work.parts * (a.num_heads / a.kv_heads) * (a.v_dim + 2));
-  const int threads = a.threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  std::atomic<long> next{0};
+  parallel(a.threads, [&](const Team& team) {
     static thread_local Scratch scratch;
-    write<T>(a, omp_get_thread_num(), omp_get_num_threads(), scratch);
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < work.items.size(); ++i) attend<C, T>(a, work, i, scratch, partials);
-#pragma omp for schedule(static)
-    for (size_t i = 0; i < work.splits.size(); ++i) merge<T>(a, work.splits[i], partials);
-  }
+    write<T>(a, team, scratch);
+    team.barrier();
+    take(next, (long)work.items.size(), [&](long i) { attend<C, T>(a, work, i, scratch, partials); });
+    team.barrier();
+    team.share((long)work.splits.size(), [&](long i) { merge<T>(a, work.splits[i], partials); });
+  });
 }
 
 }  // namespace

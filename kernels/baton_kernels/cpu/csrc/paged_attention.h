@@ -1,10 +1,9 @@
 // Attention of a ragged batch over a paged KV pool: what the two kernels (tile.h, decode.h) share.
 #pragma once
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vec.h"
 
 namespace baton {

@@ -25,28 +25,30 @@ from collections.abc import Iterable, Sequence
 
 from baton.hashing import HashChain
 from baton.types import BlockHash
-from baton_router.indexer.block_table import make_table
+from baton_router.indexer.block_table import BlockTable
 from baton_router.indexer.pending_blocks import PendingBlocks, PendingChain
 
 __all__ = ["PendingChain", "PrefixIndex"]
+
+SWEEP_ENTRIES = 200_000
+"""Entries swept at a time by default: a millisecond or a few."""
 
 
 class PrefixIndex:
     """Which slots hold which blocks.
 
     Args:
-        max_blocks: Distinct hashes kept at most (about 40 bytes each; 170 where no compiler is). Beyond that new ones
-            are not taken: match rates come out too low, never too high.
-        native: Use the table in C if there is a compiler.
+        max_blocks: Distinct hashes kept at most (about 40 bytes each). Beyond that new ones are not taken: match
+            rates come out too low, never too high.
 
     Attributes:
         news: Receives every chain that a placement here makes pending; ``None``: unused.
     """
 
-    def __init__(self, max_blocks: int = 4_000_000, *, native: bool = True) -> None:
+    def __init__(self, max_blocks: int = 4_000_000) -> None:
         self.max_blocks = max_blocks
         self.news: deque[tuple[PendingChain, Sequence[BlockHash]]] | None = None
-        self._table = make_table(max_blocks, native=native)
+        self._table = BlockTable(max_blocks)
         self._pending = PendingBlocks()
         self._live = 0
         self._dead = 0
@@ -60,11 +62,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Distinct hashes, those that only dropped slots held included until they are swept."""
         return len(self._table)
-
-    @property
-    def method(self) -> str:
-        """How the table is kept: ``c`` or ``python``."""
-        return self._table.name
 
     def add(self) -> int:
         """Return a new, empty slot."""
@@ -156,19 +153,13 @@ class PrefixIndex:
         """Distinct blocks that are pending for a slot."""
         return self._pending.num_blocks(self._owners.get(slot, 0))
 
-    def sweep(self, budget: int | None = None) -> bool:
-        """Clear dead bits from about ``budget`` entries; return whether nothing is left to do.
-
-        Args:
-            budget: Default: as many as take a millisecond or a few.
-        """
+    def sweep(self, budget: int = SWEEP_ENTRIES) -> bool:
+        """Clear dead bits from about ``budget`` entries; return whether nothing is left to do."""
         if not self._sweep_bits:
             if not self._dead:
                 return True
             self._sweep_from, self._sweep_bits = 0, self._dead
-        self._sweep_from = self._table.sweep(
-            self._sweep_bits, self._sweep_from, self._table.sweep_budget if budget is None else budget
-        )
+        self._sweep_from = self._table.sweep(self._sweep_bits, self._sweep_from, budget)
         if self._sweep_from:
             return False
         # Slots dropped while this pass was under way keep their bits reserved for the next one.

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -83,9 +83,6 @@ class RouterMetrics:
         )
         self.refusals = Counter(
             name + "instance_refusals", "Instances refused, by the field that does not fit", ["field"], registry=r
-        )
-        self.index_native = Gauge(
-            name + "index_native", "1: prompts are hashed and looked up in C; 0: in Python, slower", registry=r
         )
         self.index_events = Counter(name + "index_events", "KV events applied", ["instance"], registry=r)
         self.sequence_gaps = Counter(name + "index_sequence_gaps", "Gaps in KV events", ["instance"], registry=r)

@@ -11,7 +11,6 @@ import grpc.aio
 
 from baton.api.v1 import router_pb2
 from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
-from baton.hashing import native_chain
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
 from baton.rpc.tls import Tls
@@ -93,10 +92,6 @@ class Registry:
 
     def start(self) -> None:
         """Connect to the static instances and begin to watch the leases; needs a running loop."""
-        native = self.index.method == "c" and native_chain() is not None  # compiled now, not by the first prompt
-        self._metrics.index_native.set(native)
-        if not native:
-            log.warning("no C compiler: hashing and look-ups are in Python, and the index takes 170 bytes per block")
         for role, addresses in ((Role.PREFILL, self._config.prefill), (Role.DECODE, self._config.decode)):
             for address in addresses:
                 self._add(address, role)

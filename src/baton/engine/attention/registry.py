@@ -12,16 +12,16 @@ and ``--attention-backend flash`` uses it. Whatever is chosen has to pass the se
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from baton.config import EngineConfig
-from baton.config.paths import cache_dir
 from baton.engine.plugins import find_implementation
 from baton.errors import ConfigError
-from baton_kernels.cpu import BuildError, CpuLibrary, load_library
+from baton_kernels.cpu import CpuLibrary, OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.paged_attention import CpuPagedAttention, PagedAttention, TorchPagedAttention
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ def choose_attention(name: str, context: AttentionContext) -> PagedAttention:
 
 
 def cpu_operators(config: EngineConfig, device: torch.device) -> CpuLibrary | None:
-    """Return the C++ operators, compiled on first use, or ``None`` where they are not wanted or not possible.
+    """Return the C++ operators, or ``None`` where they are not wanted or there are none for this machine.
 
     Raises:
-        ConfigError: ``attention_backend`` is ``"cpp"`` and they cannot be used.
+        ConfigError: ``attention_backend`` is ``"cpp"`` and there are none for this machine, or they were not built.
     """
     wanted = config.attention_backend
     if wanted == "torch":
@@ -92,12 +92,15 @@ def cpu_operators(config: EngineConfig, device: torch.device) -> CpuLibrary | No
         if wanted == "cpp":
             raise ConfigError(f"attention_backend cpp needs device cpu, not {device}", field="attention_backend")
         return None
-    try:
-        library = load_library(cache_dir())
-    except BuildError as error:
+    variants = runnable_variants()
+    if not variants:
         if wanted == "cpp":
-            raise ConfigError(f"attention_backend cpp cannot be used: {error}", field="attention_backend") from error
-        log.warning("C++ operators are off, attention runs in torch (several times slower): %s", error)
+            raise ConfigError(f"there are no C++ operators for {platform.machine()}", field="attention_backend")
+        log.warning("no C++ operators for %s: attention runs in torch, several times slower", platform.machine())
         return None
+    try:
+        library = load_library(variants[0])
+    except OperatorsMissingError as error:
+        raise ConfigError(f"{error} (attention_backend torch works without)", field="attention_backend") from error
     log.info("C++ operators: %s (%s)", library.instructions, library.path)
     return library

@@ -23,7 +23,7 @@ def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary 
     """Return the name and the maker of the linear layers that are fastest for a model's dtype on this machine.
 
     bfloat16 on a CPU: the C++ operator for AMX where that is; oneDNN where the processor multiplies bfloat16 fast (AMX
-    without a compiler, or a full-rate vdpbf16ps); else the C++ operator that multiplies in float32. Anything else:
+    without these operators, or a full-rate vdpbf16ps); else the C++ operator that multiplies in float32. Anything else:
     torch's own.
     """
     if model.device.type != "cpu" or model.dtype != "bfloat16" or not config.packed_linears:

@@ -7,8 +7,6 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,107 +14,80 @@ import numpy.typing as npt
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.read_wire import Checksums, Spans
 from baton.kv_transfer.protocol.sockets import BATCH_BYTES, Stream
-from baton.native import address_of, load_helper
+from baton.native import address_of, function
 
-MIN_HASHED_BYTES = 241
-"""XXH3 has other ways for fewer bytes."""
-_DIGEST_BYTES = 64 + 8 + 8 + 8 + 64 + 64
-_HASHER_BYTES = 4 * 8 + _DIGEST_BYTES
-_WIDEST_BITS = 512
-
-Sizes = npt.NDArray[np.uint64]
-"""Bytes of pieces, uint64 [n]."""
+_pointer, _number = ctypes.c_void_p, ctypes.c_uint64
+_hasher_new = function("hasher_new", _pointer, _pointer, _pointer, _number, keep_lock=True)
+_hasher_free = function("hasher_free", None, _pointer, keep_lock=True)
+_send_spans = function("send_spans", ctypes.c_int64, ctypes.c_int, _pointer, _pointer, _pointer, _number, _pointer)
+_recv_spans = function(
+    *("recv_spans", ctypes.c_int64, ctypes.c_int, _pointer, _pointer, _pointer, _number, ctypes.c_int, _pointer)
+)
 
 
 class PieceHasher:
-    """Checksums of a stream of pieces, however it is cut up on its way.
+    """Checksums (XXH3, 64 bits) of a stream of pieces, however it is cut up on its way.
+
+    Args:
+        sizes: Bytes of each piece, none of them empty, uint64 [pieces].
 
     Attributes:
         sums: uint64 [pieces]; complete once all their bytes have been seen.
     """
 
-    def __init__(self, library: Any, sizes: Sizes, vector_bits: int) -> None:
+    def __init__(self, sizes: npt.NDArray[np.uint64]) -> None:
         self.sums: Checksums = np.zeros(len(sizes), np.uint64)
-        self._sizes = sizes
-        self._memory = np.zeros(_HASHER_BYTES // 8, np.uint64)
-        self.address = address_of(self._memory)
-        library.baton_begin_pieces(self.address, address_of(sizes), address_of(self.sums), vector_bits)
+        self._sizes = sizes  # kept: C has its address
+        self.address: int | None = _hasher_new(address_of(sizes), address_of(self.sums), len(sizes))
+        if self.address is None:
+            raise MemoryError("no memory for checksums")
+
+    def __del__(self) -> None:
+        _hasher_free(getattr(self, "address", None))
 
 
-class SpanMover:
-    """Sends and fills spans of memory, and hashes them on the way; thread safe."""
+def send_spans(
+    stream: Stream,
+    spans: Spans,
+    wait: Wait,
+    hasher: PieceHasher | None,
+    *,
+    stall_s: float,
+    gate: Callable[[int], int] | None = None,
+) -> None:
+    """Send spans one after the other; see :meth:`Stream.send_all`.
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
+    Args:
+        stream: Where to.
+        spans: Of this process's memory.
+        wait: Deadline and cancel flag.
+        hasher: For their checksums.
+        stall_s: Every bit of progress moves the deadline to this many seconds from then.
+        gate: Given how many bytes have gone, returns how many may go in all, at least one more; it may wait.
+    """
+    place = address_of(spans)
+    gone = open_to = 0
 
-    @classmethod
-    def load(cls) -> SpanMover | None:
-        """Return one, or ``None`` where there is no compiler."""
-        library = load_helper(Path(__file__).with_name("socket_mover.c"))
-        if library is None:
-            return None
-        pointer, number = ctypes.c_void_p, ctypes.c_uint64
-        library.baton_begin_pieces.argtypes = [pointer, pointer, pointer, ctypes.c_int]
-        library.baton_begin_pieces.restype = None
-        library.baton_send_spans.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, pointer]
-        library.baton_send_spans.restype = ctypes.c_int64
-        library.baton_recv_spans.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, ctypes.c_int, pointer]
-        library.baton_recv_spans.restype = ctypes.c_int64
-        return cls(library)
+    def once(fd: int, state: int, code: int) -> int:
+        nonlocal gone, open_to
+        if gate is not None and gone >= open_to:
+            open_to = gate(gone)
+        limit = BATCH_BYTES if gate is None else min(BATCH_BYTES, open_to - gone)
+        moved = int(_send_spans(fd, place, state, _address(hasher), limit, code))
+        gone += moved
+        return moved
 
-    def hasher(self, sizes: Sizes, *, vector_bits: int = _WIDEST_BITS) -> PieceHasher | None:
-        """Return a hasher of the pieces that will pass; ``None`` if one is too small to be hashed here.
+    _until_done(once, stream, spans, wait, "sending blocks", stall_s)
 
-        Args:
-            sizes: Bytes of each, uint64 [pieces].
-            vector_bits: Bound on the vector registers that are used.
-        """
-        if len(sizes) and int(sizes.min()) < MIN_HASHED_BYTES:
-            return None
-        return PieceHasher(self._library, sizes, vector_bits)
 
-    def send(
-        self,
-        stream: Stream,
-        spans: Spans,
-        wait: Wait,
-        hasher: PieceHasher | None,
-        *,
-        stall_s: float,
-        gate: Callable[[int], int] | None = None,
-    ) -> None:
-        """Send spans one after the other; see :meth:`Stream.send_all`.
+def recv_spans(stream: Stream, spans: Spans, wait: Wait, hasher: PieceHasher | None) -> None:
+    """Fill spans one after the other; see :meth:`Stream.recv_into`."""
+    place, tick_ms = address_of(spans), int(TICK_S * 1000)
 
-        Args:
-            stream: Where to.
-            spans: Of this process's memory.
-            wait: Deadline and cancel flag.
-            hasher: For their checksums.
-            stall_s: Every bit of progress moves the deadline to this many seconds from then.
-            gate: Given how many bytes have gone, returns how many may go in all, at least one more; it may wait.
-        """
-        function, place = self._library.baton_send_spans, address_of(spans)
-        gone = open_to = 0
+    def once(fd: int, state: int, code: int) -> int:
+        return int(_recv_spans(fd, place, state, _address(hasher), BATCH_BYTES, tick_ms, code))
 
-        def once(fd: int, state: int, code: int) -> int:
-            nonlocal gone, open_to
-            if gate is not None and gone >= open_to:
-                open_to = gate(gone)
-            limit = BATCH_BYTES if gate is None else min(BATCH_BYTES, open_to - gone)
-            moved = int(function(fd, place, state, _address(hasher), limit, code))
-            gone += moved
-            return moved
-
-        _until_done(once, stream, spans, wait, "sending blocks", stall_s)
-
-    def recv(self, stream: Stream, spans: Spans, wait: Wait, hasher: PieceHasher | None) -> None:
-        """Fill spans one after the other; see :meth:`Stream.recv_into`."""
-        function, place, tick_ms = self._library.baton_recv_spans, address_of(spans), int(TICK_S * 1000)
-
-        def once(fd: int, state: int, code: int) -> int:
-            return int(function(fd, place, state, _address(hasher), BATCH_BYTES, tick_ms, code))
-
-        _until_done(once, stream, spans, wait, "receiving blocks", None)
+    _until_done(once, stream, spans, wait, "receiving blocks", None)
 
 
 def _address(hasher: PieceHasher | None) -> int | None:

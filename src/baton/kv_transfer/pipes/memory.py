@@ -6,7 +6,7 @@ import json
 from typing import ClassVar
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.copy.block_copy import BlockCopier
+from baton.kv_transfer.copy.block_copy import BlockReader
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
 from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeServer
 from baton.kv_transfer.pipes.options import MemoryNetwork, PipeOptions, Served
@@ -21,11 +21,11 @@ class MemoryReadPipe(CastingReadPipe):
     kind: ClassVar[str] = "memory"
     group_bytes: ClassVar[int] = 0
 
-    def __init__(self, network: MemoryNetwork, address: str, facts: Facts, copier: BlockCopier) -> None:
+    def __init__(self, network: MemoryNetwork, address: str, facts: Facts) -> None:
         theirs, shards = network.find(address)
         facts.require(json.loads(json.dumps(theirs.to_fields())), who="source")
         self._network, self._address = network, address
-        self._readers = [copier.reader(arena.blocks, shards.primary.generations) for arena in shards.arenas]
+        self._readers = [BlockReader(arena.blocks, shards.primary.generations) for arena in shards.arenas]
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
@@ -87,10 +87,6 @@ class MemoryKind(PipeKind):
 
     name: ClassVar[str] = "memory"
 
-    def __init__(self, options: PipeOptions) -> None:
-        super().__init__(options)
-        self._copier = BlockCopier()
-
     @classmethod
     def suits(cls, options: PipeOptions) -> bool:
         """Whether there is a network of this process."""
@@ -98,7 +94,7 @@ class MemoryKind(PipeKind):
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> MemoryReadPipe:
         """Open a pipe; see :meth:`PipeKind.connect`."""
-        return MemoryReadPipe(self._network(), address, facts, self._copier)
+        return MemoryReadPipe(self._network(), address, facts)
 
     def listen(self, served: Served) -> MemoryServer:
         """Begin to serve; see :meth:`PipeKind.listen`."""

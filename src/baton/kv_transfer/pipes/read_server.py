@@ -18,7 +18,7 @@ import numpy.typing as npt
 from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.copy.block_copy import fence
-from baton.kv_transfer.copy.socket_mover import SpanMover
+from baton.kv_transfer.copy.socket_mover import PieceHasher, send_spans
 from baton.kv_transfer.pipes.options import ServeLimits
 from baton.kv_transfer.pipes.pool import WORD
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
@@ -173,8 +173,8 @@ def send_blocks(
     answer = _Answer(stream, shards, reads, limits, checksums=checksums)
     if send is not None:
         answer.send_other(send)
-    elif not stream.encrypted and (mover := SpanMover.load()) is not None:
-        answer.send_spans(mover)
+    elif not stream.encrypted:
+        answer.send_spans()
     else:
         answer.send_views()
     answer.end()
@@ -200,13 +200,13 @@ class _Answer:
         self._sums: Checksums | None = None
         self._waited_s = 0.0
 
-    def send_spans(self, mover: SpanMover) -> None:
+    def send_spans(self) -> None:
         """Send head and blocks out of the arena, hashing on the way."""
         self._stream.send_all(self._head, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
         sizes, count = step_sizes(self._steps), len(self._ids)
-        hasher = mover.hasher(np.repeat(sizes, count)) if self._checksums else None
+        hasher = PieceHasher(np.repeat(sizes, count)) if self._checksums else None
         ends = np.cumsum(sizes).astype(np.int64) * count
-        mover.send(
+        send_spans(
             self._stream,
             source_spans(self._blocks, self._ids, self._steps),
             self._patience(),
@@ -217,7 +217,7 @@ class _Answer:
         self._sums = None if hasher is None else hasher.sums
 
     def send_views(self) -> None:
-        """Send head and blocks without the help of C."""
+        """Send head and blocks through TLS."""
         self._stream.send_all(self._head, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
         for ready, segments in zip(self._ready, self._steps, strict=True):
             self._await(ready)

@@ -19,7 +19,7 @@ from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError,
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
-from baton.kv_transfer.copy.block_copy import BlockCopier, Line
+from baton.kv_transfer.copy.block_copy import BlockReader, Line
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
 from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, SocketPipeServer
 from baton.kv_transfer.pipes.options import PipeOptions, Served
@@ -40,12 +40,12 @@ class ShmReadPipe(CastingReadPipe):
     kind: ClassVar[str] = "shm"
     group_bytes: ClassVar[int] = 0
 
-    def __init__(self, stream: Stream, shards: KVShards, copier: BlockCopier) -> None:
+    def __init__(self, stream: Stream, shards: KVShards) -> None:
         self._stream = stream
-        self._peer: _Peer | None = _Peer(shards, copier, Line(stream))
+        self._peer: _Peer | None = _Peer(shards, Line(stream))
 
     @classmethod
-    def connect(cls, address: str, facts: Facts, token: str | None, copier: BlockCopier, wait: Wait) -> ShmReadPipe:
+    def connect(cls, address: str, facts: Facts, token: str | None, wait: Wait) -> ShmReadPipe:
         """Connect to a :class:`ShmServer`; errors are those of :meth:`PipeKind.connect`."""
         stream = connect_unix(_socket_name(address), wait)
         try:
@@ -56,7 +56,7 @@ class ShmReadPipe(CastingReadPipe):
             if num_ranks > MAX_DESCRIPTORS:
                 raise PipeClosedError(f"{num_ranks} ranks are more than one message passes descriptors of")
             shards = _attach_all(recv_descriptors(stream, num_ranks, wait), theirs, facts)
-            return cls(stream, shards, copier)
+            return cls(stream, shards)
         except BaseException:
             stream.close()
             raise
@@ -103,10 +103,10 @@ class ShmReadPipe(CastingReadPipe):
 class _Peer:
     """What is mapped of the peer; it goes with the last call that uses it."""
 
-    def __init__(self, shards: KVShards, copier: BlockCopier, line: Line) -> None:
+    def __init__(self, shards: KVShards, line: Line) -> None:
         self.shards = shards
         generations = shards.primary.generations
-        self.readers = [copier.reader(arena.blocks, generations, line) for arena in shards.arenas]
+        self.readers = [BlockReader(arena.blocks, generations, line) for arena in shards.arenas]
 
 
 class ShmServer(SocketPipeServer):
@@ -149,13 +149,9 @@ class ShmKind(PipeKind):
 
     name: ClassVar[str] = "shm"
 
-    def __init__(self, options: PipeOptions) -> None:
-        super().__init__(options)
-        self._copier = BlockCopier()
-
     def connect(self, address: str, facts: Facts, wait: Wait) -> ShmReadPipe:
         """Open a pipe; see :meth:`PipeKind.connect`."""
-        return ShmReadPipe.connect(address, facts, self.options.token, self._copier, wait)
+        return ShmReadPipe.connect(address, facts, self.options.token, wait)
 
     def listen(self, served: Served) -> ShmServer:
         """Begin to serve; see :meth:`PipeKind.listen`."""

@@ -22,7 +22,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from baton.errors import ConfigError, InternalError, InvalidRequestError
-from baton.kv_transfer.copy.socket_mover import SpanMover
+from baton.kv_transfer.copy.socket_mover import PieceHasher, recv_spans
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeKind, SocketPipeServer
 from baton.kv_transfer.pipes.options import PipeOptions, Served, TcpOptions
 from baton.kv_transfer.pipes.pool import PooledReadPipe
@@ -360,13 +360,11 @@ class _Answer:
     def _receive_blocks(self, targets: Ids, wait: Wait, recv: RecvData | None) -> Checksums | None:
         """Fill the target's blocks; returns what their checksums are, step by step, if they are wanted."""
         stream, local, checksums = self._stream, self._local, self._options.checksums
-        mover = SpanMover.load() if recv is None and not stream.encrypted else None
-        if mover is not None:
-            hasher = mover.hasher(np.repeat(step_sizes(self._steps), len(targets))) if checksums else None
-            mover.recv(stream, target_spans(local, targets, self._steps), wait, hasher)
-            if hasher is not None:
-                return hasher.sums
-        elif recv is None:
+        if recv is None and not stream.encrypted:
+            hasher = PieceHasher(np.repeat(step_sizes(self._steps), len(targets))) if checksums else None
+            recv_spans(stream, target_spans(local, targets, self._steps), wait, hasher)
+            return None if hasher is None else hasher.sums
+        if recv is None:
             views = [view for segments in self._steps for view in target_views(local, targets, segments)]
             stream.recv_into(views, wait, "receiving blocks")
         else:

@@ -1,13 +1,20 @@
-/* Scatter and gather over a stream socket for baton.kv_transfer.copy.socket_mover: thousands of spans of memory without a Python
- * object for each, and without the interpreter lock; checksums while the bytes lie in the cache.
+/* Scatter and gather over a stream socket for baton.kv_transfer.copy.socket_mover: thousands of spans of memory without a
+ * Python object for each, and without the interpreter lock; checksums (XXH3, 64 bits) while the bytes lie in the cache.
  */
 #include <errno.h>
 #include <poll.h>
+#include <stdint.h>
+#include <stdlib.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
 
-#include "xxh3.h"
+#define XXH_STATIC_LINKING_ONLY
+#define XXH_IMPLEMENTATION
+#include "xxhash/xxhash.h"
+#if defined(__x86_64__)
+#include "xxhash/xxh_x86dispatch.h" /* XXH3_64bits_update by the widest vectors of the processor */
+#endif
 
 enum { MAX_PIECES = 512 };
 /* Bytes that are hashed, then moved, in one go: they should stay in a core's own cache in between. */
@@ -30,9 +37,9 @@ struct state {
 struct hasher {
     const uint64_t *sizes; /* bytes of each piece */
     uint64_t *sums;        /* one per piece */
-    uint64_t piece;
-    stripes_function take;
-    struct digest digest;
+    uint64_t count;
+    uint64_t piece, left;  /* the present piece, and the bytes of it to come */
+    XXH3_state_t state;
 };
 
 static size_t gather(const struct state *s, const struct span *spans, uint64_t room, struct iovec *pieces)
@@ -63,15 +70,22 @@ static void advance(struct state *s, const struct span *spans, uint64_t bytes)
     }
 }
 
+static void begin_piece(struct hasher *h)
+{
+    h->left = h->sizes[h->piece];
+    XXH3_64bits_reset(&h->state);
+}
+
 static void hash_bytes(struct hasher *h, const uint8_t *data, uint64_t bytes)
 {
-    while (bytes) {
-        uint64_t room = h->sizes[h->piece] - h->digest.total, part = bytes < room ? bytes : room;
-        digest_add(&h->digest, data, part, h->take);
-        data += part, bytes -= part;
-        if (part == room) {
-            h->sums[h->piece++] = digest_end(&h->digest);
-            digest_begin(&h->digest);
+    while (bytes && h->piece < h->count) {
+        uint64_t part = bytes < h->left ? bytes : h->left;
+        XXH3_64bits_update(&h->state, data, part);
+        data += part, bytes -= part, h->left -= part;
+        if (!h->left) {
+            h->sums[h->piece] = XXH3_64bits_digest(&h->state);
+            if (++h->piece < h->count)
+                begin_piece(h);
         }
     }
 }
@@ -114,10 +128,23 @@ static int await_bytes(int fd, uint64_t left, int *mark, int tick_ms)
     return ready ? 0 : EAGAIN;
 }
 
-void baton_begin_pieces(struct hasher *h, const uint64_t *sizes, uint64_t *sums, int vector_bits)
+/* Returns a hasher of `count` pieces, none of them empty, to be freed with baton_hasher_free; null: no memory. Sizes and
+ * sums must outlive it. */
+struct hasher *baton_hasher_new(const uint64_t *sizes, uint64_t *sums, uint64_t count)
 {
-    h->sizes = sizes, h->sums = sums, h->piece = 0, h->take = choose_take(vector_bits);
-    digest_begin(&h->digest);
+    size_t unit = _Alignof(struct hasher);
+    struct hasher *h = aligned_alloc(unit, (sizeof *h + unit - 1) / unit * unit);
+    if (!h)
+        return NULL;
+    h->sizes = sizes, h->sums = sums, h->count = count, h->piece = 0;
+    if (count)
+        begin_piece(h);
+    return h;
+}
+
+void baton_hasher_free(struct hasher *h)
+{
+    free(h);
 }
 
 /* Send spans, none of them empty, until `limit` bytes have gone; `h` may be null. Returns how many went; `error` is 0,

@@ -1,0 +1,48 @@
+// Teams of threads: those of the OpenMP runtime that torch has loaded, so that there is one pool of threads and not two.
+// Its functions are called by their names in the binary interface, which GNU's runtime, LLVM's and Intel's all have: no
+// compiler has to know OpenMP, and the symbols stay open until the library is loaded.
+#pragma once
+#include <algorithm>
+#include <atomic>
+
+extern "C" {
+void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+void GOMP_barrier();
+int omp_get_thread_num();
+int omp_get_num_threads();
+}
+
+namespace baton {
+
+// A thread's place in its team.
+struct Team {
+  int thread, threads;
+
+  void barrier() const {
+    if (threads > 1) GOMP_barrier();
+  }
+
+  // Call each(i) for this thread's share of 0 to n: neighbours, as many as the others have, or one more.
+  template <class F>
+  void share(long n, F each) const {
+    const long size = n / threads, rest = n % threads;
+    const long begin = thread * size + std::min<long>(thread, rest), end = begin + size + (thread < rest);
+    for (long i = begin; i < end; ++i) each(i);
+  }
+};
+
+// Call each(i) for numbers below n that no other thread of the team has taken from `next`.
+template <class F>
+inline void take(std::atomic<long>& next, long n, F each) {
+  for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) each(i);
+}
+
+// Run work(team) on so many threads, this one among them; 0: as many as torch uses.
+template <class F>
+inline void parallel(int threads, F work) {
+  if (threads == 1) return work(Team{0, 1});
+  GOMP_parallel([](void* data) { (*(F*)data)(Team{omp_get_thread_num(), omp_get_num_threads()}); }, &work,
+                (unsigned)threads, 0);
+}
+
+}  // namespace baton

@@ -1,0 +1,56 @@
+"""The instruction sets that the C++ operators are built for, and which of them this processor has."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A build of the operators.
+
+    Attributes:
+        name: Part of the library's file name.
+        needs: What the processor must have, as ``/proc/cpuinfo`` names it.
+        flags: What the compiler is told.
+    """
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+
+    @property
+    def file_name(self) -> str:
+        """The library's file name."""
+        return f"baton_cpu-{self.name}.so"
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AMX = ("-mamx-tile", "-mamx-bf16")
+_X86_64 = (
+    Variant(
+        "x86-64-v4-bf16", _AVX512 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+    ),
+    Variant("x86-64-v4", _AVX512, ("-march=x86-64-v4",)),
+    Variant("x86-64-v3", _AVX2, ("-march=x86-64-v3",)),
+    Variant("x86-64", frozenset(), ("-march=x86-64",)),
+)
+VARIANTS = {"x86_64": _X86_64, "aarch64": (Variant("armv8-a", frozenset(), ("-march=armv8-a",)),)}
+"""By machine, the best first. AMX is used by intrinsics alone, where the processor and the kernel allow it."""
+
+
+def runnable_variants(machine: str = "") -> list[Variant]:
+    """Return the builds that this processor can run, the best first; empty: none is made for it."""
+    flags = _cpu_flags()
+    return [each for each in VARIANTS.get(machine or platform.machine(), ()) if each.needs <= flags]
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())

@@ -1,0 +1,201 @@
+"""Builds the C helpers and the C++ operators for CPUs into the packages, where Python finds them.
+
+Run by hand (or by ``make``) it builds in place what this processor can run; the wheel's build hook builds everything.
+A library that was built from the same sources with the same flags is left alone. Nothing is compiled at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HELPERS = ROOT / "native"
+OPERATORS = ROOT / "kernels/baton_kernels/cpu"
+C_COMPILERS, CXX_COMPILERS = ("cc", "gcc", "clang"), ("g++", "clang++", "c++")
+COMMON = ("-fPIC", "-Wall", "-Wextra")
+C_FLAGS = (*COMMON, "-std=gnu11", "-O2", "-DXXH_NAMESPACE=baton_")
+CXX_FLAGS = (*COMMON, "-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-maybe-uninitialized")
+TIMEOUT_S = 600.0
+PORTABLE_GLIBC = "2.28"
+"""What libraries ask for that the compiler from the package index builds."""
+
+
+class BuildError(Exception):
+    """A library cannot be built; says why in one line."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library.
+
+    Attributes:
+        target: Its file.
+        language: ``"c"`` or ``"c++"``.
+        sources: What is compiled.
+        includes: What these include, as far as it is ours.
+        flags: For the compiler.
+    """
+
+    target: Path
+    language: str
+    sources: tuple[Path, ...]
+    includes: tuple[Path, ...]
+    flags: tuple[str, ...]
+
+    def mark(self) -> bytes:
+        """What stands in a file that was built from these sources."""
+        digest = hashlib.sha256(repr((platform.machine(), self.flags)).encode())
+        for path in (*self.sources, *self.includes):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return f"baton-build:{digest.hexdigest()[:32]}".encode()
+
+    def is_current(self) -> bool:
+        """Whether the file is there and built from these sources."""
+        try:
+            return self.mark() in self.target.read_bytes()
+        except FileNotFoundError:
+            return False
+
+
+def libraries(*, every: bool) -> list[Library]:
+    """Return what is built for this machine; ``every``: also what this processor cannot run."""
+    xxhash = HELPERS / "xxhash"
+    dispatch = (xxhash / "xxh_x86dispatch.c",) if platform.machine() == "x86_64" else ()
+    helpers = Library(
+        ROOT / "src/baton/_native/baton_native.so",
+        "c",
+        (*sorted(HELPERS.glob("*.c")), *dispatch),
+        tuple(sorted(xxhash.glob("*.h"))),
+        C_FLAGS,
+    )
+    variants = _variants()
+    wanted = variants.VARIANTS.get(platform.machine(), ()) if every else variants.runnable_variants()
+    sources, includes = (tuple(sorted((OPERATORS / "csrc").glob(pattern))) for pattern in ("*.cpp", "*.h"))
+    mark = HELPERS / "build_mark.c"
+    return [
+        helpers,
+        *(
+            Library(
+                OPERATORS / "lib" / each.file_name,
+                "c++",
+                (*sources, mark),
+                includes,
+                (*CXX_FLAGS, *each.flags),
+            )
+            for each in wanted
+        ),
+    ]
+
+
+def _variants():
+    """Load the table of instruction sets without the package, which imports torch."""
+    spec = importlib.util.spec_from_file_location("baton_cpu_variants", OPERATORS / "variants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compilers() -> dict[str, list[str]] | None:
+    """Return the command of the compiler by language: the system's, else the package index's; ``None``: neither."""
+    c, cxx = (next(filter(None, map(shutil.which, names)), None) for names in (C_COMPILERS, CXX_COMPILERS))
+    if c and cxx:
+        return {"c": [c], "c++": [cxx]}
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    target = ["-target", f"{platform.machine()}-linux-gnu.{PORTABLE_GLIBC}"]
+    return {name: [sys.executable, "-m", "ziglang", tool, *target] for name, tool in (("c", "cc"), ("c++", "c++"))}
+
+
+def build(wanted: Iterable[Library]) -> list[Library]:
+    """Build what is not current; returns what was built.
+
+    Raises:
+        BuildError: There is no compiler, or it fails.
+    """
+    stale = [library for library in wanted if not library.is_current()]
+    if not stale:
+        return []
+    tools = compilers()
+    if tools is None:
+        raise BuildError(f"no C and C++ compiler: install g++, or run: {sys.executable} -m pip install ziglang")
+    with tempfile.TemporaryDirectory(prefix="baton-build-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for at, library in enumerate(stale):
+            library.target.parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / str(at)).mkdir()
+        jobs = [
+            (tools, library, source, Path(folder) / str(at) / f"{source.stem}.o")
+            for at, library in enumerate(stale)
+            for source in library.sources
+        ]
+        list(pool.map(lambda job: _compile(*job), jobs))
+        for at, library in enumerate(stale):
+            _link(tools, library, sorted((Path(folder) / str(at)).glob("*.o")))
+    return stale
+
+
+def _compile(tools: dict[str, list[str]], library: Library, source: Path, to: Path) -> None:
+    language = "c" if source.suffix == ".c" else "c++"
+    flags = library.flags if language == library.language else COMMON
+    define = f'-DBATON_DIGEST="{library.mark().decode().removeprefix("baton-build:")}"'
+    _run([*tools[language], *flags, define, "-c", str(source), "-o", str(to)])
+
+
+def _link(tools: dict[str, list[str]], library: Library, objects: Sequence[Path]) -> None:
+    # Beside the target, so that it can be put in its place in one step: never is half a library there.
+    made = library.target.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        _run([*tools[library.language], "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(made)])
+        os.replace(made, library.target)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {TIMEOUT_S:g} s") from error
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    sys.stderr.write(done.stderr)  # warnings
+
+
+def main() -> int:
+    """Build in place, or say what is not current."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="also for instruction sets that this processor has not")
+    parser.add_argument("--check", action="store_true", help="build nothing; fail if something has to be built")
+    args = parser.parse_args()
+    wanted = libraries(every=args.all)
+    if args.check:
+        stale = [library.target.name for library in wanted if not library.is_current()]
+        if stale:
+            print(f"not built, or from older sources: {', '.join(stale)}; run: python scripts/build_native.py")
+        return int(bool(stale))
+    try:
+        built = build(wanted)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for library in built:
+        print(f"built {library.target.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
