@@ -32,7 +32,7 @@ from baton_router.frontend.console.debug import add_replicas, watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.options import HttpOptions
-from baton_router.frontend.http.protocol import BoundedProtocol
+from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
@@ -101,16 +101,16 @@ class RouterApp:
             steps=steps,
         )
         seen = self.metrics.registry
-        watch(http, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)
-        add_replicas(http, self.replica.describe if self.replica is not None else None)
+        watch(http.app, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)
+        add_replicas(http.app, self.replica.describe if self.replica is not None else None)
         https = self._tls.http_context() if self._tls is not None and config.http_tls else None
         self._reload = CredentialReload(accounts, self._tls, https)
         self._http = _HttpServer(
             _HttpConfig(
-                http,
+                http.app,
                 https,
                 lifespan="off",
-                http=BoundedProtocol,
+                http=HttpProtocol.serving(http.generation),
                 ws="none",
                 log_config=None,
                 access_log=False,

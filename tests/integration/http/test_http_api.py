@@ -25,9 +25,8 @@ from baton.tokenizer import TextModelCache, Tokenizer
 from baton_router.accounts.accounts import Accounts
 from baton_router.dispatch.turn_batching import Steps
 from baton_router.frontend.app import create_app
-from baton_router.frontend.http.direct import RouterHttp
 from baton_router.frontend.http.options import HttpOptions
-from baton_router.frontend.http.protocol import BoundedProtocol
+from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
 
@@ -40,18 +39,19 @@ class Served:
     """A real server in a thread, with a dispatcher that tests set up as they like."""
 
     def __init__(
-        self, *, protocol: type[BoundedProtocol] = BoundedProtocol, steps: Steps | None = None, **options: Any
+        self, *, protocol: type[HttpProtocol] = HttpProtocol, steps: Steps | None = None, **options: Any
     ) -> None:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()
-        self.cors = bool(options.get("cors_origins"))
         pipeline = InputProcessor(self.dispatcher, TextModelCache(), GenerationMetrics(self.registry))
-        app = create_app(pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options), steps=steps)
+        front = create_app(
+            pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options), steps=steps
+        )
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
-            app,
-            http=protocol,
+            front.app,
+            http=protocol.serving(front.generation),
             log_level="error",
             ws="none",
             lifespan="off",
@@ -102,11 +102,9 @@ class Served:
             time.sleep(0.005)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["asgi", "direct"])
-def running(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A server whose generating endpoints are served by ASGI, as CORS needs it, or straight from the protocol."""
-    cors = ("https://ui.example",) if request.param else ()
-    with Served(max_body_bytes=200_000, max_prompts=4, cors_origins=cors) as served:
+@pytest.fixture(scope="module")
+def running() -> Iterator[Served]:
+    with Served(max_body_bytes=200_000, max_prompts=4, cors_origins=("https://ui.example",)) as served:
         yield served
 
 
@@ -603,7 +601,7 @@ def test_health_and_metrics(api: Served) -> None:
     assert "baton_request_ttft_seconds_count" in text
     assert api.http.get("/openapi.json").status_code == 200
     cors = api.http.get("/health", headers={"origin": "https://ui.example"}).headers
-    assert cors.get("access-control-allow-origin") == ("https://ui.example" if api.cors else None)
+    assert cors["access-control-allow-origin"] == "https://ui.example"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -804,7 +802,7 @@ def test_what_is_no_http_gets_a_400(api: Served) -> None:
 
 
 def test_a_request_head_must_come_in_time() -> None:
-    class Hasty(BoundedProtocol):
+    class Hasty(HttpProtocol):
         head_timeout_s = 0.5
 
     with Served(protocol=Hasty) as api:
@@ -823,31 +821,105 @@ def test_a_request_head_must_come_in_time() -> None:
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-def test_only_what_comes_whole_goes_past_asgi(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    whole = RouterHttp.__call__
+@contextlib.contextmanager
+def begun(api: Served, head: bytes) -> Iterator[socket.socket]:
+    """A connection on which a request's head was sent, and whatever belongs to it."""
+    with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2], timeout=20)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head)
+        yield client
 
-    async def noting(self: RouterHttp, scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["path"])
-        await whole(self, scope, receive, send)
 
-    monkeypatch.setattr(RouterHttp, "__call__", noting)
-    with Served(max_prompts=4) as api:
-        assert api.completion().choices[0].text == ANSWER
-        assert api.chat().choices[0].message.content == ANSWER
-        assert "".join(event.choices[0].text for event in api.completion(stream=True)) == ANSWER
-        assert api.post("/v1/completions", {"prompt": 5}).status_code == 400
-        assert seen == []
-        assert len(api.completion(prompt=["a", "b"]).choices) == 2
-        assert seen == ["/v1/completions"]
-        body = json.dumps({"prompt": "def", "temperature": 0, "max_tokens": 100}).encode()
-        with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2])) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
-            client.sendall(b"content-length: %d\r\n\r\n" % len(body) + body[:5])
-            api.wait_until(lambda: len(seen) == 2)  # the rest comes late: ASGI can wait for it
-            client.sendall(body[5:])
-            received = bytearray()
-            while piece := client.recv(65536):
-                received += piece
-        assert received.startswith(b"HTTP/1.1 200")
-        assert json.loads(received.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] == ANSWER
+def rest(client: socket.socket) -> bytes:
+    received = bytearray()
+    while piece := client.recv(65536):
+        received += piece
+    return bytes(received)
+
+
+BODY = json.dumps({"prompt": "def", "temperature": 0, "max_tokens": 100}).encode()
+
+
+def test_a_body_may_come_late_and_in_pieces(api: Served) -> None:
+    with begun(api, b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY[:5]) as client:
+        assert not select.select([client], [], [], 0.3)[0]
+        for at in range(5, len(BODY)):
+            client.sendall(BODY[at : at + 1])
+        answer = rest(client)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] == ANSWER
+
+
+def test_a_client_that_waits_for_100_continue_gets_it(api: Served) -> None:
+    head = b"expect: 100-continue\r\nconnection: close\r\ncontent-length: %d\r\n"
+    with begun(api, head % len(BODY) + b"\r\n") as client:
+        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(BODY)
+        assert rest(client).startswith(b"HTTP/1.1 200")
+    with begun(api, head % 250_000 + b"\r\n") as client:  # it need not be sent to be refused
+        assert rest(client).startswith(b"HTTP/1.1 413")
+    with begun(api, head % 3 + b"content-type: text/plain\r\n\r\n") as client:
+        assert rest(client).startswith(b"HTTP/1.1 415")
+
+
+def test_a_client_that_leaves_amid_its_body_is_counted_as_gone(api: Served) -> None:
+    gone = 'baton_http_requests_total{endpoint="/v1/completions",status="499"}'
+    before = api.http.get("/metrics").text.count(gone)
+    with begun(api, b"content-length: 100\r\n\r\n{"):
+        pass
+    api.wait_until(lambda: api.http.get("/metrics").text.count(gone) == max(1, before))
+    assert 'baton_http_in_flight{endpoint="/v1/completions"} 0.0' in api.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_old_client_gets_an_answer_that_ends_with_the_connection(api: Served, stream: bool) -> None:
+    body = json.dumps({"prompt": "def", "temperature": 0, "max_tokens": 100, "stream": stream}).encode()
+    head, _, answer = raw(
+        api, b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    ).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"chunked" not in head
+    if stream:
+        assert answer.endswith(b"data: [DONE]\n\n")
+        events = [json.loads(line[6:]) for line in answer.split(b"\n\n")[:-2]]
+        assert "".join(event["choices"][0]["text"] for event in events) == ANSWER
+    else:
+        assert json.loads(answer)["choices"][0]["text"] == ANSWER
+
+
+def test_paths_with_queries_and_escapes_are_the_same_endpoints(api: Served) -> None:
+    for path in ("/v1/completions?api-version=1", "/v1/%63ompletions"):
+        answer = api.http.post(path, content=BODY)
+        assert answer.json()["choices"][0]["text"] == ANSWER
+    assert api.http.options("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_pages_of_allowed_origins_may_read_answers(api: Served, stream: bool) -> None:
+    body = {"prompt": "def", "stream": stream}
+    for origin, allowed in (("https://ui.example", "https://ui.example"), ("https://other.example", None)):
+        for content in (body, {"prompt": 5}):
+            headers = api.post("/v1/completions", content, headers={"origin": origin}).headers
+            assert headers.get("access-control-allow-origin") == allowed
+            assert headers.get("vary", "").lower() == ("origin" if allowed else "")
+    asked = {"origin": "https://ui.example", "access-control-request-method": "POST"}
+    preflight = api.http.options("/v1/completions", headers=asked)
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "https://ui.example")
+    with Served() as closed:
+        assert "access-control-allow-origin" not in closed.post("/v1/completions", body, headers=asked).headers
+
+
+def test_openapi_has_the_schemas_of_all_bodies(api: Served) -> None:
+    document = api.http.get("/openapi.json").json()
+    for path, name in (
+        ("/v1/chat/completions", "ChatBody"),
+        ("/v1/completions", "CompletionBody"),
+        ("/tokenize", "TokenizeBody"),
+        ("/detokenize", "DetokenizeBody"),
+    ):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{name}"}
+        assert document["components"]["schemas"][name]["properties"]
+    properties = document["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "temperature", "min_p"} <= set(properties)
+    assert {"$ref": "#/components/schemas/StreamOptions"} in properties["stream_options"]["anyOf"]
+    assert "StreamOptions" in document["components"]["schemas"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
+from tests.integration.http.test_http_api import Served
 from tests.integration.router.test_router_dispatch import World, make_request, run
 from tests.support.scripted import ScriptedDispatcher
 
@@ -17,9 +17,7 @@ from baton.client.request import build_generate
 from baton.tokenizer import TextModelCache
 from baton.types import PrefillPath
 from baton_router.accounts.accounts import Accounts
-from baton_router.frontend.app import create_app
 from baton_router.frontend.grpc import generate as grpc_generate
-from baton_router.frontend.http.options import HttpOptions
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
 
@@ -40,17 +38,16 @@ def pipeline(dispatcher: ScriptedDispatcher) -> InputProcessor:
     return InputProcessor(dispatcher, TextModelCache(), GenerationMetrics(CollectorRegistry()))
 
 
-async def test_header_and_field_name_the_session(dispatcher: ScriptedDispatcher, pipeline: InputProcessor) -> None:
-    app = create_app(pipeline, dispatcher, registry=CollectorRegistry(), options=HttpOptions())
+def test_header_and_field_name_the_session() -> None:
     body = {"model": "baton-tiny", "prompt": "def", "max_tokens": 2}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    with Served() as api:
         for extra, headers in (({}, {}), ({"session_id": "a"}, {}), ({"session_id": "a"}, {"x-baton-session": "b"})):
-            answer = await client.post("/v1/completions", json={**body, **extra}, headers=headers)
+            answer = api.post("/v1/completions", {**body, **extra}, headers=headers)
             assert answer.status_code == 200, answer.text
             assert "x-baton-ignored-fields" not in answer.headers
-        long = await client.post("/v1/completions", json={**body, "session_id": "x" * 600})
+        long = api.post("/v1/completions", {**body, "session_id": "x" * 600})
         assert (long.status_code, long.json()["error"]["param"]) == (400, "session_id")
-    assert [request.session for request in dispatcher.requests] == ["", "a", "b"]
+        assert [request.session for request in api.dispatcher.requests] == ["", "a", "b"]
 
 
 async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, pipeline: InputProcessor) -> None:

@@ -58,8 +58,13 @@ def http_error_response(error: HTTPException) -> Response:
     return error_response(error.status_code, body, error.headers)
 
 
+def answer_to(error: BatonError | HTTPException) -> Response:
+    """Return the response for an error, whichever kind it is."""
+    return baton_error_response(error) if isinstance(error, BatonError) else http_error_response(error)
+
+
 def install(app: FastAPI) -> None:
-    """Make an app answer errors of clients and Baton's own in this shape; ``Front`` takes all others."""
+    """Make an app answer errors of clients and Baton's own in this shape; ``HttpMiddleware`` takes all others."""
 
     async def on_baton(request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)

@@ -1,11 +1,22 @@
-"""A request that came whole, and its answer, without ASGI between the socket and the endpoint."""
+"""One HTTP request of an endpoint that is served by callbacks, and its answer."""
 
 from __future__ import annotations
 
+import time
+from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from baton_router.frontend.http.body import DRAIN_FACTOR, DRAIN_S, too_late, too_long
+from baton_router.frontend.http.metrics import HttpMetrics
+from baton_router.frontend.http.options import HttpOptions
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLIENT_GONE = 499
+"""Status in the metrics of requests whose client left before there was an answer."""
 
 
 class Connection(Protocol):
@@ -15,61 +26,151 @@ class Connection(Protocol):
     flow: Any
     parser: Any
     headers: list[tuple[bytes, bytes]]
-
-    def default_lines(self) -> bytes:
-        """Return the headers that every answer has."""
-        ...
+    expect_100_continue: bool
+    loop: AbstractEventLoop
+    server_state: Any
 
     def on_response_complete(self) -> None:
         """An answer is complete."""
 
 
-class Exchange:
-    """A request that came whole, and its answer: for endpoints that need no ASGI between the socket and themselves.
+class Handler(Protocol):
+    """Serves the requests of some endpoints.
 
-    It stands where uvicorn's cycle of a request stands, and has what the protocol looks at there.
+    Attributes:
+        paths: Paths of its POST endpoints, as requests have them and as text.
+        options: Limits.
+        metrics: Where requests are counted.
+    """
+
+    paths: Mapping[bytes, str]
+    options: HttpOptions
+    metrics: HttpMetrics
+
+    def check_head(self, exchange: HttpExchange) -> Exception | None:
+        """Look at a request whose head has come; return why it is refused, if it is."""
+
+    def serve(self, exchange: HttpExchange, body: bytes) -> None:
+        """Serve a request, now or later. Must not raise."""
+
+    def refuse(self, exchange: HttpExchange, error: Exception) -> None:
+        """Answer a request with an error."""
+
+
+class HttpExchange:
+    """A request and its answer, without ASGI between the socket and the endpoint.
+
+    The body is gathered within the bounds of ``Handler.options``, then the request is handed to its handler, when the
+    answers to requests before it on the same connection are complete. The body of a request that is refused by its head
+    or its length is read and dropped, within bounds: a client that cannot finish sending never reads the answer.
+
+    It stands where uvicorn's ``RequestResponseCycle`` stands, and has what the protocol looks at there.
 
     Attributes:
         path: Its path, one of the endpoints'.
         scope: ``headers`` and ``state``, as in an ASGI scope.
-        body: Its body.
+        common: Header lines that every answer to it has, each with its line break.
+        status: Of the answer, for the metrics; 0: it has not begun.
         on_gone: Called when the client has gone, once.
         on_flow: Called with ``True`` when the client doesn't keep up with what is written, with ``False`` when it does.
         disconnected: Whether the client has gone.
         response_complete: Whether the answer is.
         keep_alive: Whether the connection stays.
-        message_event: What uvicorn sets when something comes.
     """
 
     __slots__ = (
-        "_head",
-        "_protocol",
-        "body",
-        "disconnected",
-        "keep_alive",
-        "message_event",
-        "on_flow",
-        "on_gone",
-        "path",
-        "response_complete",
-        "scope",
+        *("_begun", "_chunked", "_connection", "_counted", "_expects_continue", "_handler", "_head", "_pieces"),
+        *("_received", "_refusal", "_timer", "_whole"),
+        *("common", "disconnected", "in_turn", "keep_alive", "on_flow", "on_gone", "path", "response_complete"),
+        *("scope", "status"),
     )
 
-    def __init__(self, protocol: Connection, path: str, body: bytes) -> None:
-        self._protocol = protocol
+    def __init__(self, connection: Connection, handler: Handler, path: str) -> None:
+        self._connection, self._handler = connection, handler
+        self._begun = time.perf_counter()
         self._head = b""
-        self.path, self.body = path, body
-        self.scope = {"headers": protocol.headers, "state": {}}
+        self._pieces: list[bytes] = []
+        self._received = 0
+        self._whole = self._counted = False
+        self._timer: TimerHandle | None = None
+        self._expects_continue = connection.expect_100_continue
+        self._chunked = connection.parser.get_http_version() == "1.1"
+        self.keep_alive = self._chunked and connection.parser.should_keep_alive()
+        self.in_turn = False
+        self.path = path
+        self.scope = {"headers": connection.headers, "state": {}}
+        self.common = b""
+        self.status = 0
         self.on_gone: Callable[[], None] | None = None
         self.on_flow: Callable[[bool], None] | None = None
         self.disconnected = self.response_complete = False
-        self.keep_alive = protocol.parser.should_keep_alive()
-        self.message_event = _NO_EVENT
+        handler.metrics.begin(path)
+        self._refusal = handler.check_head(self)
+
+    # --- what the connection tells ---
+
+    def on_body(self, piece: bytes) -> None:
+        """Take a piece of the body."""
+        if self.response_complete:
+            return
+        self._received += len(piece)
+        limit = self._handler.options.max_body_bytes
+        if self._refusal is None:
+            if self._received <= limit:
+                self._pieces.append(piece)
+                return
+            self._refusal = too_long(limit)
+            self._pieces.clear()
+            if self._timer is not None:
+                self._wait(DRAIN_S)
+        elif self._received > DRAIN_FACTOR * limit:
+            self._refuse_early()
+
+    def on_whole(self) -> None:
+        """The body is complete."""
+        self._whole = True
+        if self.in_turn and not self.response_complete:
+            self._serve()
+
+    def take_turn(self) -> None:
+        """The answers to the requests before are complete."""
+        if self.disconnected:
+            return
+        self.in_turn = True
+        if self._whole:
+            self._serve()
+        else:
+            self.await_body()
+
+    def await_body(self) -> None:
+        """Wait for the rest of the body, if there is more to come, for a limited time."""
+        if self._whole or self.response_complete or self._timer is not None or not self.in_turn:
+            return
+        if self._expects_continue:
+            if self._refusal is not None:
+                self._refuse_early()
+                return
+            self._expects_continue = False
+            self._connection.transport.write(_CONTINUE)
+        self._wait(DRAIN_S if self._refusal is not None else self._handler.options.body_timeout_s)
+
+    def lost(self) -> None:
+        """The client has gone."""
+        if self.disconnected or self.response_complete:
+            return
+        self.disconnected = True
+        self._stop_waiting()
+        callback, self.on_gone = self.on_gone, None
+        if callback is not None:
+            callback()
+        self._count()
+
+    # --- the answer ---
 
     @property
     def paused(self) -> bool:
         """Whether the client doesn't keep up."""
-        return bool(self._protocol.flow.write_paused)
+        return bool(self._connection.flow.write_paused)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """Answer.
@@ -85,7 +186,9 @@ class Exchange:
 
     def start(self, status: int, headers: bytes) -> None:
         """Begin an answer in pieces; its head leaves with the first one, or with :meth:`send_head`."""
-        self._head = self._begin(status, headers + b"transfer-encoding: chunked\r\n")
+        if not self._chunked:  # the end of the connection is the end of the answer
+            self.keep_alive = False
+        self._head = self._begin(status, headers + b"transfer-encoding: chunked\r\n" if self._chunked else headers)
 
     def send_head(self) -> None:
         """Send the head of an answer whose first piece is not there yet."""
@@ -95,59 +198,69 @@ class Exchange:
     def send(self, piece: bytes) -> None:
         """Send a piece, which is not empty."""
         head, self._head = self._head, b""
-        self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece))
+        self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if self._chunked else head + piece)
 
     def finish(self, piece: bytes) -> None:
         """Send the last piece, which is not empty."""
         head, self._head = self._head, b""
-        self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece))
+        self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self._chunked else head + piece)
         self._end()
 
     def abort(self) -> None:
         """Break the connection under an answer that cannot be completed: what was not taken would never be."""
         self.response_complete = True
-        self._protocol.transport.abort()
+        self._count()
+        self._connection.transport.abort()
 
-    def lost(self) -> None:
-        """The client has gone."""
-        callback, self.on_gone = self.on_gone, None
-        if callback is not None:
-            callback()
+    # --- inside ---
+
+    def _serve(self) -> None:
+        self._stop_waiting()
+        if self._refusal is not None:
+            if isinstance(self._refusal, HTTPException) and self._refusal.status_code == 413:
+                self.keep_alive = False
+            self._handler.refuse(self, self._refusal)
+            return
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        self._handler.serve(self, body)
+
+    def _refuse_early(self) -> None:
+        """Answer before the body is whole; the rest of it is not read."""
+        self._stop_waiting()
+        self.keep_alive = False
+        self._handler.refuse(self, self._refusal or too_late(self._handler.options.body_timeout_s))
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = self._connection.loop.call_later(seconds, self._refuse_early)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _begin(self, status: int, headers: bytes) -> bytes:
+        self.status = status
         if not self.keep_alive:
             headers += b"connection: close\r\n"
-        return STATUS_LINE[status] + self._protocol.default_lines() + headers + b"\r\n"
+        default = b"".join([b"%b: %b\r\n" % header for header in self._connection.server_state.default_headers])
+        return b"%b%b%b%b\r\n" % (STATUS_LINE[status], default, self.common, headers)
 
     def _write(self, data: bytes) -> None:
         if not self.disconnected:
-            self._protocol.transport.write(data)
+            self._connection.transport.write(data)
 
     def _end(self) -> None:
         self.response_complete = True
         self.on_gone = self.on_flow = None
+        self._count()
         if not self.keep_alive:
-            self._protocol.transport.close()
-        self._protocol.on_response_complete()
+            self._connection.transport.close()
+        self._connection.on_response_complete()
 
-
-class Direct(Protocol):
-    """What serves exchanges."""
-
-    paths: Mapping[bytes, str]
-    """Paths of its POST endpoints, as requests have them and as text."""
-    max_body_bytes: int
-
-    def serve(self, exchange: Exchange) -> bool:
-        """Serve a request, now or later; ``False``: by ASGI instead, nothing was done. Must not raise."""
-        ...
-
-
-class _NoEvent:
-    """Stands for the event by which uvicorn wakes an ASGI application: there is none to wake."""
-
-    def set(self) -> None:
-        """Do nothing."""
-
-
-_NO_EVENT = _NoEvent()
+    def _count(self) -> None:
+        if not self._counted:
+            self._counted = True
+            seconds = time.perf_counter() - self._begun
+            self._handler.metrics.end(self.path, self.status or _CLIENT_GONE, seconds)

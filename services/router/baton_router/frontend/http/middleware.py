@@ -1,11 +1,11 @@
-"""What surrounds every request: its id, the API key, metrics, and the end of errors that nobody else took."""
+"""What surrounds every request: its id, the API key, metrics, CORS, and the answer to unexpected errors."""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,20 +60,53 @@ def account_of(scope: MutableMapping[str, Any]) -> Account | None:
     return account
 
 
-class Front:
+class AccessCheck:
+    """Checks API keys.
+
+    Args:
+        accounts: Whose keys requests must show; ``None``: no check.
+    """
+
+    def __init__(self, accounts: Accounts | None) -> None:
+        self._accounts = accounts
+
+    def refusal(self, scope: MutableMapping[str, Any], endpoint: str) -> BatonError | None:
+        """Check whose request it is, and note that in its scope; return why it is not served, if so."""
+        if self._accounts is None or endpoint in _OPEN_ENDPOINTS:
+            return None
+        account = self._accounts.identify(_header(scope, b"authorization"))
+        if account is None:
+            return UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
+        set_account(scope, account)
+        return None
+
+
+def cors_lines(scope: MutableMapping[str, Any], origins: Collection[str]) -> bytes:
+    """Return the header lines that let a page of a request's origin read the answer; empty: it may not.
+
+    What Starlette's ``CORSMiddleware`` adds to answers of the other endpoints; it answers preflight requests to all.
+    """
+    origin = _header(scope, b"origin") if origins else ""
+    if not origin or not ("*" in origins or origin in origins):
+        return b""
+    allowed = "*" if "*" in origins else f"{origin}\r\nvary: Origin"
+    return f"access-control-allow-origin: {allowed}\r\naccess-control-expose-headers: *\r\n".encode("latin-1")
+
+
+class HttpMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, *, accounts: Accounts | None, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, access: AccessCheck, metrics: HttpMetrics) -> None:
         """Wrap an app.
 
         Args:
             app: The app.
-            accounts: Whose keys requests must show; ``None``: no check.
+            access: Checks API keys.
             metrics: Where to count.
         """
         self._app = app
-        self.metrics = metrics
-        self._accounts = accounts
+        self._metrics = metrics
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -93,9 +126,9 @@ class Front:
                 message["headers"].append((b"x-request-id", ident.encode()))
             await send(message)
 
-        self.metrics.begin(endpoint)
+        self._metrics.begin(endpoint)
         try:
-            error = self.refuses(scope, endpoint)
+            error = self._access.refusal(scope, endpoint)
             if error is not None:
                 await baton_error_response(error)(scope, receive, send_with_id)
             else:
@@ -109,17 +142,7 @@ class Front:
                 await baton_error_response(failure)(scope, receive, send_with_id)
             status = 500
         finally:
-            self.metrics.end(endpoint, status, time.perf_counter() - begun)
-
-    def refuses(self, scope: MutableMapping[str, Any], endpoint: str) -> BatonError | None:
-        """Check whose request it is, and note that in its scope; return why it is not served, if so."""
-        if self._accounts is None or endpoint in _OPEN_ENDPOINTS:
-            return None
-        account = self._accounts.identify(_header(scope, b"authorization"))
-        if account is None:
-            return UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
-        set_account(scope, account)
-        return None
+            self._metrics.end(endpoint, status, time.perf_counter() - begun)
 
 
 def _header(scope: MutableMapping[str, Any], name: bytes) -> str:

@@ -1,24 +1,22 @@
-"""uvicorn's HTTP protocol with bounds on what comes before a request's body, and deaf to offers of other protocols."""
+"""uvicorn's HTTP protocol with endpoints that are served without ASGI, and with bounds on what comes before a body.
+
+uvicorn takes it by its ``http=`` setting and makes one per connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
+from collections import deque
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from baton_router.frontend.http.cycle import JoiningCycle
-from baton_router.frontend.http.http_exchange import Direct, Exchange
+from baton_router.frontend.http.http_exchange import Handler, HttpExchange
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
-SEND_TIMEOUT_S = 60.0
-_EARLY_BYTES = 2**20
-_BODY_WAIT_S = 0.1
-"""Bodies up to this length are gathered for so long, for requests that are served without ASGI once they are whole."""
-DISCONNECT = "baton.disconnect"
-"""Extension of the ASGI scope: ``call`` takes a function to be called when the client has gone. Cheaper than a task."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -27,50 +25,50 @@ _TOO_LARGE = (
 )
 
 
-_JSON = frozenset({b"application/json", b"application/json; charset=utf-8"})
-_TELLING = frozenset({b"expect", b"content-type", b"content-encoding"})
-"""Headers that decide how a request is served."""
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Make a server's class with :meth:`serving`.
 
+    POST requests to the handler's paths become an :class:`HttpExchange`; all others go to uvicorn's ASGI application.
 
-class BoundedProtocol(HttpToolsProtocol):
-    """Ends connections whose request line and headers are too long, or don't come.
-
-    Bodies have bounds of their own where they are read, and idle connections between two requests have uvicorn's.
-    A connection whose client takes nothing of what was written is broken, whoever wrote it: closing it would wait for
-    the client, and its socket and what it was not sent would stay for as long as that likes.
+    Ends connections whose request line and headers are too long, or don't come. Bodies have bounds of their own where
+    they are read, and idle connections between two requests have uvicorn's. A connection whose client takes nothing of
+    what was written is broken: closing it would wait for the client, and keep the socket and what is unsent until then.
 
     An ``Upgrade`` is ignored, as a server may: clients that offer HTTP/2 so (Java's do with every request) get their
     answer over HTTP/1.1. The parser gives such a request no body, so it is parsed again without the offer.
 
     Attributes:
+        handler: Serves the endpoints that need no ASGI.
         max_head_bytes: Bytes of a head, but for the read it begins in, and of what else is no body.
         head_timeout_s: Seconds from the connection, or from a head's first byte, to its end.
-        send_timeout_s: Seconds that a client may take nothing while something waits for it.
     """
 
+    handler: Handler
+    cycle: Any
+    pipeline: deque[tuple[Any, Any]]
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
-    send_timeout_s = SEND_TIMEOUT_S
-    _default_lines: tuple[Any, bytes] = (None, b"")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what uvicorn gives its protocols."""
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._serving: Any = None
-        """What is answered now: requests that came behind it wait in line, and :attr:`cycle` is the last of them."""
-        self._direct: Direct | None = getattr(self.app, "direct", None)
-        self.send_timeout_s = getattr(self.app, "send_timeout_s", self.send_timeout_s)
+        """What is answered now, a cycle of uvicorn's or an exchange: requests behind it wait in :attr:`pipeline`, and
+        :attr:`cycle` is the last of them."""
         self._untaken = 0
         self._send_timer: asyncio.TimerHandle | None = None
-        self._early: list[bytes] | None = None
-        self._early_bytes = 0
-        self._early_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_since: float | None = None
         """When the last answer was complete, by the loop's clock; ``None``: something has come since."""
-        self._may_be_json = True
+
+    @classmethod
+    def serving(cls, handler: Handler) -> type[HttpProtocol]:
+        """Return the class of a server's connections, for uvicorn's ``http=`` setting."""
+        return type(cls.__name__, (cls,), {"handler": handler})
+
+    # --- the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
@@ -78,23 +76,22 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Tell all requests that the client has gone."""
         self._end_head()
         self._end_watch()
         self._unset_keepalive_if_required()
-        if self._early is not None:  # a request that was cut short is one, too
-            self._begin_cycle()
+        for item in (self._serving, *(cycle for cycle, _ in self.pipeline)):
+            if isinstance(item, HttpExchange):
+                item.lost()
+            elif item is not None and not item.response_complete:
+                item.disconnected = True
+                item.message_event.set()
+        self._serving = self.cycle = None
+        self.pipeline.clear()
         super().connection_lost(exc)
-        serving = self._serving
-        if serving is not None and not serving.response_complete:
-            serving.disconnected = True
-            serving.message_event.set()
-            serving.lost()
 
     def shutdown(self) -> None:
         """Let what has begun be served, and close then."""
-        if self._early is not None:
-            self._begin_cycle()
         super().shutdown()
         self._watch_closing()
 
@@ -110,6 +107,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._watch_closing()
 
+    # --- what comes in ---
+
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
         self._head_bytes += len(data)
@@ -119,13 +118,13 @@ class BoundedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
             return
-        if self._early is not None and self._early_timer is None:  # the rest of the body is still to come
-            self._early_timer = self.loop.call_later(_BODY_WAIT_S, self._begin_cycle)
-        if self._in_head and self._head_timer is None:  # and so is the rest of a head
+        if self._in_head and self._head_timer is None:  # the rest of a head is still to come
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
         if self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
             self.transport.close()
+        elif isinstance(self._serving, HttpExchange):
+            self._serving.await_body()
 
     def _parse(self, data: bytes) -> None:
         while True:
@@ -148,25 +147,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Begin a request's head; the first one's began with the connection."""
-        self.url, self.headers, self.expect_100_continue = b"", [], False  # no scope, which ASGI alone wants
-        self._may_be_json = True
+        super().on_message_begin()
         self._idle_since = None  # the one before may have been answered while it was parsed
         if not self._in_head:
-            self._begin_head()
+            self._in_head, self._head_bytes = True, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; those behind a body are none: whoever looks at a head before us has not seen them there."""
+        """Take a header; those behind a body are dropped: a proxy that checks heads has not seen them there."""
         if self._in_head:
-            name = name.lower()
-            if name in _TELLING:
-                self._note(name, value.lower())
-            self.headers.append((name, value))
-
-    def _note(self, name: bytes, value: bytes) -> None:
-        if name == b"expect":
-            self.expect_100_continue = self.expect_100_continue or value == b"100-continue"
-        elif name == b"content-encoding" or value not in _JSON:
-            self._may_be_json = False
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """End a request's head.
@@ -177,53 +166,62 @@ class BoundedProtocol(HttpToolsProtocol):
         method = self.parser.get_method()
         if method == b"CONNECT":
             raise ValueError("this is no proxy")
-        if not self._offers_upgrade():
-            self._end_head()
-            if method == b"POST" and self._may_be_direct():
-                self._early = []
-            else:
-                self._begin_cycle()
+        if self.parser.should_upgrade():
+            return
+        self._end_head()
+        in_turn = self.cycle is None or self.cycle.response_complete
+        path = self.handler.paths.get(self._path()) if method == b"POST" else None
+        if path is None:
+            super().on_headers_complete()
+        else:
+            exchange = HttpExchange(self, self.handler, path)
+            exchange.in_turn = in_turn
+            self.cycle = exchange
+            if not in_turn:
+                self.flow.pause_reading()
+                self.pipeline.appendleft((exchange, None))
+        if in_turn:
+            self._serving = self.cycle
+
+    def _path(self) -> bytes:
+        path: bytes = httptools.parse_url(self.url).path
+        return urllib.parse.unquote_to_bytes(path) if b"%" in path else path
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""
         self._head_bytes = 0
-        if self._early is None:
+        if isinstance(self.cycle, HttpExchange):
+            self.cycle.on_body(body)
+        else:
             super().on_body(body)
-            return
-        self._early.append(body)
-        self._early_bytes += len(body)
-        if self._early_bytes > _EARLY_BYTES:
-            self._begin_cycle()
 
     def on_message_complete(self) -> None:
         """End a request, but for one that comes again without its offer."""
-        if self._early is not None:
-            assert self._direct is not None
-            body = b"".join(self._early)
-            self._end_early()
-            if len(body) <= self._direct.max_body_bytes:
-                before: Any = self.cycle
-                exchange = Exchange(self, self._direct.paths[self.url], body)
-                cycle: Any = exchange
-                self.cycle = self._serving = cycle
-                if self._direct.serve(exchange):
-                    return
-                self.cycle, self._serving = before, None
-            self._early = [body]
-            self._begin_cycle()
-        if not self._offers_upgrade():
+        if self.parser.should_upgrade():
+            return
+        if isinstance(self.cycle, HttpExchange):
+            self.cycle.on_whole()
+        else:
             super().on_message_complete()
+
+    # --- what goes out ---
 
     def on_response_complete(self) -> None:
         """Go on with the request that waits, if there is one."""
-        if self.pipeline or self.transport.is_closing():
-            self._serving = self.pipeline[-1][0] if self.pipeline else None
-            super().on_response_complete()
-            self._watch_closing()
-            return
         self._serving = None
         self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            self._watch_closing()
+            return
         self.flow.resume_reading()
+        if self.pipeline:
+            item, app = self.pipeline.pop()
+            self._serving = item
+            if isinstance(item, HttpExchange):
+                self.loop.call_soon(item.take_turn)
+            else:
+                self._start_asgi_task(item, app)
+            return
         # One timer goes on through many requests: a new one for each costs more than a look at the clock.
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
@@ -243,25 +241,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch_closing()
         self._tell_flow(paused=False)
 
-    def default_lines(self) -> bytes:
-        """Return the headers that every answer has, which uvicorn makes anew once a second."""
-        headers = self.server_state.default_headers
-        known, lines = BoundedProtocol._default_lines
-        if known is not headers:
-            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-            BoundedProtocol._default_lines = headers, lines
-        return lines
-
     def _watch_closing(self) -> None:
         if self.transport.is_closing():
             self._watch_writes()
 
     def _watch_writes(self) -> None:
-        """See to it that the client takes what waits for it, or is cut off."""
+        """Cut the client off if it takes nothing of what waits for it."""
         if self._send_timer is None:
             self._untaken = self.transport.get_write_buffer_size()
             if self._untaken:
-                self._send_timer = self.loop.call_later(self.send_timeout_s, self._check_writes)
+                limit = self.handler.options.send_timeout_s
+                self._send_timer = self.loop.call_later(limit, self._check_writes)
 
     def _check_writes(self) -> None:
         self._send_timer = None
@@ -276,47 +266,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._send_timer = None
 
     def _tell_flow(self, *, paused: bool) -> None:
-        callback = getattr(self._serving, "on_flow", None)
-        if callback is not None:
-            callback(paused)
-
-    def _may_be_direct(self) -> bool:
-        """Whether a POST request that has begun can be served without ASGI, if its body comes with its head."""
-        direct = self._direct
-        if direct is None or self.url not in direct.paths or self.expect_100_continue:
-            return False
-        if self.cycle is not None and not self.cycle.response_complete:  # requests wait in line
-            return False
-        return self._may_be_json and bool(self.parser.get_http_version() == "1.1")
-
-    def _begin_cycle(self) -> None:
-        """Let uvicorn serve the request, as far as it has come."""
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()  # makes the scope
-        self.url, self.expect_100_continue = url, expects
-        self.headers.extend(headers)
-        super().on_headers_complete()
-        cycle: Any = self.cycle  # made just now by uvicorn, which lets nobody choose the class
-        cycle.__class__ = JoiningCycle
-        if not self.pipeline or self.pipeline[0][0] is not cycle:
-            self._serving = cycle
-        self.scope["extensions"] = {DISCONNECT: {"call": cycle.on_disconnect}}
-        early = self._early or ()
-        self._end_early()
-        for piece in early:
-            super().on_body(piece)
-
-    def _end_early(self) -> None:
-        self._early, self._early_bytes = None, 0
-        if self._early_timer is not None:
-            self._early_timer.cancel()
-            self._early_timer = None
-
-    def _offers_upgrade(self) -> bool:
-        return bool(self.parser.should_upgrade())
-
-    def _begin_head(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        if isinstance(self._serving, HttpExchange) and self._serving.on_flow is not None:
+            self._serving.on_flow(paused)
 
     def _end_head(self) -> None:
         self._in_head, self._head_bytes = False, 0

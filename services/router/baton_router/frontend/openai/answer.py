@@ -1,15 +1,47 @@
-"""Whole answers: collects a generation and writes the response object."""
+"""Whole answers: collects the chunks of a request's generations and writes the response object."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from baton.types import FinishReason, TokenLogprob
 from baton_router.frontend.openai.logprobs import LogprobWriter, text_offsets
-from baton_router.frontend.openai.openai_request import Job
-from baton_router.frontend.openai.usage import Usage
+from baton_router.frontend.openai.openai_request import OpenAIRequest
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
+
+
+class Usage:
+    """Tokens of one HTTP request, all its prompts together."""
+
+    __slots__ = ("_cached", "_count_output", "_output", "_prompt")
+
+    def __init__(self, prepared: Sequence[PreparedRequest], *, count_output: bool = True) -> None:
+        self._prompt = 0
+        for item in prepared:
+            self._prompt += item.prompt_tokens
+        self._cached = [0] * len(prepared)
+        self._output = 0
+        self._count_output = count_output
+
+    def add(self, at: int, chunk: TextChunk) -> None:
+        """Count what a chunk of prompt ``at`` brought."""
+        if chunk.trace is not None:
+            self._cached[at] = chunk.cached_tokens
+        if self._count_output:
+            for delta in chunk.deltas:
+                self._output += len(delta.token_ids)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the ``usage`` so far."""
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._output,
+            "total_tokens": self._prompt + self._output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
 
 
 class Echo:
@@ -50,63 +82,64 @@ class Choice:
         self.stop_reason = delta.stop_reason
 
 
-class AnswerBuilder:
-    """Builds the response object of one HTTP request."""
+class WholeAnswer:
+    """The formatter of answers in one piece."""
 
-    __slots__ = ("_choices", "_head", "_job", "_prepared", "_prompt_logprobs", "_usage")
+    __slots__ = ("_choices", "_head", "_prepared", "_prompt_logprobs", "_request", "_usage")
 
-    def __init__(self, job: Job, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         """Begin.
 
         Args:
-            job: What was asked for.
+            request: What was asked for.
             prepared: One per prompt.
             ident: The answer's id.
             created: Seconds since 1970.
         """
-        self._job = job
+        self._request = request
         self._prepared = prepared
         self._head = {"id": ident, "created": created, "model": prepared[0].info.name}
         self._choices: list[list[Choice]] = []
         for _ in prepared:
-            self._choices.append([Choice()] if job.n == 1 else [Choice() for _ in range(job.n)])
+            self._choices.append([Choice()] if request.n == 1 else [Choice() for _ in range(request.n)])
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prepared)
-        self._usage = Usage(prepared, count_output=not job.score_only)
+        self._usage = Usage(prepared, count_output=not request.score_only)
 
-    def add(self, at: int, chunk: TextChunk) -> None:
-        """Take a chunk of prompt ``at``."""
+    def add(self, at: int, chunk: TextChunk) -> bytes:
+        """Take a chunk of prompt ``at``; there is nothing to send before the end."""
         self._usage.add(at, chunk)
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs[at] = chunk.prompt_logprobs
         for delta in chunk.deltas:
             self._choices[at][delta.index].add(delta)
+        return b""
 
     @property
     def _writer(self) -> LogprobWriter:  # made where it is wanted, which is rare
-        return LogprobWriter(self._prepared[0].text_model.tokenizer, as_ids=self._job.tokens_as_ids)
+        return LogprobWriter(self._prepared[0].text_model.tokenizer, as_ids=self._request.tokens_as_ids)
 
-    def build(self) -> dict[str, Any]:
-        """Return the response object."""
-        job = self._job
+    def end(self) -> bytes:
+        """Return the response object as JSON."""
+        request = self._request
         choices = []
         for at in range(len(self._prepared)):
             for index, choice in enumerate(self._choices[at]):
-                write = self._chat_choice if job.chat else self._completion_choice
+                write = self._chat_choice if request.chat else self._completion_choice
                 choices.append(write(at, index, choice))
         body: dict[str, Any] = {
             **self._head,
-            "object": "chat.completion" if job.chat else "text_completion",
+            "object": "chat.completion" if request.chat else "text_completion",
             "choices": choices,
             "usage": self._usage.as_object(),
         }
-        if job.chat and job.return_token_ids:
+        if request.chat and request.return_token_ids:
             body["prompt_token_ids"] = list(self._prepared[0].routed.prompt_token_ids)
-        if job.chat and job.prompt_logprobs:
+        if request.chat and request.prompt_logprobs:
             body["prompt_logprobs"] = self._writer.prompt(self._prompt_logprobs[0] or [])
-        return body
+        return orjson.dumps(body)
 
     def _chat_choice(self, at: int, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = {"content": self._writer.chat(choice.logprobs), "refusal": None} if self._job.logprobs else None
+        logprobs = {"content": self._writer.chat(choice.logprobs), "refusal": None} if self._request.logprobs else None
         out: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
@@ -114,28 +147,28 @@ class AnswerBuilder:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if self._job.return_token_ids:
+        if self._request.return_token_ids:
             out["token_ids"] = choice.ids
         return out
 
     def _completion_choice(self, at: int, index: int, choice: Choice) -> dict[str, Any]:
-        job = self._job
-        echo = Echo(self._prepared[at], self._prompt_logprobs[at]) if job.echo else None
-        if job.score_only:
+        request = self._request
+        echo = Echo(self._prepared[at], self._prompt_logprobs[at]) if request.echo else None
+        if request.score_only:
             choice = Choice()
             choice.finish_reason = FinishReason.LENGTH
         text = "".join(choice.texts)
         out: dict[str, Any] = {
-            "index": at * job.n + index,
+            "index": at * request.n + index,
             "text": echo.text + text if echo else text,
-            "logprobs": self.completion_logprobs(choice, echo) if job.logprobs else None,
+            "logprobs": self.completion_logprobs(choice, echo) if request.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if job.return_token_ids:
+        if request.return_token_ids:
             out["prompt_token_ids"] = list(self._prepared[at].routed.prompt_token_ids)
             out["token_ids"] = choice.ids
-        if job.prompt_logprobs:
+        if request.prompt_logprobs:
             out["prompt_logprobs"] = self._writer.prompt(self._prompt_logprobs[at] or [])
         return out
 

@@ -21,7 +21,7 @@ from baton_router.frontend.http.metrics import HttpMetrics
 from baton_router.frontend.http.middleware import account_of
 from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.openai.messages import parse_messages
-from baton_router.frontend.openai.schemas import Body, DetokenizeBody, TokenizeBody, parse_body
+from baton_router.frontend.openai.schemas import Body, DetokenizeBody, TokenizeBody, parse_body, unknown_fields
 from baton_router.frontend.openai.unsupported_params import check_strict, header_value
 from baton_router.processor.input_processor import InputProcessor, count_chars
 from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest
@@ -35,18 +35,18 @@ _LEAST_BOUND = 2**20
 class Models:
     """Serves ``/v1/models``."""
 
-    def __init__(self, pipeline: InputProcessor) -> None:
-        self._pipeline = pipeline
+    def __init__(self, processor: InputProcessor) -> None:
+        self._processor = processor
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
         """Serve ``GET /v1/models``."""
-        return _json({"object": "list", "data": [self._model(self._pipeline.model_info())]})
+        return _json({"object": "list", "data": [self._model(self._processor.model_info())]})
 
     async def get(self, request: Request) -> Response:
         """Serve ``GET /v1/models/{id}``; without an id it is the list."""
         model = request.path_params["model"]
-        return _json(self._model(self._pipeline.model_info(model))) if model else await self.list(request)
+        return _json(self._model(self._processor.model_info(model))) if model else await self.list(request)
 
     def _model(self, info: ModelInfo) -> dict[str, Any]:
         return {
@@ -61,16 +61,16 @@ class Models:
 class TokenizerEndpoints:
     """Serves ``/tokenize`` and ``/detokenize``."""
 
-    def __init__(self, pipeline: InputProcessor, options: HttpOptions, metrics: HttpMetrics) -> None:
-        self._pipeline = pipeline
+    def __init__(self, processor: InputProcessor, options: HttpOptions, metrics: HttpMetrics) -> None:
+        self._processor = processor
         self._options = options
         self._metrics = metrics
 
     async def tokenize(self, request: Request) -> Response:
         """Serve ``POST /tokenize``."""
-        body = parse_body(TokenizeBody, await read_json(request, self._options))
-        headers = self._ignored(body)
-        info = self._pipeline.model_info(body.model or "")
+        body = parse_body(TokenizeBody, value := await read_json(request, self._options))
+        headers = self._ignored(TokenizeBody, value)
+        info = self._processor.model_info(body.model or "")
         prompt, field = _prompt(body), "prompt" if body.messages is None else "messages"
         most = max(_LEAST_BOUND, 8 * info.max_model_len)
         if count_chars(prompt) > most:
@@ -84,18 +84,18 @@ class TokenizerEndpoints:
             # As the completion endpoints do it: a rendered conversation has its special tokens already.
             add_special_tokens=(body.messages is None if body.add_special_tokens is None else body.add_special_tokens),
         )
-        ids = list(await self._pipeline.tokenize(text_request, info))
+        ids = list(await self._processor.tokenize(text_request, info))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            tokenizer = (await self._pipeline.text_model(info)).tokenizer
+            tokenizer = (await self._processor.text_model(info)).tokenizer
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
         return _json(answer, headers)
 
     async def detokenize(self, request: Request) -> Response:
         """Serve ``POST /detokenize``."""
-        body = parse_body(DetokenizeBody, await read_json(request, self._options))
-        headers = self._ignored(body)
-        info = self._pipeline.model_info(body.model or "")
+        body = parse_body(DetokenizeBody, value := await read_json(request, self._options))
+        headers = self._ignored(DetokenizeBody, value)
+        info = self._processor.model_info(body.model or "")
         if body.tokens is None:
             raise InvalidRequestError("tokens is required", field="tokens")
         most = max(_LEAST_BOUND, info.max_model_len)
@@ -105,11 +105,11 @@ class TokenizerEndpoints:
             if not 0 <= token_id < info.vocab_size:
                 field = f"tokens[{at}]"
                 raise InvalidRequestError(f"{field} must be between 0 and {info.vocab_size - 1}", field=field)
-        tokenizer = (await self._pipeline.text_model(info)).tokenizer
+        tokenizer = (await self._processor.text_model(info)).tokenizer
         return _json({"prompt": await _decode(tokenizer, body.tokens, bool(body.skip_special_tokens))}, headers)
 
-    def _ignored(self, body: Body) -> dict[str, str]:
-        ignored = list(body.extra)
+    def _ignored(self, schema: type[Body], value: dict[str, Any]) -> dict[str, str]:
+        ignored = list(unknown_fields(schema, value))
         check_strict(ignored, self._options.strict_fields)
         self._metrics.count_ignored(ignored)
         return {"x-baton-ignored-fields": header_value(ignored)} if ignored else {}

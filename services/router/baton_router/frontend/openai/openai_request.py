@@ -1,23 +1,38 @@
-"""From a request's body to the generations it asks for."""
+"""The parsers of the endpoints that generate: from a request's body to the generations it asks for."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 
 from baton.errors import InvalidRequestError
-from baton.token_ids import FoundIds
 from baton.types import MAX_LOGPROBS, SamplingParams
 from baton_router.frontend.openai.messages import parse_messages, parse_prompts
-from baton_router.frontend.openai.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
+from baton_router.frontend.openai.schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+    parse_body,
+    unknown_fields,
+)
 from baton_router.frontend.openai.unsupported_params import ignored_fields
 from baton_router.processor.text_request import ChatPrompt, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
+_READ = frozenset({"max_tokens", "logprobs", "stop", "stop_token_ids", "logit_bias"})
+"""Sampling fields whose values in a body are not yet those of :class:`SamplingParams`."""
+_COPIED = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationBody.__struct_fields__ and field.name not in _READ
+)
+"""Sampling fields that are taken from a body as they are: all others that both sides have."""
 
 
-class Job(msgspec.Struct):
+class OpenAIRequest(msgspec.Struct):
     """What one HTTP request asks for.
 
     Attributes:
@@ -50,8 +65,8 @@ class Job(msgspec.Struct):
     template_fields: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-def completion_job(value: Any, max_prompts: int) -> Job:
-    """Return the job of a completion request.
+def parse_completion(value: Any, max_prompts: int) -> OpenAIRequest:
+    """Return what the body of a completion request asks for.
 
     Args:
         value: The decoded body.
@@ -60,9 +75,6 @@ def completion_job(value: Any, max_prompts: int) -> Job:
     Raises:
         InvalidRequestError: A field is wrong or asks for what can't be done; names it.
     """
-    usual = _usual_completion(value)
-    if usual is not None:
-        return usual
     body = parse_body(CompletionBody, value)
     prompts = parse_prompts(body.prompt, max_prompts)
     echo = bool(body.echo)
@@ -82,56 +94,13 @@ def completion_job(value: Any, max_prompts: int) -> Job:
         )
         for prompt in prompts
     ]
-    job = _job(body, requests, sampling, chat=False)
-    job.echo, job.score_only, job.logprobs = echo, score_only, body.logprobs is not None
-    return job
+    request = _request(body, value, requests, sampling)
+    request.echo, request.score_only, request.logprobs = echo, score_only, body.logprobs is not None
+    return request
 
 
-_USUAL: dict[str, tuple[type, ...]] = {
-    "model": (str,),
-    "prompt": (str, FoundIds),
-    "max_tokens": (int,),
-    "temperature": (float, int),
-    "top_p": (float, int),
-    "seed": (int,),
-    "stream": (bool,),
-    "user": (str,),
-    "request_id": (str,),
-}
-"""The fields that most requests have, and no others, with the types that the schema takes for them."""
-
-
-def _usual_completion(value: Any) -> Job | None:
-    """Return the job of a completion request with nothing but usual fields; ``None``: the schema looks at it."""
-    if type(value) is not dict or "prompt" not in value:
-        return None
-    try:
-        for name, item in value.items():
-            if type(item) not in _USUAL[name]:
-                return None
-    except KeyError:
-        return None
-    get = value.get
-    sampling = SamplingParams(get("max_tokens"))
-    if "temperature" in value:
-        sampling.temperature = float(value["temperature"])
-    if "top_p" in value:
-        sampling.top_p = float(value["top_p"])
-    if "seed" in value:
-        sampling.seed = value["seed"]
-    request = TextRequest(
-        prompt=value["prompt"],
-        sampling=sampling,
-        request_id=get("request_id", ""),
-        model=get("model", ""),
-        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        user=get("user", ""),
-    )
-    return Job([request], chat=False, n=1, stream=get("stream", False))
-
-
-def chat_job(value: Any) -> Job:
-    """Return the job of a chat request.
+def parse_chat(value: Any) -> OpenAIRequest:
+    """Return what the body of a chat request asks for.
 
     Args:
         value: The decoded body.
@@ -161,7 +130,7 @@ def chat_job(value: Any) -> Job:
         continue_final_message=go_on,
         variables=variables,
     )
-    request = _text_request(
+    text_request = _text_request(
         body,
         sampling,
         prompt=prompt,
@@ -169,9 +138,9 @@ def chat_job(value: Any) -> Job:
         max_tokens_field=name,
         add_special_tokens=bool(body.add_special_tokens),
     )
-    job = _job(body, [request], sampling, chat=True)
-    job.logprobs, job.template_fields = bool(body.logprobs), template_fields
-    return job
+    request = _request(body, value, [text_request], sampling)
+    request.logprobs, request.template_fields = bool(body.logprobs), template_fields
+    return request
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:
@@ -200,28 +169,29 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
     )
 
 
-def _job(body: CompletionBody | ChatBody, requests: list[TextRequest], sampling: SamplingParams, *, chat: bool) -> Job:
-    options = body.stream_options
-    if options is not None and not body.stream:
+def _request(
+    body: CompletionBody | ChatBody, value: dict[str, Any], requests: list[TextRequest], sampling: SamplingParams
+) -> OpenAIRequest:
+    if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs can't be had in a stream; use echo", field="prompt_logprobs")
     if body.best_of not in (None, sampling.n):
         raise InvalidRequestError("best_of other than n is not supported; leave it out", field="best_of")
-    ignored = ignored_fields(body.extra)
-    if options is not None:
-        # A padding of chunks against eavesdroppers: OpenAI's SDK documents it; Baton pads nothing.
-        extra = {
-            name: value for name, value in options.extra.items() if (name, value) != ("include_obfuscation", False)
-        }
-        ignored += [f"stream_options.{name}" for name in extra]
-    return Job(
+    ignored = ignored_fields(unknown_fields(type(body), value))
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None:
+        for name, item in unknown_fields(StreamOptions, value["stream_options"]).items():
+            # A padding of chunks against eavesdroppers: OpenAI's SDK documents it; Baton pads nothing.
+            if (name, item) != ("include_obfuscation", False):
+                ignored.append(f"stream_options.{name}")
+    return OpenAIRequest(
         requests=requests,
-        chat=chat,
+        chat=isinstance(body, ChatBody),
         n=sampling.n,
         stream=bool(body.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
@@ -229,32 +199,19 @@ def _job(body: CompletionBody | ChatBody, requests: list[TextRequest], sampling:
     )
 
 
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "seed",
-    "n",
-    "prompt_logprobs",
-)
-
-
 def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    values = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=_stop(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logit_bias=_logit_bias(body.logit_bias),
-        **values,
     )
+    for name in _COPIED:
+        value = getattr(body, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    return sampling
 
 
 def _stop(value: Any) -> tuple[str, ...]:

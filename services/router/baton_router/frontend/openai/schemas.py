@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import msgspec
 
 from baton.errors import InvalidRequestError
 
@@ -12,17 +14,12 @@ B = TypeVar("B", bound="Body")
 _MAX_NAME = 100
 MAX_ENTRIES = 1024
 """Fields of a body, and of each object in it."""
+_PLACE = re.compile(r"^(.*) - at `(?:key` in `)?\$\.?([^`]*)`$", re.DOTALL)
+"""Message and place of msgspec's errors: ``Expected `int`, got `str` - at `$.stop_token_ids[1]` ``."""
 
 
-class Body(BaseModel):
-    """A JSON object; fields that it doesn't know are kept apart."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Fields that are not in the schema."""
-        return self.model_extra or {}
+class Body(msgspec.Struct, kw_only=True):
+    """A JSON object; ``None`` is the default of every field. See :func:`unknown_fields` for what it doesn't have."""
 
 
 class StreamOptions(Body):
@@ -33,7 +30,10 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What chat and plain completions have in common; ``None`` is the default everywhere."""
+    """What chat and plain completions have in common.
+
+    Fields that are called as those of :class:`~baton.types.SamplingParams` become those (see ``openai_request``).
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -67,15 +67,15 @@ class GenerationBody(Body):
     itl_ms: float | None = None
     user: str | None = None
     request_id: str | None = None
+    best_of: int | None = None
+    echo: bool | None = None
 
 
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: Any = None
-    echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = None
 
 
 class ChatBody(GenerationBody):
@@ -85,8 +85,6 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -124,26 +122,32 @@ def parse_body(cls: type[B], value: Any) -> B:
         raise InvalidRequestError("the body must be a JSON object")
     _check_sizes(value)
     try:
-        return cls.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = field_path(first["loc"])
-        raise InvalidRequestError(f"{field}: {first['msg'][:1].lower()}{first['msg'][1:]}", field=field) from error
+        return msgspec.convert(value, cls)
+    except msgspec.ValidationError as error:
+        found = _PLACE.match(str(error))
+        message, place = found.groups() if found is not None else (str(error), "")
+        field = place.replace("[...]", "")[:_MAX_NAME]
+        message = message.replace("`", "").replace(" | null", "")
+        raise InvalidRequestError(f"{field}: {message[:1].lower()}{message[1:]}", field=field) from error
+
+
+def unknown_fields(cls: type[Body], value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a JSON object that are not in its schema."""
+    known = cls.__struct_fields__
+    return {name: item for name, item in value.items() if name not in known}
+
+
+def json_schemas(classes: Sequence[type[Body]]) -> dict[str, Any]:
+    """Return the schemas of bodies by their names, as OpenAPI's ``components`` have them."""
+    _, components = msgspec.json.schema_components(classes, ref_template="#/components/schemas/{name}")
+    return components
 
 
 def _check_sizes(value: dict[str, Any]) -> None:
-    """Refuse what nobody means before it is looked at piece by piece, which all others would wait for."""
+    """Refuse absurdly large objects before they are looked at piece by piece, while all other requests wait."""
     if len(value) > MAX_ENTRIES:
         raise InvalidRequestError(f"the body must have at most {MAX_ENTRIES} fields, got {len(value)}")
     for name, item in value.items():
         if isinstance(item, dict) and len(item) > MAX_ENTRIES:
             name = name[:_MAX_NAME]
             raise InvalidRequestError(f"{name} must be at most {MAX_ENTRIES} entries, got {len(item)}", field=name)
-
-
-def field_path(location: tuple[int | str, ...]) -> str:
-    """Return a place in a JSON value as people write it: ``messages[0].content``."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME]}" if path else part[:_MAX_NAME]
-    return path
