@@ -44,7 +44,7 @@ from baton.rpc.ticket import Bearer, TicketCheck, request_digest
 from baton_kvstore.tiers.disk.format import VERSION
 from baton_kvstore.tiers.disk.recovery import decode_checkpoint
 from baton_router.frontend.grpc.generate import text_request
-from baton_router.frontend.openai.openai_request import chat_job, completion_job
+from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 KIND = replace(
@@ -343,14 +343,14 @@ message_objects = st.lists(
 def test_http_bodies(body: dict[str, Any], said: list[Any], anything: Any) -> None:
     for value in (body, {**body, "prompt": "x"}, anything):
         with contextlib.suppress(BatonError):
-            completion_job(value, 8)
+            parse_completion(value, 8)
     for value in (body, {**body, "messages": said}, {**body, "messages": [{"role": "user", "content": "x"}]}, anything):
         with contextlib.suppress(BatonError):
-            chat_job(value)
+            parse_chat(value)
 
 
 @FUZZ
 @given(st.binary(max_size=100))
 def test_bytes_that_are_json_by_chance(data: bytes) -> None:
     with contextlib.suppress(orjson.JSONDecodeError, BatonError):
-        chat_job(orjson.loads(data))
+        parse_chat(orjson.loads(data))
