@@ -22,7 +22,6 @@ from baton_router.admission import Admission, Limits
 from baton_router.admission.estimates import Estimates
 from baton_router.admission.room import Room
 from baton_router.config import RouterConfig
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import InstanceInfo, Status
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.placement import Placer
@@ -35,7 +34,7 @@ _ROUNDS = 20_000
 _WAITING = 1000
 
 
-def make_registry(metrics: RouterMetrics) -> Registry:
+def make_registry(metrics: CollectorRegistry) -> Registry:
     """Return a registry whose instances are ready, though nobody is at their addresses."""
     names = {role: tuple(f"{role.value}-{i}:1" for i in range(_INSTANCES)) for role in (Role.PREFILL, Role.DECODE)}
     config = RouterConfig(prefill=names[Role.PREFILL], decode=names[Role.DECODE])
@@ -43,7 +42,7 @@ def make_registry(metrics: RouterMetrics) -> Registry:
     registry.start()
     kind = replace(FINGERPRINT, block_size=16, block_bytes=1024)
     for x in registry.instances():
-        registry._links[x.address][1].cancel()
+        registry._monitors[x.address][1].cancel()
         x.info = InstanceInfo(
             InstanceId(x.address), x.role, Epoch(b"e" * 16), kind, 10_000, 8192, "m", "", 1000, frozenset(), "", 64
         )
@@ -59,7 +58,7 @@ def request(number: int) -> RoutedRequest:
 
 async def main() -> None:
     """Measure and print."""
-    metrics, speeds = RouterMetrics(), Speeds()
+    metrics, speeds = CollectorRegistry(), Speeds()
     registry = make_registry(metrics)
     placer = Placer(registry, make_policy("match_minus_load"), metrics, max_prefills=3, threshold=None, speeds=speeds)
     estimates, one = Estimates(placer, speeds, registry), request(0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+from prometheus_client import CollectorRegistry
 from tests.support.servers.fake_worker import FINGERPRINT
 from workload import CHAIN, SYSTEM
 
@@ -20,8 +21,8 @@ from baton.hashing import HashChain, hash_chain, root_hash
 from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 
@@ -108,7 +109,7 @@ def _store(instance: Instance, hashes: HashChain) -> None:
 
 def _place_all(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, float]:
     policy = make_policy("match_minus_load", PolicyContext())
-    placer = Placer(fleet, policy, RouterMetrics(), max_prefills=3, threshold=None, seed=0)
+    placer = Placer(fleet, policy, SchedulerMetrics(CollectorRegistry()), max_prefills=3, threshold=None, seed=0)
     flying: deque[Placement] = deque()
     whole: list[float] = []
     release: list[float] = []

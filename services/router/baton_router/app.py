@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2_grpc
 from baton.errors import ConfigError
@@ -33,13 +34,13 @@ from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.preload import Preload
 from baton_router.registry.discovery.sources import discoveries
 from baton_router.registry.registry import Registry
-from baton_router.replication.metrics import ReplicaMetrics
+from baton_router.registry.waiters import Waiters
+from baton_router.replication.capacity import InstanceCapacity, replica_name
 from baton_router.replication.replica import Replica
 from baton_router.scheduler.decision_log import DecisionLog
 
@@ -74,18 +75,24 @@ class RouterApp:
                 f"HTTP on {config.host}, which others can reach, needs --api-keys (or --open-http)", field="host"
             )
         self._accounts = accounts.accounts if accounts is not None else None
-        self.metrics = RouterMetrics()
+        self.metrics = CollectorRegistry()
         steps = Steps()
-        self.registry = Registry(config, self.metrics, token=token, tls=self._tls)
-        decisions = DecisionLog(self.metrics.decision_terms)
+        waiters = Waiters()
+        capacity = InstanceCapacity(
+            replica_name(config),
+            config.max_inflight_per_instance,
+            config.replicas,
+            shared=bool(config.redis),
+            freed=waiters.wake,
+        )
+        self.registry = Registry(config, self.metrics, token=token, tls=self._tls, waiters=waiters, capacity=capacity)
+        decisions = DecisionLog()
         self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions, steps)
-        self.replica = Replica(config, self.registry, ReplicaMetrics(self.metrics.registry)) if config.redis else None
+        self.replica = Replica(config, self.registry, capacity, self.metrics) if config.redis else None
         self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)
         self._preload = Preload(self._tokenizers, self.registry)
-        self.pipeline = InputProcessor(
-            self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics.registry), decisions
-        )
+        self.pipeline = InputProcessor(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics), decisions)
         self.tickets = TicketDesk(read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics)
         self._token = token
         self._grpc: GrpcServer | None = None
@@ -95,14 +102,13 @@ class RouterApp:
         http = create_app(
             self.pipeline,
             self.dispatcher,
-            registry=self.metrics.registry,
+            registry=self.metrics,
             options=options,
             ready=self.is_ready,
             steps=steps,
         )
-        seen = self.metrics.registry
-        watch(http.app, decisions=decisions, instances=self.registry, registry=seen, policy=config.policy)
-        add_replicas(http.app, self.replica.describe if self.replica is not None else None)
+        watch(http.app, decisions=decisions, instances=self.registry, registry=self.metrics, policy=config.policy)
+        add_replicas(http.app, self.replica.report if self.replica is not None else None)
         https = self._tls.http_context() if self._tls is not None and config.http_tls else None
         self._reload = CredentialReload(accounts, self._tls, https)
         self._http = _HttpServer(

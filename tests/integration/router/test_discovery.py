@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from tests.support.servers.fake_worker import FakeWorker
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
@@ -24,7 +25,6 @@ from baton.types import InstanceId, Role
 from baton.worker.redis_registration import RedisRegistration
 from baton.worker.registration import Identity
 from baton_router.config import RouterConfig
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.discovery.sources import discoveries
 from baton_router.registry.registry import Registry
 
@@ -42,7 +42,7 @@ class World:
 
     async def registry(self, **options: Any) -> Registry:
         config = RouterConfig(**options, reconnect_max_s=0.2)
-        registry = Registry(config, RouterMetrics())
+        registry = Registry(config, CollectorRegistry())
         registry.start()
         self.stack.push_async_callback(registry.close)
         for source in discoveries(config, registry, None, None):
@@ -309,5 +309,5 @@ def test_configuration_names_what_is_missing(tmp_path: Path) -> None:
         assert refused.value.field == name
     config = RouterConfig(discover=("kubernetes",), kubernetes_selector="a=b", kubernetes_account=str(tmp_path))
     with pytest.raises(ConfigError) as refused:
-        discoveries(config, Registry(config, RouterMetrics()), None, None)
+        discoveries(config, Registry(config, CollectorRegistry()), None, None)
     assert refused.value.field == "kubernetes_api"

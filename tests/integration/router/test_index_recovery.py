@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.child_env import child_env
 from tests.support.servers.tcp_proxy import TcpProxy
@@ -28,7 +29,6 @@ from baton.rpc.convert import sampling_to_pb
 from baton.rpc.ports import free_port
 from baton.types import SamplingParams
 from baton_router.config import RouterConfig
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 
@@ -101,7 +101,7 @@ class Router:
     """The router's registry, and what its metrics tell."""
 
     def __init__(self, port: int, **options: object) -> None:
-        self.metrics = RouterMetrics()
+        self.metrics = CollectorRegistry()
         values: dict[str, object] = {"decode": (f"127.0.0.1:{port}",), "reconnect_max_s": 0.2, **options}
         self.registry = Registry(RouterConfig(**values), self.metrics)  # type: ignore[arg-type]
         self.registry.start()
@@ -110,13 +110,18 @@ class Router:
     def instance(self) -> Instance:
         return self.registry.instances()[0]
 
+    def text(self) -> str:
+        return generate_latest(self.metrics).decode()
+
     def states(self) -> set[str]:
-        text = self.metrics.render().decode()
+        text = self.text()
         return set(re.findall(r'^baton_router_index_state\{.*instance="d0".*state="(\w+)"\} 1\.0$', text, re.MULTILINE))
 
     def age_s(self) -> float:
         found = re.search(
-            r'^baton_router_index_age_seconds\{.*instance="d0".*\} (\S+)$', self.metrics.render().decode(), re.MULTILINE
+            r'^baton_router_index_age_seconds\{.*instance="d0".*\} (\S+)$',
+            self.text(),
+            re.MULTILINE,
         )
         return float(found[1]) if found else 0.0
 
@@ -251,4 +256,4 @@ async def test_a_worker_without_events_is_known_by_what_was_sent_there(path: str
         assert expectation is not None
         expectation.release()
         assert router.registry.index.match(chain, 1 << feed.slot) == {feed.slot: len(chain)}
-        assert 'baton_router_index_decided_prompts{instance="d0",role="decode"} 1.0' in router.metrics.render().decode()
+        assert 'baton_router_index_decided_prompts{instance="d0",role="decode"} 1.0' in router.text()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.servers.fake_tokens import expected_tokens
 from tests.support.servers.fake_worker import FINGERPRINT, FakeWorker
 from tests.support.servers.tcp_proxy import TcpProxy
@@ -30,7 +31,6 @@ from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.interface import RoutedChunk
 from baton_router.indexer.event_applier import IndexState
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, Status
 from baton_router.registry.registry import Registry
 from baton_router.types import RoutedRequest
@@ -52,14 +52,14 @@ class Clock:
 class Router:
     registry: Registry
     dispatcher: PlacingDispatcher
-    metrics: RouterMetrics
+    metrics: CollectorRegistry
     clock: Clock
 
     def instance(self, worker: FakeWorker) -> Instance:
         return next(x for x in self.registry.instances() if x.instance_id == worker.instance_id)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value("baton_router_" + name, labels) or 0.0
+        return self.metrics.get_sample_value("baton_router_" + name, labels) or 0.0
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
@@ -123,7 +123,7 @@ class World:
             "request_timeout_s": 30.0,
         }
         config = RouterConfig(**{**defaults, **options})  # type: ignore[arg-type]
-        metrics, fake = RouterMetrics(), Clock()
+        metrics, fake = CollectorRegistry(), Clock()
         registry = Registry(config, metrics, token=token, now=clock or fake)
         registry.start()
         self.stack.push_async_callback(registry.close)
@@ -986,7 +986,7 @@ async def test_metrics_render(world: World) -> None:
     decodes = await world.decodes(2)
     router = await world.cluster([], decodes)
     await run(router, make_request())
-    text = router.metrics.render().decode()
+    text = generate_latest(router.metrics).decode()
     assert 'baton_router_index_state{instance="d0",role="decode",state="exact"} 1.0' in text
     assert 'baton_router_instance_healthy{instance="d1",role="decode"} 1.0' in text
     assert "baton_router_match_rate_bucket" in text

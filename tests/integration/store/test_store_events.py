@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 from tests.integration.router.test_router_process import router
 from tests.integration.store.test_kvstore_service import BLOCK, KIND, connected, names, store
 from tests.support.servers.cluster import LocalCluster
@@ -25,7 +26,6 @@ from baton_kvstore.server import KVStoreServer
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import EventApplier, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.registry import Registry
 
 MODEL = "models/baton-tiny"
@@ -162,7 +162,7 @@ async def test_a_router_finds_nodes_that_register_and_forgets_those_that_die() -
         config = RouterConfig(
             kvstore=("discover",), redis=redis.url, redis_prefix="test", replica_name="r", reconnect_max_s=0.2
         )
-        registry = Registry(config, RouterMetrics())
+        registry = Registry(config, CollectorRegistry())
         stack.push_async_callback(registry.close)
         registry.start()
         one, two = [
@@ -190,7 +190,7 @@ async def test_a_router_finds_nodes_that_register_and_forgets_those_that_die() -
 
 async def test_a_store_that_dies_counts_nowhere_and_comes_back() -> None:
     async with store_processes(1, "--capacity-bytes", str(1 << 20), "--instance-id", "s0") as (node,):
-        registry = Registry(RouterConfig(kvstore=(node.address,), reconnect_max_s=0.2), RouterMetrics())
+        registry = Registry(RouterConfig(kvstore=(node.address,), reconnect_max_s=0.2), CollectorRegistry())
         registry.start()
         try:
             (known,) = registry.stores

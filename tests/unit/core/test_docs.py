@@ -191,7 +191,7 @@ async def registries() -> dict[str, CollectorRegistry]:
     worker.watch_store(StoreUse())
     worker.watch_connectors({"offload": StoreUse()})
     try:
-        return {"router": router.metrics.registry, "worker": worker.registry, "kvstore": store.metrics.registry}
+        return {"router": router.metrics, "worker": worker.registry, "kvstore": store.metrics.registry}
     finally:
         store.store.close()
 

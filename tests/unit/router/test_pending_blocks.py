@@ -24,9 +24,8 @@ from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.pending_blocks import PendingBlocks
 from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.registry import Registry
-from baton_router.replication.metrics import ReplicaMetrics
+from baton_router.replication.capacity import InstanceCapacity
 from baton_router.replication.publish import LIFETIME_S, MAX_BYTES, MAX_ENTRY_CHAIN_BYTES, PendingPublisher
 from baton_router.replication.remote_state import RemotePending
 from baton_router.replication.replica import SILENT_S, Replica
@@ -437,9 +436,9 @@ TestTaken.settings = settings(max_examples=60, stateful_step_count=25, deadline=
 async def make_replica(fleet: Fleet, metrics: CollectorRegistry, *, shares: bool) -> Replica:
     """Make a replica without Redis that has read an entry of another one's, called b."""
     config = RouterConfig(redis="redis://127.0.0.1:1", replica_expectations=shares)
-    registry = Registry(config, RouterMetrics())
+    registry = Registry(config, CollectorRegistry())
     registry.index, registry.instances = fleet.index, fleet.instances  # type: ignore[method-assign]
-    replica = Replica(config, registry, ReplicaMetrics(metrics), now=fleet.now)
+    replica = Replica(config, registry, InstanceCapacity("a", None, 0, shared=True, freed=id), metrics, now=fleet.now)
     replica._totals = dict  # type: ignore[method-assign, assignment]
     replica._spread = lambda: None  # type: ignore[method-assign]
 
@@ -478,7 +477,7 @@ async def test_without_any_entry_chains_end_with_the_instance_and_with_a_replica
 async def test_a_replica_tells_and_takes_over_only_if_it_may(fleet: Fleet, shares: bool) -> None:
     metrics = CollectorRegistry()
     replica = await make_replica(fleet, metrics, shares=shares)
-    assert (len(replica.remote_pending), replica.describe()["others"][0]["expectations"]) == (
+    assert (len(replica.remote_pending), replica.report()["others"][0]["expectations"]) == (
         (2, 2) if shares else (0, 0)
     )
     assert metrics.get_sample_value("baton_router_replica_expectations") == 2 * shares
@@ -487,9 +486,9 @@ async def test_a_replica_tells_and_takes_over_only_if_it_may(fleet: Fleet, share
     fleet.place("p0", chain([2]))
     entry = replica._news(full=False)
     assert (entry is not None and len(entry.expected.new) == 1) is shares
-    assert replica.describe()["expectations_told"] == int(shares)
+    assert replica.report()["expectations_told"] == int(shares)
     await replica.close()
-    assert (len(replica.remote_pending), replica.describe()["expectations_told"], fleet.index.news) == (0, 0, None)
+    assert (len(replica.remote_pending), replica.report()["expectations_told"], fleet.index.news) == (0, 0, None)
 
 
 # --- both ends ---

@@ -9,25 +9,26 @@ from tests.support.scripted import INFO, ScriptedDispatcher
 from baton.api.v1 import common_pb2
 from baton.tokenizer import TextModelCache
 from baton.types import SamplingParams
-from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import ChatPrompt, TextRequest
 
 
 def test_names_in_traces_are_bounded() -> None:
-    metrics = RouterMetrics()
+    registry = CollectorRegistry()
+    metrics = DispatchMetrics(registry)
     for at in range(1000):
         trace = common_pb2.RequestTrace(pipe=f"pipe {at}", local_reason=f"reason {at}", kv_bytes=1, transfer_us=1)
         trace.path = at  # type: ignore[assignment]  # open enumerations: any number comes through
         metrics.observe_trace(trace)
     metrics.observe_trace(common_pb2.RequestTrace(pipe="p" * 1000, kv_bytes=1))
     for name in ("prefill_path", "kv_bytes", "transfer_seconds"):
-        (family,) = (x for x in metrics.registry.collect() if x.name == f"baton_router_{name}")
+        (family,) = (x for x in registry.collect() if x.name == f"baton_router_{name}")
         series = {tuple(x.labels.values()) for x in family.samples if "le" not in x.labels}
         assert len(series) <= 101
         assert any("other" in labels for labels in series)
-    sample = metrics.registry.get_sample_value
+    sample = registry.get_sample_value
     assert sample("baton_router_kv_bytes_total", {"pipe": "pipe 0"}) == 1
     assert sample("baton_router_kv_bytes_total", {"pipe": "other"}) == 951
     assert len(metrics._by_path) <= 100

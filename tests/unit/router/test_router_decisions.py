@@ -19,7 +19,7 @@ from baton_router.processor.generation_metrics import GenerationClock, Generatio
 from baton_router.processor.text_request import TextDelta
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
-from baton_router.scheduler.decision_terms import DecisionTerms
+from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.policies.base import Ratings, Request, Scores, Side
 from baton_router.scheduler.policies.choice import choose, prefill_order
@@ -180,8 +180,8 @@ def test_flows_forget() -> None:
 
 
 def test_terms_are_a_histogram_with_bounded_names() -> None:
-    terms, registry = DecisionTerms(), CollectorRegistry()
-    registry.register(terms)
+    registry = CollectorRegistry()
+    terms = SchedulerMetrics(registry)
     for _ in range(3):
         terms.observe(decide())
     assert registry.get_sample_value(
@@ -194,7 +194,7 @@ def test_terms_are_a_histogram_with_bounded_names() -> None:
     assert total == pytest.approx(3 * decide().score)
     for at in range(100):
         terms.observe(decide(Ratings(Scores.of(a=[0.0, 1.0]), Scores.of(**{f"term{at}": [0.0, -math.inf]}))))
-    names = {label for _, label in terms._buckets}
+    names = {label for _, label in terms._terms._series}
     assert len(names) <= 32 + 4
     assert "other" in names
     generate_latest(registry)
@@ -202,10 +202,10 @@ def test_terms_are_a_histogram_with_bounded_names() -> None:
 
 def test_terms_of_a_busy_second_are_a_sample() -> None:
     clock = Clock()
-    terms, decision = DecisionTerms(now=clock), decide()
+    terms, decision = SchedulerMetrics(CollectorRegistry(), now=clock), decide()
 
     def counted() -> int:
-        return sum(terms._buckets["pair", "score"].counts)
+        return sum(terms._terms.labels("pair", "score").counts)
 
     for _ in range(1000):
         terms.observe(decision)

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.config import add_flags, from_flags
 from baton.errors import ConfigError
+from baton.rpc.channel import Backoff
 from baton.types import Role
 from baton_router.app import RouterApp, listen
 from baton_router.config import RouterConfig
-from baton_router.dispatch.backoff import Backoff
 from baton_router.dispatch.chunk_queue import ChunkQueue
+from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.trace import TraceMerge
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.leases import Leases
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, InstanceLoad, LoadReservation
 
@@ -132,11 +133,12 @@ def test_traces_of_several_attempts() -> None:
 
 
 def test_trace_metrics() -> None:
-    metrics = RouterMetrics()
+    registry = CollectorRegistry()
+    metrics = DispatchMetrics(registry)
     metrics.observe_trace(
         common_pb2.RequestTrace(path=common_pb2.PREFILL_PATH_STORE, pipe="tcp", kv_bytes=100, transfer_us=2000)
     )
-    value = metrics.registry.get_sample_value
+    value = registry.get_sample_value
     assert value("baton_router_prefill_path_total", {"path": "store", "pipe": "tcp", "reason": ""}) == 1
     assert value("baton_router_kv_bytes_total", {"pipe": "tcp"}) == 100
     assert value("baton_router_transfer_seconds_sum", {"pipe": "tcp"}) == pytest.approx(0.002)

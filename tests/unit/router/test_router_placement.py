@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry
 from tests.support.servers.fake_worker import FINGERPRINT
 
 from baton.api.v1 import common_pb2, events_pb2
@@ -20,10 +21,10 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import Epoch, InstanceId, PrefillPath, Role
 from baton_router.config import RouterConfig
 from baton_router.indexer.stores import Store
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS
 from baton_router.registry.registry import Registry
+from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import POLICIES, Policy, PolicyContext, make_policy
 from baton_router.scheduler.speeds import ServedRequest, Speeds
@@ -37,7 +38,8 @@ class Cluster:
 
     def __init__(self, threshold: int | None = None, **fingerprints: Fingerprint) -> None:
         """Make instances p:1, p:2, d:1 and d:2; ``fingerprints`` (``p1=...``) are of those that differ."""
-        self.metrics = RouterMetrics()
+        self.metrics = CollectorRegistry()
+        self.scheduler_metrics = SchedulerMetrics(self.metrics)
         # Without events, what was placed is remembered; here caches hold what a test says.
         config = RouterConfig(prefill=("p:1", "p:2"), decode=("d:1", "d:2"), index_decision_ttl_s=0)
         self.registry = Registry(config, self.metrics, now=lambda: 0.0)
@@ -56,7 +58,7 @@ class Cluster:
         options = {"max_prefills": 1, "threshold": None, "seed": 0, **options}
         if isinstance(policy, str):
             policy = make_policy(policy)
-        return Placer(self.registry, policy, self.metrics, **options)
+        return Placer(self.registry, policy, self.scheduler_metrics, **options)
 
     def get(self, address: str) -> Instance:
         return next(x for x in self.registry.instances() if x.address == address)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from baton.types import Role
 from baton_router.config import RouterConfig
 from baton_router.registry.load import InstanceLoad
-from baton_router.replication.capacity import CapacityShare, InstanceCapacity
+from baton_router.registry.waiters import Waiters
+from baton_router.replication.capacity import CapacityShare, InstanceCapacity, fair_shares
 from baton_router.replication.peers import Peers
-from baton_router.replication.shares import fair_shares
-from baton_router.replication.waiters import Waiters
 from baton_router.replication.wire import Entry, EntryError, Registered, Totals, decode, encode
 
 WANTS = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.integers(0, 100), min_size=1, max_size=8)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.errors import ConfigError
@@ -24,8 +25,8 @@ from baton.types import BlockHash, PrefillPath, Role
 from baton_router.bench.machine import Hardware, SimulatedInstance
 from baton_router.bench.trace import BLOCK_TOKENS, TraceRequest
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
+from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 from baton_router.scheduler.speeds import Speeds
@@ -115,7 +116,7 @@ class Replay:
         self._placer = Placer(
             self,
             make_policy(setup.policy, context),
-            RouterMetrics(),
+            SchedulerMetrics(CollectorRegistry()),
             max_prefills=1,
             threshold=setup.threshold,
             speeds=self._speeds,

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
 from baton_router.admission import Admission, Limits, Ticket
@@ -16,15 +18,16 @@ from baton_router.config import RouterConfig
 from baton_router.dispatch.chunk_queue import ChunkQueue
 from baton_router.dispatch.deadlines import Deadlines
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, Running
+from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.recovery import Breakers, RetryBudget
 from baton_router.dispatch.run import RequestRun
 from baton_router.dispatch.run_context import RunContext
 from baton_router.dispatch.turn_batching import PLACE, Steps
 from baton_router.dispatch.worker_stream import WorkerStreams
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.policies.registry import parse_tier_weights
@@ -74,7 +77,7 @@ class PlacingDispatcher:
     Args:
         config: Policy and limits.
         registry: The instances.
-        metrics: Where requests are counted.
+        metrics: Takes the metrics of placement, admission and dispatch.
         decisions: Where placements are remembered.
         steps: Of this router's requests; ``None``: this dispatcher has its own.
     """
@@ -83,19 +86,19 @@ class PlacingDispatcher:
         self,
         config: RouterConfig,
         registry: Registry,
-        metrics: RouterMetrics,
+        metrics: CollectorRegistry,
         decisions: DecisionLog | None = None,
         steps: Steps | None = None,
     ) -> None:
         steps = steps or Steps()
         self._registry = registry
-        self._metrics = metrics
+        self.metrics = DispatchMetrics(metrics)
         self._config = config
         speeds = Speeds()
         self._placer = Placer(
             registry,
             make_policy(config.policy, config.policy_context(speeds)),
-            metrics,
+            SchedulerMetrics(metrics, registry.ready),
             max_prefills=config.prefill_candidates,
             threshold=config.remote_prefill_threshold,
             speeds=speeds,
@@ -113,16 +116,16 @@ class PlacingDispatcher:
                 config.queue_timeout_s,
                 config.no_instance_wait_s,
             ),
-            metrics.registry,
+            metrics,
         )
         self._context = RunContext(
             registry,
             self._placer,
-            metrics,
+            self.metrics,
             config,
-            breakers=Breakers(config.breaker_failures, config.breaker_open_s, metrics.registry),
-            budget=RetryBudget(config.retry_budget, metrics.registry),
-            decisions=decisions or DecisionLog(metrics.decision_terms),
+            breakers=Breakers(config.breaker_failures, config.breaker_open_s, metrics),
+            budget=RetryBudget(config.retry_budget, metrics),
+            decisions=decisions or DecisionLog(),
             streams=WorkerStreams(steps),
             deadlines=Deadlines(config.request_timeout_s),
             steps=steps,
@@ -271,14 +274,14 @@ class _Running:
             return
         if error is not None:
             code = error.code if isinstance(error, BatonError) else InternalError.code
-            self._dispatcher._metrics.failures.labels(code=code).inc()
+            self._dispatcher.metrics.failures.labels(code).inc()
         sink = self._sink
         self._leave()
         sink.on_end(error)
 
     def cancel(self) -> None:
         if not self._ended:
-            self._dispatcher._metrics.closed_early.inc()
+            self._dispatcher.metrics.closed_early.inc()
             self._leave()
 
     def hold(self, held: bool) -> None:

@@ -20,11 +20,11 @@ import time
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, DeadlineError, QueueFullError, UnavailableError
+from baton.rpc.channel import Backoff
 from baton.rpc.convert import sampling_to_pb
 from baton.token_ids import token_ids
 from baton.types import FinishReason, Role, SamplingParams
 from baton_router.dispatch.attempt import AttemptFailed, Message
-from baton_router.dispatch.backoff import Backoff
 from baton_router.dispatch.group import Group, GroupAttempt, Sequence
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.dispatch.run_context import RunContext
@@ -372,9 +372,9 @@ class RequestRun:
             raise error
         if in_mid_stream:
             self._traces.num_migrations += 1
-            self._context.metrics.migrations.labels(reason=failure.reason).inc()
+            self._context.metrics.migrations.labels(failure.reason).inc()
         else:
-            self._context.metrics.retries.labels(reason=failure.reason).inc()
+            self._context.metrics.retries.labels(failure.reason).inc()
 
     def _may_go_on(self, group: Group, failure: AttemptFailed) -> bool:
         """Whether a group that failed may be tried again; counts it against the budget where that applies."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from baton_router.config import RouterConfig
 from baton_router.dispatch.deadlines import Deadlines
+from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.recovery import Breakers, RetryBudget
 from baton_router.dispatch.turn_batching import Steps
 from baton_router.dispatch.worker_stream import WorkerStreams
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision_log import DecisionLog
@@ -24,7 +24,7 @@ class RunContext:
 
     registry: Registry
     placer: Placer
-    metrics: RouterMetrics
+    metrics: DispatchMetrics
     config: RouterConfig
     breakers: Breakers
     budget: RetryBudget

@@ -12,7 +12,7 @@ import grpc.aio
 
 from baton.api.v1 import events_pb2
 from baton_router.indexer.event_applier import EventApplier, EventGapError
-from baton_router.metrics.router_metrics import RouterMetrics
+from baton_router.indexer.metrics import IndexMetrics
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class EventSubscriber:
         beat_s: Seconds between the heartbeats that are asked for; 0: none are.
     """
 
-    def __init__(self, events: EventApplier, metrics: RouterMetrics, beat_s: float) -> None:
+    def __init__(self, events: EventApplier, metrics: IndexMetrics, beat_s: float) -> None:
         self._events, self._metrics, self._beat_s = events, metrics, beat_s
         self.heard = False
         """Whether the latest stream brought anything."""
@@ -65,7 +65,7 @@ class EventSubscriber:
             log.warning("KV events of %s fell silent", name)
         except EventGapError as error:
             log.warning("KV events of %s have a gap: %s", name, error)
-            self._metrics.sequence_gaps.labels(instance=name).inc()
+            self._metrics.gaps.labels(name).inc()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return False
@@ -80,6 +80,6 @@ class EventSubscriber:
         if batch.heartbeat:
             self._events.heartbeat(batch, _SILENT_BEATS * self._beat_s)
         elif self._events.apply(batch):
-            self._metrics.index_events.labels(instance=name).inc(len(batch.events))
+            self._metrics.events.labels(name).inc(len(batch.events))
         if batch.heartbeat or silence.when() is not None:
             silence.reschedule(asyncio.get_running_loop().time() + _LOST_BEATS * self._beat_s)

@@ -22,14 +22,13 @@ from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.config.stores import DISCOVER
 from baton.errors import UnavailableError
 from baton.kv_transfer.connector.store.discovery import RedisMembership
+from baton.rpc.channel import Backoff
 from baton.types import Epoch
 from baton_router.config import RouterConfig
-from baton_router.dispatch.backoff import Backoff
 from baton_router.indexer.event_applier import STORE_TIERS, EventApplier
 from baton_router.indexer.event_subscriber import EventSubscriber
+from baton_router.indexer.metrics import IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.metrics.router_metrics import RouterMetrics
-from baton_router.registry.instance import Instance
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Stores(Collector):
         self,
         config: RouterConfig,
         index: PrefixIndex,
-        metrics: RouterMetrics,
+        metrics: IndexMetrics,
         open_channel: OpenChannel,
         now: Callable[[], float],
     ) -> None:
@@ -79,7 +78,6 @@ class Stores(Collector):
             self._membership = RedisMembership(config.redis, config.redis_prefix)
         self._starting: asyncio.Task[None] | None = None
         self._rng = random.Random()
-        metrics.registry.register(self)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -142,11 +140,15 @@ class Stores(Collector):
         for store in self:
             store.events.stood_still(seconds)
 
-    def tiers(self, instance: Instance) -> tuple[tuple[str, int], ...]:
-        """Return the tiers that an instance can load from, nearest first, each with the slots of it and nearer ones."""
-        if not self._links or instance.info is None or not instance.info.kvstore:
+    def tiers(self, kvstore: str) -> tuple[tuple[str, int], ...]:
+        """Return the tiers that an instance can load from, nearest first, each with the slots of it and nearer ones.
+
+        Args:
+            kvstore: The instance's ``--kvstore``; empty: it uses none.
+        """
+        if not self._links or not kvstore:
             return ()
-        return _tiers(store.events for store in self if _uses(instance.info.kvstore, store.address))
+        return _tiers(store.events for store in self if _uses(kvstore, store.address))
 
     async def _run(self, store: Store) -> None:
         """Connect, and connect again, until cancelled."""

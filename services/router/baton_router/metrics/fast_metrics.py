@@ -84,6 +84,10 @@ class _Family(Collector, Generic[C]):
             found = self._series[key] = self._make()
         return found
 
+    def remove(self, *values: str) -> None:
+        """Remove the series of some labels, if there is one."""
+        self._series.pop(values, None)
+
     @abstractmethod
     def _make(self) -> C: ...
 
@@ -174,7 +178,12 @@ class Histogram(_Family[Distribution]):
         """Yield what was counted."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for key, values in self._series.items():
-            family.add_metric([str(value) for value in key], buckets=values.buckets(), sum_value=values.total)
+            buckets = values.buckets()
+            family.add_metric([str(value) for value in key], buckets=buckets, sum_value=values.total)
+            if self._bounds[0] < 0:  # then the client library leaves these two out
+                labels = dict(zip(self._labels, key, strict=True))
+                family.add_sample(self._name + "_count", labels, buckets[-1][1])
+                family.add_sample(self._name + "_sum", labels, values.total)
         yield family
 
     def _make(self) -> Distribution:

@@ -15,7 +15,6 @@ from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
 from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.registry.load import InstanceLoad
-from baton_router.scheduler.decision import Decision
 
 
 class Status(enum.StrEnum):
@@ -109,7 +108,6 @@ class Instance:
         self.admitted = False
         """Whether a session is open with an instance that is what it should be."""
         self.generation = 0
-        self.last_score: tuple[Decision, int] | None = None
         self._running: set[Lost] = set()
         self._idle = asyncio.Event()
         self._idle.set()

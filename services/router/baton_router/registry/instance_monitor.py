@@ -21,12 +21,12 @@ import grpc.aio
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError
+from baton.rpc.channel import Backoff
 from baton.types import Epoch
 from baton_router.config import RouterConfig
-from baton_router.dispatch.backoff import Backoff
 from baton_router.indexer.event_subscriber import EventSubscriber
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.registry.metrics import RegistryMetrics
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class InstanceMonitor:
     Args:
         instance: What to keep.
         config: Intervals and limits.
-        metrics: Where events and gaps are counted.
-        admit: Checks who answers.
+        metrics: Where changes, events and gaps are counted.
+        admit: Checks the identity of the process that answers.
         changed: Called whenever the instance became more or less usable.
     """
 
@@ -53,7 +53,7 @@ class InstanceMonitor:
         self,
         instance: Instance,
         config: RouterConfig,
-        metrics: RouterMetrics,
+        metrics: RegistryMetrics,
         *,
         admit: Admit,
         changed: Callable[[], None],
@@ -100,7 +100,7 @@ class InstanceMonitor:
             self._admit(instance, info)
         except BatonError as error:
             if instance.status is not Status.REFUSED:
-                self._metrics.refusals.labels(field=error.field or "").inc()
+                self._metrics.refusals.labels(error.field or "").inc()
             self._set(Status.REFUSED, error.message)
             return
         except (grpc.RpcError, ConnectionLostError) as error:
@@ -133,7 +133,7 @@ class InstanceMonitor:
                 level, "%s instance %s is %s%s", instance.role, instance.instance_id, status, reason and f": {reason}"
             )
             instance.status, instance.reason = status, reason
-            self._metrics.instance_changes.labels(role=instance.role, status=status).inc()
+            self._metrics.changes.labels(instance.role, status).inc()
             self._changed()
 
     async def _get_info(self, *, wait_for_ready: bool) -> InstanceInfo:
@@ -182,7 +182,7 @@ class InstanceMonitor:
             return
         backoff = Backoff(self._config.reconnect_max_s, self._rng)
         events, name, beat_ms = self._instance.events, self._instance.instance_id, self._config.index_heartbeat_ms
-        follower = EventSubscriber(events, self._metrics, beat_ms / 1000)
+        follower = EventSubscriber(events, self._metrics.index, beat_ms / 1000)
         while True:
             request = worker_pb2.StreamKvEventsRequest(
                 from_sequence=events.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms

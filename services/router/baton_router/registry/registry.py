@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2
 from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
@@ -20,20 +22,25 @@ from baton_router.config import RouterConfig, check_address
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
-from baton_router.metrics.router_metrics import InstanceCollector, RouterMetrics
 from baton_router.registry.identity import IdentityCheck
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.instance_monitor import InstanceMonitor
 from baton_router.registry.leases import Leases
-from baton_router.replication.capacity import InstanceCapacity, replica_name
-from baton_router.replication.metrics import UnitsCollector
-from baton_router.replication.waiters import Waiters
+from baton_router.registry.metrics import RegistryMetrics
+from baton_router.registry.waiters import Waiters
 from baton_router.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _STALL_S = 0.5
+
+
+class CapacityGate(Protocol):
+    """Decides how many sequences this router may have in flight on an instance."""
+
+    def admitted(self, instance: Instance, info: InstanceInfo) -> None:
+        """Set ``instance.load.limit``: the instance said who it is and has not got a request yet."""
 
 
 class Registry:
@@ -46,27 +53,34 @@ class Registry:
 
     Args:
         config: Addresses, intervals, limits.
-        metrics: Where changes are counted.
+        metrics: Takes the registry's metrics.
         token: Shared token to show to instances.
         tls: Certificates, if the services use some.
         now: Monotonic clock, in seconds; tests bring their own.
+        waiters: Requests that wait for an instance; ``None``: a queue of its own.
+        capacity: Limits instances; ``None``: none is limited.
     """
 
     def __init__(
         self,
         config: RouterConfig,
-        metrics: RouterMetrics,
+        metrics: CollectorRegistry,
         *,
         token: str | None = None,
         tls: Tls | None = None,
         now: Callable[[], float] = time.monotonic,
+        waiters: Waiters | None = None,
+        capacity: CapacityGate | None = None,
     ) -> None:
         self._config = config
-        self._metrics = metrics
         self._token, self._tls = token, tls
         self._now = now
         self.index = PrefixIndex(config.index_max_blocks)
-        self.stores = Stores(config, self.index, metrics, self._open, now)
+        self.waiters = Waiters() if waiters is None else waiters
+        self._capacity = capacity
+        self._metrics = RegistryMetrics(metrics, self.instances, self.waiters)
+        self.stores = Stores(config, self.index, self._metrics.index, self._open, now)
+        metrics.register(self.stores)
         self.leases = Leases(config.lease_ttl_s, now)
         self._static = frozenset((*config.prefill, *config.decode))
         self._instances: dict[str, Instance] = {}
@@ -75,20 +89,9 @@ class Registry:
         self._monitors: dict[str, tuple[InstanceMonitor, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._found: dict[str, frozenset[str]] = {}
-        self.name = replica_name(config)
-        self.room = Waiters()
-        self.units = InstanceCapacity(
-            self.name,
-            config.max_inflight_per_instance,
-            config.replicas,
-            shared=bool(config.redis),
-            freed=self.room.wake,
-        )
         tokenizer = tokenizer_digest(config.model) if config.model else ""
         self._identity = IdentityCheck(tokenizer, config.block_size)
         self._ticker: asyncio.Task[None] | None = None
-        metrics.registry.register(InstanceCollector(self.instances))
-        metrics.registry.register(UnitsCollector(self))
 
     def start(self) -> None:
         """Connect to the static instances and begin to watch the leases; needs a running loop."""
@@ -151,7 +154,7 @@ class Registry:
 
     async def wait_changed(self, timeout_s: float) -> None:
         """Wait until some instance became more or less usable or has room, at most ``timeout_s`` seconds."""
-        await self.room.wait(timeout_s)
+        await self.waiters.wait(timeout_s)
 
     def none_free(self) -> BatonError:
         """Return why no decode instance takes a request."""
@@ -162,7 +165,7 @@ class Registry:
     def _changed(self) -> None:
         self._model = None
         self._ready.clear()
-        self.room.wake_all()
+        self.waiters.wake_all()
 
     # --- discovery ---
 
@@ -227,7 +230,7 @@ class Registry:
         if address not in self._instances:
             self._add(address, role)
         lease = self.leases.grant(address)
-        self._metrics.registrations.labels(change="registered").inc()
+        self._metrics.registrations.labels("registered").inc()
         log.info("%s instance %s registered from %s", role, request.instance_id, address)
         return router_pb2.RegisterResponse(lease_id=lease.lease_id, ttl_ms=int(1000 * self.leases.ttl_s))
 
@@ -263,13 +266,13 @@ class Registry:
         """Forget an instance that leaves; unknown leases are no error. Its running requests go on."""
         address = self.leases.end(lease_id)
         if address is not None:
-            self._metrics.registrations.labels(change="deregistered").inc()
+            self._metrics.registrations.labels("deregistered").inc()
             self._drop_registered(address, "it deregistered")
 
     def expire(self) -> None:
         """Forget the instances whose lease ran out."""
         for address in self.leases.take_expired():
-            self._metrics.registrations.labels(change="expired").inc()
+            self._metrics.registrations.labels("expired").inc()
             self._drop_registered(address, "its lease ran out", silent=True)
 
     def _drop_registered(self, address: str, why: str, *, silent: bool = False) -> None:
@@ -322,7 +325,7 @@ class Registry:
         instance.status, instance.reason = Status.DOWN, "it left"
         instance.events.close()
         if all(x.instance_id != instance.instance_id for x in self._instances.values()):
-            self._metrics.forget_instance(instance.instance_id)
+            self._metrics.index.remove(instance.instance_id)
         watch = asyncio.create_task(monitor.watch_last_requests(failures), name=f"watch {instance.address}")
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
@@ -343,7 +346,8 @@ class Registry:
         """
         others = any(x.admitted for x in self._instances.values() if x is not instance)
         self._identity.admit(info, instance.role, first=not others)
-        self.units.admitted(instance, info)
+        if self._capacity is not None:
+            self._capacity.admitted(instance, info)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.types import Role
@@ -21,7 +21,6 @@ from baton_router.registry.instance import Instance, InstanceInfo
 from baton_router.registry.load import InstanceLoad
 from baton_router.replication.peers import Peers
 from baton_router.replication.redis_log import Claim
-from baton_router.replication.shares import fair_shares
 
 LEASE_S = 10.0
 _NOBODY = "\x00"
@@ -64,7 +63,7 @@ class InstanceCapacity:
     def __init__(
         self, name: str, per_instance: int | None, expected: int, *, shared: bool, freed: Callable[[int], None]
     ) -> None:
-        self._name, self._per_instance, self._expected = name, per_instance, expected
+        self.name, self._per_instance, self._expected = name, per_instance, expected
         self._shared, self._freed = shared, freed
         self._parts: dict[str, CapacityShare] = {}
 
@@ -79,7 +78,7 @@ class InstanceCapacity:
             if not self._shared:
                 part.held = capacity
             elif self._expected:
-                part.held = self._shares(info.instance_id, part, {})[self._name]
+                part.held = self._shares(info.instance_id, part, {})[self.name]
         elif not self._shared:
             part.held = capacity
         if not self._shared or instance.load.freed is None:  # one that came back keeps the limit that it had
@@ -115,7 +114,7 @@ class InstanceCapacity:
             used = part.book.requests
             part.wants = used + each + 1 + used // 4
             others = {x.name: x.totals[name].wants if name in x.totals else 0 for x in peers.live()}
-            target = self._shares(name, part, others)[self._name]
+            target = self._shares(name, part, others)[self.name]
             self._limit(part, min(target, part.held))
             units = max(target, used)
             if units != part.held:
@@ -162,10 +161,41 @@ class InstanceCapacity:
             self._freed(more)
 
     def _shares(self, name: str, part: CapacityShare, others: dict[str, int]) -> dict[str, int]:
-        wants = {self._name: part.wants, **others}
+        wants = {self.name: part.wants, **others}
         for number in range(self._expected - len(wants)):
             wants[f"{_NOBODY}{number}"] = 0
         return fair_shares(part.capacity, wants)
 
     def _free_one(self) -> None:
         self._freed(1)
+
+
+def fair_shares(capacity: int, wants: Mapping[str, int]) -> dict[str, int]:
+    """Divide ``capacity`` among replicas by what each could use.
+
+    Everybody is sure of half of an equal part (at least 1 if there is enough for all), so that nobody is left with
+    nothing when Redis goes away. Of the rest, nobody gets more than he wants while another wants more and has less;
+    what is left when all have what they want is divided equally. The result depends on the arguments alone, so that
+    all replicas come to the same; it adds up to ``capacity``.
+
+    Args:
+        capacity: Of the instance.
+        wants: Per replica: units in use and units that it could use beside them.
+    """
+    names = sorted(wants)
+    if not names or capacity <= 0:
+        return dict.fromkeys(names, 0)
+    count = len(names)
+    floor = min(capacity // count, max(1, capacity // (2 * count)))
+    shares = dict.fromkeys(names, floor)
+    left = capacity - floor * count
+    hungry = sorted((name for name in names if wants[name] > floor), key=lambda name: (wants[name], name))
+    while hungry and left:
+        part = left // len(hungry)
+        name = hungry.pop(0)  # who wants least; the others share what he leaves
+        more = min(wants[name] - floor, part)
+        shares[name] += more
+        left -= more
+    for at, name in enumerate(names):
+        shares[name] += left // count + (at < left % count)
+    return shares

@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import Counter
-
 from baton.hashing import HASH_BYTES, HashChain
 from baton.types import BlockHash, Epoch
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PendingChain
+from baton_router.metrics.fast_metrics import Counter
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.replication.wire import MAX_CHAIN_BLOCKS, MAX_CHAINS, Expected, ExpectedNews

@@ -14,13 +14,18 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.rpc.channel import Backoff
 from baton.rpc.redis_client import end_task, redis_errors
 from baton.types import Role
 from baton_router.config import RouterConfig
-from baton_router.dispatch.backoff import Backoff
+from baton_router.metrics.fast_metrics import GaugeFunction
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import LEASE_S, InstanceCapacity
 from baton_router.replication.metrics import ReplicaMetrics
@@ -50,13 +55,14 @@ class SharedState(enum.StrEnum):
     """Redis is away."""
 
 
-class Replica:
+class Replica(Collector):
     """Ties a registry to the other routers' registries.
 
     Args:
         config: Where Redis is, and limits.
-        registry: Whose loads and expectations are shared; its ``units`` are kept here.
-        metrics: Where entries and reconnections are counted.
+        registry: Whose loads and pending blocks are shared.
+        capacity: This replica's shares of the instances' capacity, which are kept up to date here.
+        metrics: Takes the replica's metrics.
         now: Monotonic clock.
 
     Raises:
@@ -67,16 +73,17 @@ class Replica:
         self,
         config: RouterConfig,
         registry: Registry,
-        metrics: ReplicaMetrics,
+        capacity: InstanceCapacity,
+        metrics: CollectorRegistry,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._registry, self._metrics, self._now = config, registry, metrics, now
-        self.name = registry.name
-        self._units: InstanceCapacity = registry.units
+        self._config, self._registry, self._capacity, self._now = config, registry, capacity, now
+        self._metrics = ReplicaMetrics(metrics)
+        self.name = capacity.name
         self._store = RedisLog(config.redis, config.redis_prefix, self.name)
         self.peers = Peers(self.name, SILENT_S, now)
-        self.publisher = PendingPublisher(registry, metrics.told, now) if config.replica_expectations else None
+        self.publisher = PendingPublisher(registry, self._metrics.told, now) if config.replica_expectations else None
         self.remote_pending = RemotePending(registry, now)
         self._epoch = secrets.token_hex(8)
         self._sequence = 0
@@ -85,7 +92,31 @@ class Replica:
         self._full_at = self._reached_at = now()
         self.state = SharedState.JOINING
         self._tasks: list[asyncio.Task[None]] = []
-        metrics.watch(self)
+        GaugeFunction(
+            "baton_router_replicas",
+            "Routers that share their books, this one included",
+            metrics,
+            lambda: 1 + len(self.peers.live()),
+        )
+        GaugeFunction(
+            "baton_router_replica_expectations",
+            "Chains of blocks that other routers' requests make instances compute",
+            metrics,
+            lambda: len(self.remote_pending),
+        )
+        metrics.register(self)
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: the value is read at each scrape."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield how this replica stands with the others."""
+        state = GaugeMetricFamily(
+            "baton_router_replica_state", "1 for the state that holds: joining, shared or alone", labels=["state"]
+        )
+        state.add_metric([self.state.value], 1.0)
+        yield state
 
     def start(self) -> None:
         """Begin to join; needs a running loop."""
@@ -100,13 +131,13 @@ class Replica:
         self._forget_expectations()
         if self.state is SharedState.SHARED:
             try:
-                await self._store.leave(self._units.all())
+                await self._store.leave(self._capacity.all())
                 await self._store.publish(encode(self._entry({}, left=True)))
             except redis_errors() as error:
                 log.warning("could not tell the other routers that this one ends: %s", error)
         await self._store.close()
 
-    def describe(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Return the state for ``/debug/replicas``."""
         now = self._now()
         return {
@@ -120,9 +151,9 @@ class Replica:
                     "limit": part.book.limit,
                     "in_flight": part.book.requests,
                 }
-                for name, part in self._units.all().items()
+                for name, part in self._capacity.all().items()
             },
-            "waiting": len(self._registry.room),
+            "waiting": len(self._registry.waiters),
             "expectations_told": 0 if self.publisher is None else len(self.publisher),
             "others": [
                 {
@@ -212,14 +243,14 @@ class Replica:
         """Settle units and tell what is new; returns whether anything was."""
         began = self._now()
         if rejoin:
-            claims = self._units.holdings(sure=began - self._reached_at < self._config.replica_forget_s)
+            claims = self._capacity.holdings(sure=began - self._reached_at < self._config.replica_forget_s)
         else:
-            claims = self._units.claims(self.peers, len(self._registry.room))
+            claims = self._capacity.claims(self.peers, len(self._registry.waiters))
         full = self._now() >= self._full_at
         if claims or full:
             units = await self._store.claim(claims)
             for claim, granted in zip(claims, units, strict=True):
-                self._units.granted(claim, granted)
+                self._capacity.granted(claim, granted)
             self._reached_at = began
         entry = self._news(full=full)
         if entry is not None:
@@ -247,7 +278,7 @@ class Replica:
     def _totals(self) -> dict[str, Totals]:
         found: dict[str, Totals] = {}
         for x in self._registry.instances():
-            part = self._units.part(x.instance_id)
+            part = self._capacity.part(x.instance_id)
             held, wants = (part.held, part.wants) if part is not None else (0, 0)
             found[x.instance_id] = Totals(x.load.requests, max(0, x.load.tokens), held, wants)
         return found
@@ -295,12 +326,12 @@ class Replica:
                 self._take_registrations()
                 await self._reclaim()
             elif self._now() - self._reached_at > LEASE_S / 2:
-                self._units.alone(max([1 + len(self.peers.all()), *(x.count for x in self.peers.all())]))
+                self._capacity.alone(max([1 + len(self.peers.all()), *(x.count for x in self.peers.all())]))
             self.remote_pending.tick()
             self._spread()
-            self._units.keep_only(x.instance_id for x in self._registry.instances())
-            free = sum(max(0, part.book.limit - part.book.requests) for part in self._units.all().values())
-            self._registry.room.wake(free)
+            self._capacity.keep_only(x.instance_id for x in self._registry.instances())
+            free = sum(max(0, part.book.limit - part.book.requests) for part in self._capacity.all().values())
+            self._registry.waiters.wake(free)
 
     async def _reclaim(self) -> None:
         """Take back what replicas held that are gone."""
@@ -321,7 +352,7 @@ class Replica:
 
     async def _reclaim_units(self, peer: Peer, instance: str, gone: bool) -> bool:
         """Take back units at one instance; returns whether some are left to the silent replica."""
-        totals, part = peer.totals[instance], self._units.part(instance)
+        totals, part = peer.totals[instance], self._capacity.part(instance)
         if part is None or not totals.held:
             return False
         keep = 0 if gone else part.capacity // max(1, peer.count)

@@ -172,6 +172,16 @@ class Decision(msgspec.Struct, eq=False):
         prefill, path, _ = best_option(self.ratings, at)
         return _named(self._option_terms(at, prefill, path))
 
+    def score_terms(self, role: Role, at: int) -> dict[str, float]:
+        """Return a candidate's match rate, relative load and score, and every other term of its score."""
+        side = self.prefill if role is Role.PREFILL else self.decode
+        basics = {
+            "match": side.match_rates[at],
+            "load": self.loads(role)[at],
+            "score": self.score_of(role, at),
+        }
+        return {**dict(self.terms_of(role, at)), **basics}
+
     def _option_terms(self, d: int, p: int | None, path: PrefillPath | None) -> dict[str, float]:
         ratings = self.ratings
         found = [ratings.decode.explain(d)]
@@ -216,17 +226,3 @@ class Decision(msgspec.Struct, eq=False):
 
 def _named(terms: dict[str, float]) -> list[Term]:
     return [Term(name, value) for name, value in terms.items()]
-
-
-def scores_of(latest: tuple[Decision, int] | None, role: Role) -> Sequence[tuple[str, float]]:
-    """Return the terms of an instance's latest score, with its match rate, load and the score itself."""
-    if latest is None:
-        return ()
-    decision, at = latest
-    side = decision.prefill if role is Role.PREFILL else decision.decode
-    basics = [
-        ("match", side.match_rates[at]),
-        ("load", decision.loads(role)[at]),
-        ("score", decision.score_of(role, at)),
-    ]
-    return [*basics, *(term for term in decision.terms_of(role, at) if term.name not in ("match", "load", "score"))]

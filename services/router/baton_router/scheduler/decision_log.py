@@ -17,7 +17,6 @@ import msgspec
 
 from baton.api.v1 import common_pb2
 from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.decision_terms import DecisionTerms
 
 RUNNING = "running"
 _MAX_RECORDS = 1000
@@ -88,7 +87,6 @@ class DecisionLog:
         on_end: Called whenever a request has ended.
 
     Args:
-        terms: Counts what spoke for each winner.
         max_records: Requests kept at most.
         max_numbers: Candidates and pairs in all of them kept at most.
         now: Wall clock, in seconds; tests bring their own.
@@ -96,7 +94,6 @@ class DecisionLog:
 
     def __init__(
         self,
-        terms: DecisionTerms | None = None,
         *,
         max_records: int = _MAX_RECORDS,
         max_numbers: int = _MAX_NUMBERS,
@@ -104,7 +101,6 @@ class DecisionLog:
     ) -> None:
         self.on_trace: Callable[[common_pb2.RequestTrace, int], None] | None = None
         self.on_end: Callable[[], None] | None = None
-        self._terms = terms
         self._max_records = max_records
         self._max_numbers = max_numbers
         self._now = now
@@ -134,8 +130,6 @@ class DecisionLog:
             self._numbers += _size(decision)
         while self._numbers > self._max_numbers and len(self._records) > 1:
             self._forget_oldest()
-        if self._terms is not None:
-            self._terms.observe(decision)
 
     def answered(self, record: DecisionRecord, trace: common_pb2.RequestTrace) -> None:
         """Take a request's trace; a later one is more complete."""

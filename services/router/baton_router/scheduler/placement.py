@@ -13,14 +13,13 @@ from baton.types import PrefillPath, Role
 from baton_router.indexer.event_applier import IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, in_flight
 from baton_router.scheduler.candidates import Candidates, RoleCandidates
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.kv_compat import only_taken
+from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placed import Placement, PlacementRequest
-from baton_router.scheduler.placement_metrics import PlacementMetrics
 from baton_router.scheduler.policies import Policy, Request, Side
 from baton_router.scheduler.policies.choice import choose, prefill_order
 from baton_router.scheduler.speeds import Speeds
@@ -83,7 +82,7 @@ class Placer:
         self,
         fleet: Fleet,
         policy: Policy,
-        metrics: RouterMetrics,
+        metrics: SchedulerMetrics,
         *,
         max_prefills: int,
         threshold: int | None,
@@ -93,7 +92,7 @@ class Placer:
     ) -> None:
         self._fleet = fleet
         self._policy = policy
-        self._metrics = PlacementMetrics(metrics, policy.name)
+        self._metrics = metrics
         self._max_prefills = max_prefills
         self._threshold = threshold
         self._speeds = speeds
@@ -124,6 +123,7 @@ class Placer:
         if reserve:
             self._reserve(request, placement, candidates, chains)
             self._metrics.decision_time.observe(time.perf_counter() - began)
+            self._metrics.observe(placement.decision)
         return placement
 
     def _chains(self, ask: PlacementRequest, candidates: Candidates) -> list[_Chain]:
@@ -166,7 +166,7 @@ class Placer:
 
         Each comes with the slots of it and of all nearer ones.
         """
-        behind = self._stores.tiers(instance) if self._stores else ()
+        behind = self._stores.tiers(instance.info.kvstore) if self._stores and instance.info else ()
         if not behind:
             return list(instance.events.tiers[1:]) if instance.events.is_tiered else []
         own = instance.events.tiers if instance.events.usable else ()
@@ -234,19 +234,13 @@ class Placer:
         placement.decode_reservation = LoadReservation(book, total, request.sequences, own)
         placement.decode_pending = placement.decode.events.add_pending(chains[candidates.decode.kinds[at]].hashes)
         used = [decode.ids[at]]
-        rate = None
         if placement.prefill and decision.path in (None, PrefillPath.REMOTE):
             first, at = placement.prefill[0], decision.prefill_order[0]
             placement.ahead = first.load.work
             placement.prefill_reservation = LoadReservation(first.load, max(0, total - prefill.matched[at]))
             placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.kinds[at]].hashes)
             used.append(prefill.ids[at])
-            rate = prefill.match_rates[at]
         self._policy.chosen(request, used)
-        self._metrics.observe(decision, rate)
-        for members in (candidates.prefill, candidates.decode):
-            for at, instance in enumerate(members.instances):
-                instance.last_score = decision, at
 
 
 def _side(members: RoleCandidates, chains: list[_Chain], total: int, cost: float) -> Side:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+
 from baton.api.v1 import router_pb2
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
 from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
 from baton_router.frontend.grpc.generate import text_request
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
-from baton_router.metrics.router_metrics import RouterMetrics
 from baton_router.processor.generation_metrics import GenerationClock, cached_tokens
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import PreparedRequest
@@ -109,7 +110,7 @@ class TicketDesk:
         key: Shared with the decode instances; ``None``: there is no direct mode.
         processor: Checks and tokenizes.
         dispatcher: Places.
-        metrics: Where requests are counted.
+        metrics: Takes the metrics.
         now: Monotonic clock.
     """
 
@@ -118,23 +119,22 @@ class TicketDesk:
         key: bytes | None,
         processor: InputProcessor,
         dispatcher: PlacingDispatcher,
-        metrics: RouterMetrics,
+        metrics: CollectorRegistry,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._key, self._processor, self._dispatcher, self._now = key, processor, dispatcher, now
-        self._metrics = metrics
         self._open: dict[str, _Open] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._ended = Counter(
             "baton_router_direct_requests",
             "Requests that ran by a ticket, by how they ended",
             ["outcome"],
-            metrics.registry,
+            metrics,
         )
         GaugeFunction(
             "baton_router_direct_open",
             "Reservations of requests that run by a ticket",
-            metrics.registry,
+            metrics,
             lambda: len(self._open),
         )
 
@@ -206,7 +206,7 @@ class TicketDesk:
         found.run.note(request, found.tokens)
         if request.ended:
             if request.HasField("trace"):
-                self._metrics.observe_trace(request.trace)
+                self._dispatcher.metrics.observe_trace(request.trace)
             found.reserved.failed = request.failed
             self._end(request.request_id, _outcome(request))
         return True

@@ -18,9 +18,9 @@ import httpx
 import orjson
 
 from baton.errors import ConfigError
+from baton.rpc.channel import Backoff
 from baton.rpc.tls import Tls
 from baton_router.config import RouterConfig, in_cluster_api
-from baton_router.dispatch.backoff import Backoff
 from baton_router.registry.discovery.roles import RoleFinder
 from baton_router.registry.discovery.slices import Slices
 from baton_router.registry.registry import Registry

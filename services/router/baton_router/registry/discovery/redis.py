@@ -17,10 +17,10 @@ from typing import Any
 import orjson
 
 from baton.errors import ConfigError
+from baton.rpc.channel import Backoff
 from baton.rpc.redis_client import LEASE_TTL_S, end_task, instance_key, news_key, open_redis, redis_errors
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
-from baton_router.dispatch.backoff import Backoff
 from baton_router.registry.registry import Registry
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,10 @@ import grpc.aio
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import InvalidRequestError
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.convert import role_from_pb
 from baton.rpc.tls import Tls
 from baton.types import Role
-from baton_router.dispatch.backoff import Backoff
 from baton_router.registry.registry import Registry
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Requests that wait for an instance that can take them, first come, first served."""
+"""Requests that wait for an instance that can take them: first come, first served."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import deque
 
 
 class Waiters:
-    """A queue of waiting requests. Lives in one event loop.
+    """A queue of waiting requests; used in one event loop.
 
-    Who is woken looks again whether there is room; whoever finds none waits again, behind the others.
+    A request that is woken must look again whether there is room; if there is none it waits again, behind the others.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Waiters:
             return
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.wake()  # the turn was ours, and we don't use it
+                self.wake()  # this turn is not used: pass it on
             raise
         finally:
             # A wake that came in the same moment has passed it over, and it is gone from there.
@@ -38,7 +38,7 @@ class Waiters:
                 self._waiting.remove(turn)
 
     def wake(self, count: int = 1) -> None:
-        """Wake those who wait longest: there is room for ``count`` more."""
+        """Wake the ``count`` requests that have waited longest."""
         while count > 0 and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -46,5 +46,5 @@ class Waiters:
                 count -= 1
 
     def wake_all(self) -> None:
-        """Wake everybody: some instance became more or less usable."""
+        """Wake all: some instance became more or less usable."""
         self.wake(len(self._waiting))
