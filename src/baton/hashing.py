@@ -39,15 +39,16 @@ _hash_chain = function(
 
 
 @functools.lru_cache(maxsize=4096)
-def root_hash(content_key: bytes, cache_salt: str = "") -> BlockHash:
+def root_hash(content_key: bytes, cache_salt: str = "", adapter: str = "") -> BlockHash:
     """Return the parent of every chain's first block.
 
     Args:
         content_key: Digest of the fingerprint's content fields (see ``Fingerprint.content_key``).
         cache_salt: Separates the prefix caches of tenants; empty: shared.
+        adapter: Id of the adapter that the request is computed with; empty: none.
     """
-    salt = cache_salt.encode()
-    header = len(content_key).to_bytes(4, "little") + content_key + len(salt).to_bytes(4, "little") + salt
+    fields = (content_key, cache_salt.encode(), *([adapter.encode()] if adapter else []))
+    header = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
     return BlockHash(hashlib.sha256(HASH_SCHEME.encode() + b"\0" + header).digest())
 
 

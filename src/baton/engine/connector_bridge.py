@@ -182,6 +182,7 @@ class KVExchange:
             priority=request.priority,
             tenant=request.tenant,
             prefilled=request.prefilled,
+            adapter=request.adapter,
         )
 
     def _note_failure(self, sequence: Sequence, error: Exception) -> None:

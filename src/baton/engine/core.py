@@ -23,7 +23,7 @@ from baton.engine.sched.scheduler import Scheduler
 from baton.engine.sched.step_plan import StepPlan
 from baton.engine.sched.validation import check_request
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
-from baton.errors import ConfigError, InvalidRequestError, QueueFullError
+from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.block_pool import BlockPool
@@ -135,7 +135,7 @@ class EngineCore:
             request=request,
             sampling=sampling,
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self.executor.eos_token_ids,
-            root=root_hash(self._content_key, request.cache_salt),
+            root=root_hash(self._content_key, request.cache_salt, request.adapter or ""),
             priority=request.priority if self._config.policy == "priority" else 0,
             arrival=self._arrivals,
             arrived_ns=time.monotonic_ns(),
@@ -164,6 +164,26 @@ class EngineCore:
     def release(self, request_id: RequestId) -> bool:
         """Give back the blocks held for a finished request; ``False`` if there are none."""
         return self._exchange.release(request_id)
+
+    def roll_back(self, request_id: RequestId, count: int, index: int = 0) -> None:
+        """Remove the last output tokens of a sequence that has not ended, with their KV; it goes on from there.
+
+        What was reported of these tokens stays reported. Blocks that the sequence needs no more are given back, and no
+        hash of a removed token is registered in the prefix cache from now on.
+
+        Args:
+            request_id: The request.
+            count: Output tokens to remove.
+            index: Which of the request's sequences.
+
+        Raises:
+            InternalError: There is no such sequence, it has not so many output tokens, it is being loaded, or its
+                blocks are promised to others.
+        """
+        group = self._groups.get(request_id)
+        if group is None or not 0 <= index < len(group.sequences):
+            raise InternalError(f"request {request_id!r} has no sequence {index} to roll back")
+        self._scheduler.roll_back(group.sequences[index], count)
 
     def clear_cache(self) -> None:
         """Forget all cached KV; running requests keep theirs."""

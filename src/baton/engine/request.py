@@ -20,8 +20,9 @@ class EngineRequest:
         candidates: Addresses of prefill instances, best first.
         threshold: Missing prompt tokens from which a remote prefill is used; ``None``: the connector's own.
         priority: Lower runs first.
-        tenant: Whose blocks these are; ``None``: nobody's.
+        tenant: Owner of the request's blocks; ``None``: none.
         prefilled: Where the prompt's KV waits already; ``None``: nowhere.
+        adapter: Id of the adapter whose KV this is, part of the request's block hashes; ``None``: the model's own.
     """
 
     request_id: RequestId
@@ -35,6 +36,7 @@ class EngineRequest:
     threshold: int | None = None
     tenant: Tenant | None = None
     prefilled: PrefilledPrompt | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

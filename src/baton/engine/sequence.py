@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.engine.sample.sampler import SamplerRow
+from baton.errors import InternalError
 from baton.hashing import block_hashes
 from baton.kv_cache.connector import TransferStats
 from baton.seeds import sequence_seed
@@ -223,6 +224,33 @@ class Sequence:
         blocks, self.block_ids = self.block_ids, []
         self.num_computed = self.num_committed = 0
         return blocks
+
+    def roll_back(self, count: int, block_size: int) -> list[BlockId]:
+        """Remove the last ``count`` output tokens, and the KV from the last remaining token on.
+
+        A block that is registered in the prefix cache is never written again: one that holds remaining tokens beside
+        removed ones is given up too, and what it held of the remaining ones is computed again.
+
+        Returns:
+            Blocks that the sequence holds no more.
+
+        Raises:
+            InternalError: There are not so many output tokens.
+        """
+        if not 0 <= count <= self.num_output:
+            raise InternalError(f"{count} tokens cannot be rolled back: there are {self.num_output} of output")
+        self.num_tokens -= count
+        computed = min(self.num_computed, self.num_tokens - 1)
+        if computed // block_size < self.num_committed:
+            self.num_committed = keep = computed // block_size
+            computed = keep * block_size
+        else:
+            keep = min(len(self.block_ids), -(-self.num_tokens // block_size))
+        self.num_computed = computed
+        del self.hashes[self.num_tokens // block_size :]
+        self.sampler.restart(self.buffer[: self.num_prompt].tolist(), self.tokens[self.num_prompt :].tolist())
+        dropped, self.block_ids = self.block_ids[keep:], self.block_ids[:keep]
+        return dropped
 
     def hash_blocks(self, num_tokens: int, block_size: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of the first ``num_tokens`` tokens, computing those not known yet."""

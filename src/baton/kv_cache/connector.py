@@ -82,6 +82,7 @@ class LoadRequest:
         threshold: Missing tokens from which a remote prefill pays; ``None``: the connector's own.
         tenant: Whose blocks these are; ``None``: no tenant's.
         prefilled: Where the KV waits already; ``None``: nowhere.
+        adapter: Id of the adapter whose KV is wanted; ``hashes`` begin with it. ``None``: the model's own.
     """
 
     request_id: RequestId
@@ -95,6 +96,7 @@ class LoadRequest:
     priority: int = 0
     tenant: Tenant | None = None
     prefilled: PrefilledPrompt | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class PlannedSave:
         num_tokens: Leading tokens whose KV will be complete after the step.
         num_computed: Those of them whose KV is complete before it.
         hashes: Of the blocks that will be complete.
-        tenant: Whose blocks these are; ``None``: nobody's.
+        tenant: Owner of the request's blocks; ``None``: none.
     """
 
     request_id: RequestId

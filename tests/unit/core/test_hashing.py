@@ -33,6 +33,9 @@ def test_the_scheme_is_what_the_docs_say():
 def test_salt_and_content_key_cannot_be_shifted_into_each_other():
     assert root_hash(b"ab", "c") != root_hash(b"a", "bc")
     assert root_hash(b"ab", "") != root_hash(b"ab", "x")
+    assert root_hash(b"ab", "x", "y") != root_hash(b"ab", "xy")
+    assert len({root_hash(b"ab", "x", adapter) for adapter in ("", "y", "z")}) == 3
+    assert root_hash(b"ab", "x", "") == root_hash(b"ab", "x")
 
 
 @settings(deadline=None)

@@ -369,3 +369,17 @@ def test_metrics_come_with_the_first_token_and_the_end() -> None:
     assert 0 <= metrics.queue_us <= metrics.ttft_us
     stats = engine.core.stats()
     assert (stats.prefill_tokens, stats.decode_tokens) == (11, len(engine.tokens("a")))
+
+
+def test_requests_with_different_adapters_never_share_blocks() -> None:
+    engine = Engine()
+    prompt = PROMPT * 2
+    hits = []
+    for name, adapter in (("a", None), ("b", "lora-1"), ("c", "lora-2"), ("d", "lora-1"), ("e", None), ("f", "lora-2")):
+        before = engine.core.stats().prefix_hit_tokens
+        engine.add(name, prompt, adapter=adapter)
+        engine.run()
+        hits.append(engine.core.stats().prefix_hit_tokens - before)
+    assert hits == [0, 0, 0, 20, 20, 20]
+    stored = [event.hashes[0] for event in engine.events if isinstance(event, BlocksStored) and event.parent is None]
+    assert len(set(stored)) == 3

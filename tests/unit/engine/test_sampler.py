@@ -328,3 +328,35 @@ def test_a_row_that_is_not_finite_is_named(value: float, params: SamplingParams)
     found = Sampler().sample(logits, [row(params)] * 3)
     assert found.bad_rows == (1,)
     assert [found.token_ids[0], found.token_ids[2]] == [clean[0], clean[2]]
+
+
+# Masks
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1, temperature=2.0, top_p=0.3),
+        SamplingParams(seed=2, top_k=3, logprobs=2),
+        SamplingParams(temperature=0.0, logit_bias={5: 100.0}, repetition_penalty=1.5),
+    ],
+    ids=["greedy", "top_p", "top_k", "edits"],
+)
+def test_a_mask_that_allows_one_token_decides_and_leaves_other_rows_alone(params: SamplingParams) -> None:
+    logits, rows = logits_of(7, rows=3), [row(params, output=[1, 2], seed=9) for _ in range(3)]
+    free = Sampler().sample(logits.clone(), rows).token_ids
+    only = np.zeros(VOCAB, np.bool_)
+    only[41] = True
+    rows[1].mask = only
+    out = Sampler().sample(logits.clone(), rows)
+    assert out.token_ids == [free[0], 41, free[2]]
+    assert out.bad_rows == ()
+    if out.logprobs is not None and out.logprobs[1] is not None:
+        assert (out.logprobs[1].rank, out.logprobs[1].logprob) == (1, 0.0)
+
+
+def test_a_mask_that_allows_nothing_is_a_bad_row() -> None:
+    rows = [row(SamplingParams(temperature=0.0)), row(SamplingParams(seed=3))]
+    rows[1].mask = np.zeros(VOCAB, np.bool_)
+    assert Sampler().sample(logits_of(1, rows=2), rows).bad_rows == (1,)

@@ -1,8 +1,8 @@
 """From logits to tokens, for a whole batch at once, each row with its own parameters.
 
 Order of operations (that of Hugging Face's logits processors): logit bias, banned stop tokens before ``min_tokens``,
-repetition, frequency and presence penalty; here log probabilities are taken; then temperature, top-k, top-p, min-p.
-From what is left a token is drawn by inverse CDF over token ids with the stateless uniform of
+repetition, frequency and presence penalty, the row's mask; here log probabilities are taken; then temperature,
+top-k, top-p, min-p. From what is left a token is drawn by inverse CDF over token ids with the stateless uniform of
 :mod:`baton.engine.sample.rng`: the draw depends on the row alone, not on the rows beside it.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.engine.sample.filters import draw, filtered_probs
@@ -28,9 +29,10 @@ class SamplerRow:
         params: Its parameters.
         seed: Seed of this sequence.
         position: Output tokens so far, resumed ones included.
+        mask: Tokens that may be chosen next, bool [vocab]; ``None``: all. Set anew before a step by who constrains it.
     """
 
-    __slots__ = ("counts", "edits", "params", "position", "seed", "simple")
+    __slots__ = ("counts", "edits", "mask", "params", "position", "seed", "simple")
 
     def __init__(
         self,
@@ -52,12 +54,17 @@ class SamplerRow:
         """
         self.params = params
         self.seed = seed
-        self.position = len(output)
         self.edits = LogitEdits(params, stop_ids) if LogitEdits.needed(params) else None
-        self.counts: TokenCounts | None = None
-        if LogitEdits.counted(params):
-            self.counts = count_tokens(params, prompt, output)
         self.simple = params.greedy and self.edits is None and params.logprobs is None
+        self.counts: TokenCounts | None = None
+        self.mask: npt.NDArray[np.bool_] | None = None
+        self.restart(prompt, output)
+
+    def restart(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Begin anew with a sequence's tokens."""
+        self.position = len(output)
+        if LogitEdits.counted(self.params):
+            self.counts = count_tokens(self.params, prompt, output)
 
     def append(self, token: int) -> None:
         """Take note of the sequence's next token."""
@@ -93,12 +100,15 @@ class Sampler:
             rows: R rows.
         """
         logits = logits.detach().float()
-        if all(row.simple for row in rows):
+        masked = [i for i, row in enumerate(rows) if row.mask is not None]
+        if not masked and all(row.simple for row in rows):
             tokens, bad = _argmax(logits)
             return SamplerOutput(tokens, bad_rows=bad)
         edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
         if edited:
             apply_edits(logits, edited)
+        if masked:
+            apply_mask(logits, dense_mask(rows, logits.shape[-1]))
         tokens, bad = _argmax(logits)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy and i not in bad]
         if drawn:
@@ -106,6 +116,20 @@ class Sampler:
             for i, token in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
                 tokens[i] = token
         return SamplerOutput(tokens, _logprobs(logits, rows, tokens), bad)
+
+
+def dense_mask(rows: Sequence[SamplerRow], vocab: int) -> torch.Tensor:
+    """Return the rows' masks as one, bool [R, vocab]; rows without a mask allow every token."""
+    mask = np.ones((len(rows), vocab), np.bool_)
+    for i, row in enumerate(rows):
+        if row.mask is not None:
+            mask[i] = row.mask
+    return torch.from_numpy(mask)
+
+
+def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
+    """Forbid tokens in place: logits float32 [R, vocab], mask bool [R, vocab], ``True`` where a token is allowed."""
+    logits.masked_fill_(~mask.to(logits.device), float("-inf"))
 
 
 def _argmax(logits: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:

@@ -26,6 +26,7 @@ from baton.config import EngineConfig
 from baton.engine.connector_bridge import KVExchange
 from baton.engine.sched.step_plan import StepPlan
 from baton.engine.sequence import Sequence, SequenceState, SortKey
+from baton.errors import InternalError
 from baton.kv_cache.block_pool import BlockPool
 from baton.types import BlockId
 
@@ -199,6 +200,16 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.push(sequence)
+
+    def roll_back(self, sequence: Sequence, count: int) -> None:
+        """Remove a sequence's last output tokens and give back the blocks that it needs no more.
+
+        Raises:
+            InternalError: It has not so many output tokens, has ended, is being loaded, or keeps its blocks for others.
+        """
+        if sequence.pinned or sequence.state not in {SequenceState.WAITING, SequenceState.RUNNING}:
+            raise InternalError(f"a sequence that is {sequence.state.value} or pinned cannot be rolled back")
+        self._pool.release(sequence.roll_back(count, self._block_size))
 
     def commit(self, sequence: Sequence) -> None:
         """Register the blocks that became full in the prefix cache."""

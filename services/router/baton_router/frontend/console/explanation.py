@@ -17,6 +17,7 @@ _LOCAL_REASONS = {
     "short": "the prompt is shorter than the threshold for a remote prefill",
     "cached": "so much of the prompt was in its cache that less than the threshold was missing",
     "no_candidates": "the router named no prefill instance",
+    "adapter": "the request names an adapter, which the call to prefill cannot",
     "prefill_failed": "every prefill candidate failed",
     "prompt_logprobs": "log probabilities of the prompt need every token computed there",
     "store_miss": "the KV store had nothing and no prefill instance was asked",

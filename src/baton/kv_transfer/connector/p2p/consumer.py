@@ -157,6 +157,9 @@ class P2PConsumer(KVConnector):
         if not request.candidates:
             self._local_reasons[request.request_id] = "no_candidates"
             return None
+        if request.adapter is not None:  # the call to prefill does not name one
+            self._local_reasons[request.request_id] = "adapter"
+            return None
         if missing < threshold:
             self._local_reasons[request.request_id] = "short" if num_local_tokens == 0 else "cached"
             return None
