@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 LISTEN = """
 import sys
-from baton.bench.kv.hosts import Listener
+from baton.bench.kv.agent import Listener
 
 listener = Listener("127.0.0.1", 0, None, "", module=sys.argv[1])
 print(listener.address, flush=True)

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from baton.bench.kv.geometries import GEOMETRIES, config_geometry, model_geometry, named_geometry
+from baton.bench.core.geometries import GEOMETRIES, config_geometry, model_geometry, named_geometry
 from baton.bench.kv.specs import Shape
 from baton.errors import ConfigError
 from baton.kv_cache.layout import LayerShape

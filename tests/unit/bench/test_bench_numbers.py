@@ -18,13 +18,12 @@ from baton.bench.kv.command import options_from
 from baton.bench.kv.contest import Sample, Standing
 from baton.bench.kv.control import from_fields, to_fields
 from baton.bench.kv.driver import Driver
-from baton.bench.kv.overlap import Study
 from baton.bench.kv.plan import Case, MethodKey, Options, Stage, model_stage, parse_sweep, pipe_methods
-from baton.bench.kv.plot import draw
-from baton.bench.kv.ratios import compute_ratios
 from baton.bench.kv.records import MessagesRecord, OverlapRecord
-from baton.bench.kv.report import stage_records, verdict, verdict_records
+from baton.bench.kv.report import compute_ratios, stage_records, verdict, verdict_records
 from baton.bench.kv.specs import OverlapSpec, RunSpec, Shape, SourceSpec
+from baton.bench.kv.tables import draw
+from baton.bench.kv.target import Study
 from baton.errors import ConfigError, InternalError
 from baton.kv_transfer.protocol.frames import BadFrameError
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.bench.kv.geometries import named_geometry
+from baton.bench.core.geometries import named_geometry
 from baton.bench.kv.pattern import ShardPattern, shard_patterns, source_tokens
 from baton.bench.kv.specs import RunSpec, Shape, chosen, round_up_block
 from baton.errors import ConfigError

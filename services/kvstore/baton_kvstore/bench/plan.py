@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.bench.kv.geometries import model_geometry, named_geometry
+from baton.bench.core.geometries import model_geometry, named_geometry
 from baton.bench.kv.specs import Shape
 from baton.errors import ConfigError, shown
 from baton.kv_cache.layout import DTYPE_BYTES

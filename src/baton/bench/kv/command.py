@@ -14,11 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.bench.core.records import Record
 from baton.bench.core.report import check_plot, numbers, result_console, words
+from baton.bench.kv.agent import Listener
 from baton.bench.kv.driver import Driver
-from baton.bench.kv.hosts import Listener
 from baton.bench.kv.plan import Options
-from baton.bench.kv.plot import draw
-from baton.bench.kv.tables import print_tables
+from baton.bench.kv.tables import draw, print_tables
 from baton.errors import ConfigError, PipeClosedError
 from baton.kv_transfer.protocol.connect import split_address
 from baton.rpc.auth import read_token

@@ -22,9 +22,8 @@ from baton.bench.kv.plan import (
     reference_stage,
     small_stage,
 )
-from baton.bench.kv.ratios import compute_ratios
 from baton.bench.kv.records import SCHEMA_VERSION, MessagesRecord, RunRecord, UnavailableRecord
-from baton.bench.kv.report import OverlapStudies, sample_seconds, stage_records, verdict_records
+from baton.bench.kv.report import OverlapStudies, compute_ratios, sample_seconds, stage_records, verdict_records
 from baton.bench.kv.rivals import RIVALS
 from baton.bench.kv.source import require_memory
 from baton.errors import BatonError, ConfigError

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from baton.bench.kv.geometries import model_geometry, named_geometry
+from baton.bench.core.geometries import model_geometry, named_geometry
 from baton.bench.kv.specs import MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
 from baton.config.pipes import BUILT_IN
 from baton.errors import ConfigError, shown

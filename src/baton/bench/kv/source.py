@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-from baton.bench.kv.bare import BareServer
 from baton.bench.kv.messages import MAX_MESSAGE_BYTES, MessageService
+from baton.bench.kv.methods import BareServer
 from baton.bench.kv.pattern import shard_patterns
 from baton.bench.kv.specs import SourceFacts, SourceSpec, sequence_numbers
 from baton.errors import BatonError, ConfigError
