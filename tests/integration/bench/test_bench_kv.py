@@ -186,7 +186,7 @@ def test_a_pipe_that_was_asked_for_and_cannot_work(tmp_path):
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('not on this machine')", encoding="utf-8")
-    env = {"PYTHONPATH": str(tmp_path)}
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{child_env()['PYTHONPATH']}"}
     done = bench(*QUICK, "--pipe", "shm,nixl", "--json", env=env)
     found = lines(done.stdout)
     assert done.returncode == found[-1]["exit_code"] == 2
@@ -225,7 +225,7 @@ def test_a_wrong_byte_is_found(tmp_path):
     (tmp_path / "corrupting_agent.py").write_text(CORRUPT, encoding="utf-8")
     (tmp_path / "listening.py").write_text(LISTEN, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
+        patch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{child_env()['PYTHONPATH']}")
         with listener(str(tmp_path / "listening.py"), "corrupting_agent") as address:
             done = bench(*QUICK, "--connect", address, "--pipe", "shm,tcp", "--streams", "1", "--json")
             unseen = bench(*QUICK, "--connect", address, "--pipe", "shm", "--no-verify", "--json")

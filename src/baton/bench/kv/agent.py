@@ -179,10 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve_agent(argv, lambda host, token, _: Agent(host, token))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 log = logging.getLogger(__name__)
 MAX_AGENTS = 64
 
@@ -253,3 +249,7 @@ class Listener:
         process.wait()
         with self._lock:
             self._agents.pop(process.pid, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
