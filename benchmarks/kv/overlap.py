@@ -44,6 +44,7 @@ from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.models.loader import quiet_transformers
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
 RESULT = Path(__file__).parents[1] / "results" / "overlap.json"
@@ -196,7 +197,7 @@ async def request(decode: str, prefill: str, rng: np.random.Generator) -> common
     """One prompt that nobody has seen, one token."""
     message = worker_pb2.GenerateRequest(
         request_id=rng.bytes(8).hex(),
-        prompt_token_ids=rng.integers(3, VOCAB, TOKENS).tolist(),
+        prompt_token_ids=pack_ids(rng.integers(3, VOCAB, TOKENS).tolist()),
         sampling=sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)),
         prefill_candidates=[prefill],
         remote_prefill_threshold=1,

@@ -40,6 +40,7 @@ import numpy as np
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
 RESULT = Path(__file__).parents[1] / "results" / "store_save.jsonl"
@@ -144,7 +145,7 @@ async def request(prefill: str, store: str, rng: np.random.Generator) -> tuple[f
         info = await stub.GetInfo(worker_pb2.GetInfoRequest())
         message = worker_pb2.PrefillRequest(
             request_id=rng.bytes(8).hex(),
-            prompt_token_ids=rng.integers(3, other.VOCAB, TOKENS).tolist(),
+            prompt_token_ids=pack_ids(rng.integers(3, other.VOCAB, TOKENS).tolist()),
             sampling=sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)),
             fingerprint=info.fingerprint,
         )

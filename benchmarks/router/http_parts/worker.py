@@ -177,7 +177,7 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
         trace = common_pb2.RequestTrace(
             path=common_pb2.PREFILL_PATH_LOCAL,
             decode_instance=self._name,
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=len(request.prompt_token_ids) // 4,
         )
 
         def send(first: bool, last: bool) -> None:

@@ -22,6 +22,7 @@ from tests.support.servers.tcp_proxy import TcpProxy
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
 MODEL = Path(__file__).parents[3] / "models" / "baton-tiny"
@@ -88,7 +89,9 @@ async def use(address: str, seeds: range) -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         for seed in seeds:
             prompt = [(seed * 131 + 7 * at) % 900 + 10 for at in range(100 + 10 * seed)]
-            request = worker_pb2.GenerateRequest(request_id=str(seed), prompt_token_ids=prompt, sampling=SAMPLING)
+            request = worker_pb2.GenerateRequest(
+                request_id=str(seed), prompt_token_ids=pack_ids(prompt), sampling=SAMPLING
+            )
             async for _ in stub.Generate(request, timeout=GIVE_UP_S):
                 pass
 

@@ -20,6 +20,7 @@ from baton.rpc.convert import (
     tenant_from_pb,
 )
 from baton.rpc.ticket import TicketCheck
+from baton.token_ids import unpack_ids
 from baton.types import FinishReason, PrefillPath, RequestId
 from baton.worker.engine_thread import RequestStream
 from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request
@@ -114,7 +115,7 @@ class DecodeServicer(WorkerServicerBase):
 
 
 def _engine_request(request: worker_pb2.GenerateRequest) -> EngineRequest:
-    tokens = list(request.prompt_token_ids)
+    tokens = unpack_ids(request.prompt_token_ids).tolist()
     return EngineRequest(
         request_id=require_request(request.request_id, len(tokens)),
         prompt_token_ids=tokens,

@@ -18,6 +18,7 @@ from baton.kv_transfer.connector.p2p.reuse import HeldBlocks, P2PReuser
 from baton.kv_transfer.connector.p2p.unclaimed import UnclaimedPrompts
 from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
+from baton.token_ids import unpack_ids
 from baton.types import FinishReason, RequestId
 from baton.worker.engine_thread import RequestStream
 from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request
@@ -58,10 +59,10 @@ class PrefillServicer(WorkerServicerBase):
         worker = self._worker
         engine_request = self._engine_request(request)
         self._require_reader(request.fingerprint)
-        if request.num_held_tokens >= len(request.prompt_token_ids):
+        tokens = as_token_array(unpack_ids(request.prompt_token_ids))
+        if request.num_held_tokens >= len(tokens):
             raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
         held = self._held(request)
-        tokens = as_token_array(request.prompt_token_ids)
         lease = self._producer.open_lease(engine_request.request_id, tokens, request.num_held_tokens)
         worker.metrics.leases.set(self._producer.num_leases())
         try:
@@ -84,11 +85,12 @@ class PrefillServicer(WorkerServicerBase):
 
     async def _claimed(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse]:
         """Offer the blocks of a prompt that was computed by PrefillFirst."""
-        require_request(request.request_id, len(request.prompt_token_ids))
+        tokens = as_token_array(unpack_ids(request.prompt_token_ids))
+        require_request(request.request_id, len(tokens))
         self._require_reader(request.fingerprint)
         prompt = await self._unclaimed.claim(
             request.claim.key,
-            as_token_array(request.prompt_token_ids),
+            tokens,
             cache_salt=request.cache_salt,
             sampling=sampling_from_pb(request.sampling),
         )
@@ -110,8 +112,8 @@ class PrefillServicer(WorkerServicerBase):
         try:
             with worker.admission.admit():
                 engine_request = self._engine_request(request)
-                self._unclaimed.require_room(len(request.prompt_token_ids))
-                tokens = as_token_array(request.prompt_token_ids)
+                tokens = as_token_array(unpack_ids(request.prompt_token_ids))
+                self._unclaimed.require_room(len(tokens))
                 lease = self._producer.open_lease(engine_request.request_id, tokens, 0, layerwise=False)
                 worker.metrics.leases.set(self._producer.num_leases())
                 try:
@@ -175,7 +177,7 @@ class PrefillServicer(WorkerServicerBase):
         theirs.plan_from(mine)  # whether its shape can take these blocks
 
     def _engine_request(self, request: worker_pb2.PrefillRequest | worker_pb2.PrefillFirstRequest) -> EngineRequest:
-        tokens = list(request.prompt_token_ids)
+        tokens = unpack_ids(request.prompt_token_ids).tolist()
         request_id = require_request(request.request_id, len(tokens))
         if request.num_output_tokens >= len(tokens):
             raise InvalidRequestError("num_output_tokens must leave a prompt", field="num_output_tokens")

@@ -18,6 +18,7 @@ from baton.api.v1 import common_pb2, router_pb2, worker_pb2
 from baton.errors import ConfigError, InternalError
 from baton.rpc.convert import finish_from_pb, finish_to_pb, logprob_from_pb, logprob_to_pb, sampling_from_pb
 from baton.seeds import sequence_seed
+from baton.token_ids import unpack_ids
 from baton.tokenizer import SequenceText, StopStrings, TextModel
 from baton.types import FinishReason, TokenLogprob
 
@@ -113,7 +114,7 @@ class DirectAnswer:
         self._first_token_us: int | None = None
         self._gaps_us: list[int] = []
         sampling = sampling_from_pb(self.message.sampling, stop=tuple(request.stop))
-        prompt = self.message.prompt_token_ids if request.WhichOneof("prompt") in _CONTEXT_PROMPTS else ()
+        prompt = unpack_ids(self.message.prompt_token_ids) if request.WhichOneof("prompt") in _CONTEXT_PROMPTS else ()
         stops = StopStrings(sampling.stop) if sampling.stop else None
         self._sequences = [
             _Sequence(
@@ -246,7 +247,7 @@ class DirectAnswer:
         rest = router_pb2.RouterGenerateRequest(
             request_id=request.request_id,
             model=request.model,
-            token_ids=router_pb2.TokenIds(ids=message.prompt_token_ids),
+            token_ids=router_pb2.TokenIds(ids=unpack_ids(message.prompt_token_ids)),
             sampling=message.sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,

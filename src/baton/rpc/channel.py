@@ -1,4 +1,4 @@
-"""Channels to other services."""
+"""Channels to other services, and the pauses between attempts to reach them."""
 
 from __future__ import annotations
 

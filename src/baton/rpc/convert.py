@@ -28,9 +28,6 @@ _PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
 _PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
-_MAX_ENCODED = 256
-_encoded: dict[tuple[float | None, ...], bytes] = {}
-"""Settings that were serialized before, by all that callers choose among a few values."""
 
 
 def role_to_pb(role: Role) -> common_pb2.Role.ValueType:
@@ -51,14 +48,14 @@ def role_from_pb(value: int) -> Role:
 
 
 def tenant_to_pb(tenant: Tenant | None) -> common_pb2.Tenant | None:
-    """Tenant to the wire; ``None`` (nobody's) leaves the field out."""
+    """Tenant to the wire; ``None`` leaves the field out."""
     if tenant is None:
         return None
     return common_pb2.Tenant(id=tenant.id, kv_bytes=tenant.kv_bytes, kv_disk_bytes=tenant.kv_disk_bytes)
 
 
 def tenant_from_pb(message: common_pb2.Tenant) -> Tenant | None:
-    """Wire message to tenant; an empty one is nobody.
+    """Wire message to tenant; an empty one is ``None``.
 
     Raises:
         InvalidRequestError: The id is none, or a quota does not fit.
@@ -111,25 +108,6 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     if params.prompt_logprobs is not None:
         message.prompt_logprobs = params.prompt_logprobs
     return message
-
-
-def encode_sampling(params: SamplingParams) -> bytes:
-    """Return what :func:`sampling_to_pb` returns, serialized; most requests' settings were serialized before."""
-    if params.stop_token_ids or params.logit_bias:
-        return sampling_to_pb(params).SerializeToString()
-    settings = (
-        *(params.min_tokens, params.temperature, params.top_p, params.top_k, params.min_p),
-        *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
-        *(params.ignore_eos, params.logprobs, params.prompt_logprobs, params.n),
-    )
-    encoded = _encoded.get(settings)
-    if encoded is None:
-        encoded = sampling_to_pb(params.replace(max_tokens=None, seed=None)).SerializeToString()
-        if len(_encoded) >= _MAX_ENCODED:
-            _encoded.clear()
-        _encoded[settings] = encoded
-    others = common_pb2.SamplingParams(max_tokens=params.max_tokens, seed=params.seed)
-    return encoded + others.SerializeToString()  # the bytes of two messages, joined, are one with the fields of both
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams, *, stop: tuple[str, ...] = ()) -> SamplingParams:

@@ -24,7 +24,6 @@ from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
 from baton.rpc.errors import from_rpc_error, from_status, status_code, status_details
 from baton.rpc.server import MAX_MESSAGE_BYTES
-from baton.token_ids import varint
 
 log = logging.getLogger(__name__)
 
@@ -363,21 +362,21 @@ class CallStream:
         self._calls: dict[int, Call] = {}
         self._next = 0
         self._cancels: list[int] = []
-        self._later: deque[tuple[int, bytes]] = deque()
+        self._later: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
         self._filled = asyncio.Event()
         open_stream: Any = channel.stream_stream(
             self._METHOD,
-            request_serializer=None,  # bytes as they are
+            request_serializer=worker_pb2.GenerateManyRequest.SerializeToString,
             response_deserializer=worker_pb2.GenerateManyResponse.FromString,
         )
         self._stream = open_stream()
         self._task = asyncio.create_task(self._run(), name=f"calls of {name}")
 
-    def start(self, request: bytes, reader: Reader) -> Call:
+    def start(self, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
         """Begin a call.
 
         Args:
-            request: A ``GenerateRequest``, serialized.
+            request: What to send.
             reader: Takes what comes, from the next turn of the event loop on.
         """
         self._next += 1
@@ -423,25 +422,24 @@ class CallStream:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            while message := self._gather():
+            while (message := self._gather()) is not None:
                 try:
                     await self._stream.write(message)
                 except (grpc.RpcError, asyncio.InvalidStateError):
                     return  # the reader learns why
 
-    def _gather(self) -> bytes:
-        """Return starts and cancellations, as many as one message may have; empty: there are none."""
-        parts: list[bytes] = []
-        size = 0
+    def _gather(self) -> worker_pb2.GenerateManyRequest | None:
+        """Return starts and cancellations, as many as one message may have; ``None``: there are none."""
+        message, size = worker_pb2.GenerateManyRequest(), 0
         while self._later and size < _MAX_BATCH_BYTES:
             key, request = self._later.popleft()
             if key in self._calls:  # not cancelled meanwhile
-                parts += (_start(key, len(request)), request)
-                size += len(request)
+                message.starts.add(call=key, request=request)
+                size += len(request.prompt_token_ids)
         if self._cancels:
-            cancels, self._cancels = self._cancels, []
-            parts.append(worker_pb2.GenerateManyRequest(cancels=cancels).SerializeToString())
-        return b"".join(parts)
+            message.cancels.extend(self._cancels)
+            self._cancels.clear()
+        return message if message.starts or message.cancels else None
 
     def _take(self, message: worker_pb2.GenerateManyResponse | None) -> None:
         """Keep what a message brings, to hand it on with what others bring.
@@ -487,15 +485,6 @@ class CallStream:
             text = f"{self._name} does not know GenerateMany: it is of another version"
             return CallEnded(UnavailableError(text), code)
         return CallEnded(from_rpc_error(error), code)
-
-
-def _start(key: int, size: int) -> bytes:
-    """Return what goes before a request of so many bytes.
-
-    With it, it is a ``GenerateManyRequest`` with one start; the bytes of several, joined, are one with all of them.
-    """
-    call = b"\x08" + varint(key) + b"\x12" + varint(size)
-    return b"\x0a" + varint(len(call) + size) + call
 
 
 def _failure(end: worker_pb2.CallEnd) -> CallEnded:

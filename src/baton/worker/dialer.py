@@ -19,6 +19,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, logprob_from_pb, sampling_to_pb, tenant_to_pb
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.tls import Tls
+from baton.token_ids import pack_ids
 from baton.types import TokenLogprob
 
 MAX_CHANNELS = 256
@@ -48,7 +49,7 @@ class GrpcPrefillDialer:
             worker_pb2.PrefillRequest(
                 # Unique per attempt: a stream that broke may not be gone yet where the next one arrives.
                 request_id=f"{request.request_id}.{secrets.token_hex(4)}",
-                prompt_token_ids=request.token_ids,
+                prompt_token_ids=pack_ids(request.token_ids),
                 num_output_tokens=request.num_output_tokens,
                 sampling=sampling_to_pb(request.sampling),
                 num_held_tokens=held.num_tokens,

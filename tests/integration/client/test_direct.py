@@ -27,6 +27,7 @@ from baton.errors import ConfigError, InvalidRequestError, PermissionDeniedError
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key, sign
+from baton.token_ids import pack_ids
 from baton.tokenizer import Tokenizer
 from baton.types import Role
 
@@ -257,7 +258,7 @@ async def test_instances_refuse_what_the_ticket_is_not_for(world: World) -> None
 
 def test_a_ticket_has_an_end_and_belongs_to_one_process() -> None:
     clock = [1000.0]
-    request = worker_pb2.GenerateRequest(request_id="r", prompt_token_ids=[1, 2])
+    request = worker_pb2.GenerateRequest(request_id="r", prompt_token_ids=pack_ids([1, 2]))
     sign(KEY, request, Bearer("d0", b"epoch"), life_s=30, now=lambda: clock[0])
     with pytest.raises(PermissionDeniedError, match="another instance or process"):
         TicketCheck(KEY, Bearer("d0", b"restarted"), lambda: clock[0]).verify(request)
@@ -294,7 +295,7 @@ async def test_a_real_decode_instance_wants_tickets_of_clients_and_none_of_route
     async with LocalCluster(engine, config, num_prefill=0) as cluster:
         (decode,) = cluster.decode
         request = worker_pb2.GenerateRequest(
-            request_id="r", prompt_token_ids=PROMPT, sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
+            request_id="r", prompt_token_ids=pack_ids(PROMPT), sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
         )
         async with open_channel(decode.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)

@@ -25,6 +25,7 @@ from baton.config.worker import WorkerConfig
 from baton.errors import UnauthenticatedError
 from baton.rpc.channel import open_channel
 from baton.rpc.ticket import Bearer, sign
+from baton.token_ids import pack_ids
 from baton.types import Role
 
 NAMES = {key: f"key-{hashlib.sha256(key.encode()).hexdigest()[:8]}" for key in ("sk-one", "sk-two")}
@@ -82,7 +83,7 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
         (decode,) = cluster.decode
         bearer = Bearer(decode.context.instance_id, decode.context.arena.epoch, decode.address)
         request = worker_pb2.GenerateRequest(
-            request_id="r", prompt_token_ids=PROMPT, sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
+            request_id="r", prompt_token_ids=pack_ids(PROMPT), sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
         )
         async with open_channel(decode.address, token="an API key of the router") as channel:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)

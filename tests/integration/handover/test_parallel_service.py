@@ -19,6 +19,7 @@ from tests.support.equality import References
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 from baton_decode.main import main as decode_main
 
@@ -77,7 +78,7 @@ def services(references: References, tmp_path_factory: pytest.TempPathFactory) -
 
 async def generate(address: str) -> list[int]:
     sampling = sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=12))
-    request = worker_pb2.GenerateRequest(request_id="a", prompt_token_ids=PROMPT, sampling=sampling)
+    request = worker_pb2.GenerateRequest(request_id="a", prompt_token_ids=pack_ids(PROMPT), sampling=sampling)
     tokens: list[int] = []
     async with open_channel(address) as channel:
         async for response in worker_pb2_grpc.WorkerServiceStub(channel).Generate(request):

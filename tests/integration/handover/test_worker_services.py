@@ -21,6 +21,7 @@ from baton.errors import FingerprintMismatchError, InvalidRequestError, QueueFul
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, sampling_to_pb
 from baton.rpc.errors import from_rpc_error
+from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 from baton.worker.instance import WorkerInstance
 
@@ -68,7 +69,7 @@ async def settle(cluster: LocalCluster, timeout_s: float = 30.0) -> None:
 def prefill_request(instance: WorkerInstance, **changes) -> worker_pb2.PrefillRequest:
     values = {
         "request_id": "p",
-        "prompt_token_ids": PROMPT,
+        "prompt_token_ids": pack_ids(PROMPT),
         "sampling": GREEDY,
         "fingerprint": fingerprint_to_pb(instance.context.executor.fingerprint),
         **changes,
@@ -189,12 +190,12 @@ async def test_a_reader_with_other_kv_is_refused_by_the_field(cluster, field, va
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": b""}, "prompt_token_ids"),
         ({"request_id": ""}, "request_id"),
         ({"request_id": "x" * 300}, "request_id"),
         ({"num_held_tokens": 200}, "num_held_tokens"),
         ({"num_output_tokens": 200}, "num_output_tokens"),
-        ({"prompt_token_ids": [10, 999_999]}, None),
+        ({"prompt_token_ids": pack_ids([10, 999_999])}, None),
         ({"sampling": common_pb2.SamplingParams(top_p=3.0)}, None),
     ],
 )
@@ -212,7 +213,7 @@ async def test_roles_do_what_they_are_for(cluster):
         error = await refusal(worker_pb2_grpc.WorkerServiceStub(channel).Prefill(prefill_request(cluster.decode[0])))
         assert error.field == "role"
     async with open_channel(cluster.prefill[0].address) as channel:
-        request = worker_pb2.GenerateRequest(request_id="g", prompt_token_ids=PROMPT, sampling=GREEDY)
+        request = worker_pb2.GenerateRequest(request_id="g", prompt_token_ids=pack_ids(PROMPT), sampling=GREEDY)
         error = await refusal(worker_pb2_grpc.WorkerServiceStub(channel).Generate(request))
         assert error.field == "role"
 
@@ -220,7 +221,7 @@ async def test_roles_do_what_they_are_for(cluster):
 def generate_request(cluster: LocalCluster, request_id: str = "g", **changes) -> worker_pb2.GenerateRequest:
     values = {
         "request_id": request_id,
-        "prompt_token_ids": PROMPT,
+        "prompt_token_ids": pack_ids(PROMPT),
         "sampling": sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=700, ignore_eos=True)),
         "prefill_candidates": cluster.candidates,
         "remote_prefill_threshold": 1,

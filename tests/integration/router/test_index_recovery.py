@@ -27,6 +27,7 @@ from baton.hashing import HashChain, hash_chain, root_hash
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
 from baton.rpc.ports import free_port
+from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 from baton_router.config import RouterConfig
 from baton_router.registry.instance import Instance
@@ -82,7 +83,7 @@ class Worker:
             for prompt in prompts:
                 self.num_requests += 1
                 request = worker_pb2.GenerateRequest(
-                    request_id=str(self.num_requests), prompt_token_ids=prompt, sampling=SAMPLING
+                    request_id=str(self.num_requests), prompt_token_ids=pack_ids(prompt), sampling=SAMPLING
                 )
                 async for _ in stub.Generate(request, timeout=120):
                     pass

@@ -9,14 +9,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.integration.router.test_router_dispatch import World, assert_right, make_request, run
+from tests.integration.router.test_router_dispatch import PROMPT, World, assert_right, make_request, run
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InternalError
 from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
-from baton_router.dispatch.attempt import Attempt, AttemptFailed, Message
+from baton.token_ids import token_ids
+from baton_router.dispatch.request import Attempt, Group, Sequence
 from baton_router.dispatch.turn_batching import END, TAKE, Steps
+from baton_router.dispatch.worker_stream import AttemptFailed
 from baton_router.registry.instance import Instance
+from baton_router.scheduler.placement import PlacementRequest
 
 
 @pytest.fixture
@@ -71,6 +74,9 @@ async def opened() -> AsyncIterator[tuple[CallStream, Wire, Steps]]:
 Opened = tuple[CallStream, Wire, Steps]
 
 
+REQUEST = worker_pb2.GenerateRequest()
+
+
 class Notes:
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -89,8 +95,8 @@ class Notes:
 @pytest.mark.parametrize("behind", [None, worker_pb2.GenerateManyResponse(token_calls=[1])], ids=["garbage", "odd"])
 async def test_what_cannot_be_read_takes_nothing_with_it_that_could(opened: Opened, behind: Any) -> None:
     (stream, wire, _), first, second = opened, Notes(), Notes()
-    stream.start(b"", first)
-    stream.start(b"", second)
+    stream.start(REQUEST, first)
+    stream.start(REQUEST, second)
     good = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
     good.ends.add(call=1)
     wire.answers.put_nowait(good)
@@ -113,7 +119,7 @@ async def test_a_reader_that_leaves_between_its_tokens_and_its_end_gets_no_end(o
             steps.later(END, Call.close, call)  # before the call's own, which is put behind it
 
     notes = Fickle()
-    call = stream.start(b"", notes)
+    call = stream.start(REQUEST, notes)
     message = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
     message.ends.add(call=1)
     stream._take(message)
@@ -129,28 +135,37 @@ class Alone:
     def __init__(self, stream: CallStream) -> None:
         self.stream = stream
 
-    def start(self, instance: Instance, request: bytes, reader: Reader) -> Call:
+    def start(self, instance: Instance, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
         return self.stream.start(request, reader)
 
 
-class Ends:
+class Run:
+    """Notes why its attempt ended."""
+
     def __init__(self) -> None:
         self.ends: list[AttemptFailed | None] = []
 
-    def on_message(self, message: Message) -> None:
-        raise AssertionError("it makes no sense")
-
-    def on_end(self, failure: AttemptFailed | None) -> None:
+    def judge(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
         self.ends.append(failure)
+
+    def on_left(self, attempt: Attempt) -> None:
+        """It gives nothing back."""
+
+    def go_on(self, group: Group) -> None:
+        """It does not."""
 
 
 async def test_a_message_that_makes_no_sense_ends_its_own_call_alone(world: World, opened: Opened) -> None:
     (decode,) = await world.decodes(1)
-    instance = (await world.cluster([], [decode])).instance(decode)
-    (stream, _, _), wrong, fine = opened, Ends(), Notes()
+    router = await world.cluster([], [decode])
+    (stream, _, _), wrong, fine = opened, Run(), Notes()
+    placement = router.dispatcher._placer.place(PlacementRequest(token_ids(PROMPT), "", 1))
+    assert placement is not None
+    run: Any = wrong
     streams: Any = Alone(stream)
-    attempt = Attempt(streams, instance, b"", [0], wrong)
-    stream.start(b"", fine)
+    attempt = Attempt(run, Group([Sequence(0)]), placement, 1)
+    attempt.start(streams, REQUEST)
+    stream.start(REQUEST, fine)
     odd = common_pb2.TokenLogprob(token_id=5, top_token_ids=[5, 6], top_logprobs=[-1.0])
     delta = worker_pb2.SequenceDelta(token_ids=[5], logprobs=[odd])
     message = worker_pb2.GenerateManyResponse(token_calls=[2], token_ids=[7])
@@ -158,8 +173,9 @@ async def test_a_message_that_makes_no_sense_ends_its_own_call_alone(world: Worl
     message.ends.add(call=2)
     stream._take(message)
     await asyncio.sleep(0)  # the turn's end
-    attempt.close()
     assert (fine.tokens, fine.ends) == ([7], [None])
     (failure,) = wrong.ends
     assert failure is not None
     assert failure.reason == "protocol"
+    assert attempt.closed
+    router.assert_nothing_held()

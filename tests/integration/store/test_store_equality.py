@@ -30,6 +30,7 @@ from baton.kv_transfer.connector.store.placement import Placement, segments_of
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_from_pb, sampling_to_pb
 from baton.rpc.ports import free_port
+from baton.token_ids import pack_ids
 from baton.types import BlockHash, SamplingParams
 
 BS = 16
@@ -92,7 +93,7 @@ async def prefill(address: str, prompts: Sequence[Sequence[int]]) -> Fingerprint
         async def one(name: str, prompt: Sequence[int]) -> None:
             request = worker_pb2.PrefillRequest(
                 request_id=name,
-                prompt_token_ids=prompt,
+                prompt_token_ids=pack_ids(prompt),
                 sampling=sampling_to_pb(SAMPLING),
                 fingerprint=info.fingerprint,
             )

@@ -17,6 +17,7 @@ from baton.engine.core import EngineCore
 from baton.kv_transfer.blocks import MemoryNetwork
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import finish_from_pb, sampling_to_pb
+from baton.token_ids import pack_ids
 from baton.types import FinishReason, Role, SamplingParams
 from baton.worker.instance import WorkerInstance
 from baton_decode.main import DecodeParts
@@ -124,7 +125,7 @@ class LocalCluster:
         """
         request = worker_pb2.GenerateRequest(
             request_id=secrets.token_hex(8),
-            prompt_token_ids=prompt,
+            prompt_token_ids=pack_ids(prompt),
             output_token_ids=output,
             sampling=sampling_to_pb(sampling),
             prefill_candidates=self.candidates if candidates is None else candidates,
@@ -148,7 +149,7 @@ class LocalCluster:
         """Have a prefill instance compute a prompt, and return what a decode instance is told of it."""
         request = worker_pb2.PrefillFirstRequest(
             request_id=request_id or secrets.token_hex(8),
-            prompt_token_ids=prompt,
+            prompt_token_ids=pack_ids(prompt),
             sampling=sampling_to_pb(sampling),
         )
         async with open_channel(prefill.address) as channel:

@@ -26,6 +26,7 @@ from baton.rpc.ports import free_port
 from baton.rpc.server import GrpcServer
 from baton.rpc.ticket import Bearer, TicketCheck
 from baton.seeds import sequence_seed
+from baton.token_ids import unpack_ids
 from baton.types import BlockHash, Epoch, FinishReason, Role
 
 SERVICE = "baton.api.v1.WorkerService"
@@ -327,7 +328,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequestError("resumed output needs n = 1", field="output_token_ids")
 
     async def _generate(self, request: worker_pb2.GenerateRequest) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        prompt, sampling = list(request.prompt_token_ids), request.sampling
+        prompt, sampling = unpack_ids(request.prompt_token_ids), request.sampling
         outputs = [list(request.output_token_ids) for _ in range(sampling.n or 1)]
         trace = self._trace(request)
         if self._caches:
@@ -356,7 +357,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.GenerateResponse:
         response = worker_pb2.GenerateResponse(trace=trace)
         for index, output in enumerate(outputs):
-            token = next_token(request.prompt_token_ids, output, sequence_seed(request.sampling.seed, index))
+            token = next_token(
+                unpack_ids(request.prompt_token_ids), output, sequence_seed(request.sampling.seed, index)
+            )
             output.append(token)
             delta = response.deltas.add(index=index, token_ids=[token])
             delta.finish_reason = finish_to_pb(FinishReason.LENGTH if last else None)
@@ -365,7 +368,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return response
 
     def _trace(self, request: worker_pb2.GenerateRequest) -> common_pb2.RequestTrace:
-        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        tokens = [*unpack_ids(request.prompt_token_ids), *request.output_token_ids]
         hashes = self.hashes(tokens, request.cache_salt)
         held = next((i for i, h in enumerate(hashes) if h not in self.cached), len(hashes))
         cached = held * self.fingerprint.block_size
@@ -374,7 +377,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return common_pb2.RequestTrace(
             path=common_pb2.PREFILL_PATH_REMOTE if remote else common_pb2.PREFILL_PATH_LOCAL,
             decode_instance=self.instance_id,
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=len(request.prompt_token_ids) // 4,
             cached_tokens=cached,
             transferred_tokens=missing if remote else 0,
             recomputed_tokens=0 if remote else missing,

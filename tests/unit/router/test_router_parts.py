@@ -22,7 +22,7 @@ from baton_router.app import RouterApp, listen
 from baton_router.config import RouterConfig
 from baton_router.dispatch.chunk_queue import ChunkQueue
 from baton_router.dispatch.metrics import DispatchMetrics
-from baton_router.dispatch.trace import TraceMerge
+from baton_router.dispatch.request import TraceMerge
 from baton_router.registry.leases import Leases
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, InstanceLoad, LoadReservation
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton_router.dispatch.recovery import Breakers, RetryBudget
+from baton_router.dispatch.retry import Breakers, RetryBudget
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Sampling parameters as bytes: what was serialized before, put together, is what a message would be."""
+"""Sampling parameters over the wire and back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.api.v1 import common_pb2
-from baton.rpc import convert
-from baton.rpc.convert import encode_sampling, sampling_to_pb
+from baton.rpc.convert import sampling_from_pb, sampling_to_pb
 from baton.types import SamplingParams
 
 FEW: dict[str, st.SearchStrategy[Any]] = {
@@ -36,23 +35,11 @@ FEW: dict[str, st.SearchStrategy[Any]] = {
 
 @settings(deadline=None)
 @given(st.fixed_dictionaries({}, optional=FEW))
-def test_bytes_say_what_the_message_says(values: dict[str, Any]) -> None:
+def test_parameters_come_back_as_they_were(values: dict[str, Any]) -> None:
     params = SamplingParams(**values)
-    assert common_pb2.SamplingParams.FromString(encode_sampling(params)) == sampling_to_pb(params)
+    message = common_pb2.SamplingParams.FromString(sampling_to_pb(params).SerializeToString())
+    assert sampling_from_pb(message, stop=params.stop) == params
 
 
 def test_every_field_is_drawn() -> None:
     assert FEW.keys() == {field.name for field in fields(SamplingParams)}
-
-
-def test_settings_are_serialized_once_whatever_the_seed_and_the_length() -> None:
-    convert._encoded.clear()
-    for seed in range(5):
-        encode_sampling(SamplingParams(temperature=0.5, seed=seed, max_tokens=seed + 1))
-    assert len(convert._encoded) == 1
-
-
-def test_not_all_settings_that_ever_came_are_kept() -> None:
-    for at in range(2 * convert._MAX_ENCODED):
-        encode_sampling(SamplingParams(temperature=at / 500))
-    assert 0 < len(convert._encoded) <= convert._MAX_ENCODED

@@ -58,14 +58,14 @@ class GenerateRequest(_message.Message):
     PREFILLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
+    prompt_token_ids: _builtins.bytes
+    """uint32, little-endian, one behind the other"""
     cache_salt: _builtins.str
     """separates prefix caches of tenants"""
     priority: _builtins.int
     """lower runs first; 0 is the default"""
     remote_prefill_threshold: _builtins.int
     """missing prompt tokens from which a remote prefill is used; unset: the instance's own"""
-    @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens generated so far, when another instance began this request"""
@@ -86,7 +86,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def tenant(self) -> _common_pb2.Tenant:
-        """whose blocks these will be in a KV store; unset: nobody's"""
+        """whose blocks these will be in a KV store; unset: no tenant's"""
 
     @_builtins.property
     def prefilled(self) -> Global___PrefilledPrompt:
@@ -96,7 +96,7 @@ class GenerateRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_token_ids: _builtins.bytes = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         prefill_candidates: _abc.Iterable[_builtins.str] | None = ...,
@@ -471,16 +471,14 @@ class PrefillRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    prompt_token_ids: _builtins.bytes
+    """as in GenerateRequest: every token to compute, resumed output included"""
     num_output_tokens: _builtins.int
     """how many of them were generated before (penalties and seeds count from there)"""
     num_held_tokens: _builtins.int
     """leading tokens whose KV the caller has: these are not offered"""
     cache_salt: _builtins.str
     priority: _builtins.int
-    @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """every token to compute, resumed output included"""
-
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """decides the first token"""
@@ -507,7 +505,7 @@ class PrefillRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_token_ids: _builtins.bytes = ...,
         num_output_tokens: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         num_held_tokens: _builtins.int = ...,
@@ -583,14 +581,12 @@ class PrefillFirstRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique among live requests"""
+    prompt_token_ids: _builtins.bytes
+    """as in GenerateRequest: every token to compute, resumed output included"""
     num_output_tokens: _builtins.int
     """how many of them were generated before"""
     cache_salt: _builtins.str
     priority: _builtins.int
-    @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """every token to compute, resumed output included"""
-
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """decides the first token"""
@@ -603,7 +599,7 @@ class PrefillFirstRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_token_ids: _builtins.bytes = ...,
         num_output_tokens: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,

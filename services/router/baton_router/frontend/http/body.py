@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,11 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from baton.errors import CancelledError, InvalidRequestError
-from baton.token_ids import find_ids
 from baton_router.frontend.http.options import HttpOptions
 
-_PROMPT = b'"prompt"'
-_IDS = re.compile(rb"\s*:\s*\[\s*[0-9]")
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 """How much of a body that is refused is read and dropped, in longest bodies, and for how long."""
@@ -89,20 +85,15 @@ async def read_json(request: Request, options: HttpOptions) -> Any:
 
 
 def decode(data: bytes) -> Any:
-    """Return a body's JSON value. A prompt of token ids comes as an array (see ``baton.token_ids``).
+    """Return a body's JSON value.
 
     Raises:
         InvalidRequestError: It is not JSON.
     """
-    at = data.find(_PROMPT)
-    found = find_ids(data, b"prompt") if at >= 0 and _IDS.match(data, at + len(_PROMPT)) is not None else None
     try:
-        value = orjson.loads(data if found is None else found[1])
+        return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
-    if found is not None:
-        value["prompt"] = found[0]
-    return value
 
 
 async def _drain(request: Request, limit: int) -> None:

@@ -1,0 +1,698 @@
+"""One request from its arrival to its last token, over as many decode instances as it takes.
+
+A request waits for *admission*, is *placed*, *runs*, perhaps is placed again, and has *ended* when every sequence has,
+or with an error, or when its caller cancels it. ``RequestRun`` is its one owner on the way.
+
+A *group* is the set of sequences that one ``Generate`` call carries; an *attempt* is a group on one instance. A request
+begins as one group. When its call breaks before any token arrived the group is simply placed again. When tokens have
+arrived every unfinished sequence becomes a group of its own and goes on with prompt + tokens so far: a sequence depends
+on its seed, its parameters and its own tokens alone (``baton.seeds``), so the next token is the one that would have
+come. What was handed on is what was recorded, in the same step: nothing can be repeated or left out by a break.
+
+Nothing here waits: what comes from an instance is handed on at once, from where it is read. There is a task only where
+a request has to wait for admission or for an instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+import msgspec
+
+from baton.api.v1 import common_pb2, worker_pb2
+from baton.errors import BatonError, DeadlineError, InternalError, QueueFullError, UnavailableError
+from baton.rpc.channel import Backoff
+from baton.rpc.convert import sampling_to_pb
+from baton.rpc.multiplex import Call, CallEnded
+from baton.seeds import sequence_seed
+from baton.token_ids import pack_ids, token_ids
+from baton.types import FinishReason, Role, SamplingParams
+from baton_router.admission import Admission, Ticket
+from baton_router.config import RouterConfig
+from baton_router.dispatch.deadlines import Deadlines
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
+from baton_router.dispatch.metrics import DispatchMetrics
+from baton_router.dispatch.retry import Breakers, RetryBudget
+from baton_router.dispatch.turn_batching import PLACE, SEND, Steps
+from baton_router.dispatch.worker_stream import AttemptFailed, Lost, Message, WorkerStreams, failed, read_response
+from baton_router.registry.instance import Instance
+from baton_router.registry.registry import Registry
+from baton_router.scheduler.decision import Decision
+from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
+from baton_router.types import RoutedRequest
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_END_GRACE_S = 1.0
+"""How long an instance may take to end its call after the last token."""
+_SAME_AGAIN_S = 0.5
+"""After a connection broke: how long an instance that is still ready then is not tried again if there is no other."""
+_MAX_ID_CHARS = 240
+"""Of a request's id that instances see: they take 256, with room for the number of the call."""
+_SUMS = ("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What all requests of a router share.
+
+    Attributes:
+        left: Called once with each request that has ended.
+        slow: Returns the decode instances that are too slow for a request's ``itl_ms``.
+    """
+
+    registry: Registry
+    placer: Placer
+    metrics: DispatchMetrics
+    config: RouterConfig
+    admission: Admission
+    breakers: Breakers
+    budget: RetryBudget
+    streams: WorkerStreams
+    deadlines: Deadlines
+    steps: Steps
+    left: Callable[[RequestRun], None]
+    slow: Callable[[RoutedRequest], Iterable[Instance]]
+    decisions: DecisionLog = field(default_factory=DecisionLog)
+
+
+class Sequence(msgspec.Struct):
+    """One of the request's sequences: what was handed on of it."""
+
+    index: int
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    finished: bool = False
+
+
+class Group(msgspec.Struct):
+    """Sequences that travel together, and what went wrong with them so far.
+
+    Attributes:
+        excluded: Identities of instances that failed them.
+        full: The latest refusal for lack of room, until an instance took the group.
+        last: The latest other failure.
+        failures: How many others there were.
+    """
+
+    sequences: list[Sequence]
+    excluded: set[tuple[str, int]] = msgspec.field(default_factory=set)
+    full: QueueFullError | None = None
+    last: AttemptFailed | None = None
+    failures: int = 0
+
+    @property
+    def open(self) -> list[Sequence]:
+        """Those that have not ended."""
+        return [s for s in self.sequences if not s.finished]
+
+    def has_open(self) -> bool:
+        """Whether there are any."""
+        for s in self.sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
+            if not s.finished:
+                return True
+        return False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were handed on of all of them."""
+        return sum([len(s.token_ids) for s in self.sequences])
+
+    @property
+    def started(self) -> bool:
+        """Whether anything was handed on."""
+        return any(s.token_ids or s.finished for s in self.sequences)
+
+
+class Attempt:
+    """A group on one instance: what it holds there, and the call. :meth:`close` it, whatever happens.
+
+    Args:
+        run: Is told what comes.
+        group: The sequences.
+        placement: Where they are.
+        number: The request's attempts so far, with this one.
+
+    Attributes:
+        tokens_before: Tokens that the group had when it came here.
+        closed: Whether it has left again.
+    """
+
+    __slots__ = ("_call", "_grace", "_run", "closed", "group", "number", "placement", "tokens_before")
+
+    def __init__(self, run: RequestRun, group: Group, placement: Placement, number: int) -> None:
+        self._run = run
+        self.group, self.placement, self.number = group, placement, number
+        self.tokens_before = group.num_tokens
+        self._call: Call | None = None
+        self._grace: asyncio.TimerHandle | None = None
+        self.closed = False
+
+    def start(self, streams: WorkerStreams, request: worker_pb2.GenerateRequest) -> None:
+        """Begin the call."""
+        self._call = streams.start(self.placement.decode, request, self)
+        self.placement.decode.began(self)
+
+    def hold(self, held: bool) -> None:
+        """Keep what comes from now on, or go on handing it on."""
+        if self._call is not None:
+            self._call.hold(held)
+
+    def close(self) -> None:
+        """Abort the call if it still runs and give back what the group holds; once."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._grace is not None:
+            self._grace.cancel()
+        if self._call is not None:
+            self.placement.decode.ended(self)
+            self._call.close()
+        self._run.on_left(self)
+        self.placement.release()
+
+    def expire(self) -> None:
+        """The request's time is over."""
+        error = DeadlineError("the request's time is over")
+        if self._call is not None:
+            self._call.fail(CallEnded(error, grpc.StatusCode.DEADLINE_EXCEEDED))
+        else:  # its call is not even sent
+            self._end(AttemptFailed(error, "deadline_exceeded"))
+
+    def lose(self) -> None:
+        """The instance was found dead without its connections breaking."""
+        assert self._call is not None  # who was not begun there is not lost
+        error = UnavailableError(f"{self.placement.decode.instance_id} does not answer any more")
+        self._call.fail(Lost(error, grpc.StatusCode.UNAVAILABLE))
+
+    # --- what the stream calls ---
+
+    def on_tokens(self, token_ids: list[int]) -> None:
+        """Take tokens of the first sequence."""
+        self._take(Message([RoutedDelta(self.group.sequences[0].index, token_ids)]))
+
+    def on_message(self, response: worker_pb2.GenerateResponse) -> None:
+        """Take a message."""
+        try:
+            message = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
+        except AttemptFailed as failure:  # this call's end alone: others share its stream
+            self._end(failure)
+            return
+        self._take(message)
+
+    def on_end(self, failure: CallEnded | None) -> None:
+        """Take the call's end."""
+        self._end(None if failure is None else failed(failure))
+
+    def _take(self, message: Message) -> None:
+        if self.closed:
+            return
+        try:
+            self._run.on_message(self, message)
+        except Exception as error:  # of ours, or of the sink: this request's end alone
+            self._run.fail(error)
+            return
+        if not self.closed and self._grace is None and not self.group.has_open():
+            # Nothing is needed any more: the end counts as come unless it comes soon.
+            self._grace = asyncio.get_running_loop().call_later(_END_GRACE_S, self._end, None)
+
+    def _end(self, failure: AttemptFailed | None) -> None:
+        if self.closed:
+            return
+        error: Exception | None = None
+        try:
+            self._run.judge(self, failure)
+        except Exception as refusal:
+            error = refusal
+        self.close()
+        if error is not None:
+            self._run.fail(error)
+        else:
+            self._run.go_on(self.group)
+
+
+class RequestRun:
+    """Runs one request once; a :class:`~baton_router.dispatch.interface.Running`.
+
+    Args:
+        context: Shared parts.
+        request: The request; ``seed`` and ``max_tokens`` of its sampling are set.
+        sink: Takes what comes; ``None``: the client runs the request (see :meth:`place`).
+    """
+
+    __slots__ = (
+        *("_attempts", "_begun", "_calls", "_context", "_deadline", "_ended", "_held"),
+        *("_num_open", "_request", "_sequences", "_sink", "_tasks", "_ticket", "_traces"),
+    )
+
+    def __init__(self, context: RequestContext, request: RoutedRequest, sink: ChunkSink | None = None) -> None:
+        self._context, self._request, self._sink = context, request, sink
+        self._deadline = time.monotonic() + context.config.request_timeout_s
+        self._ticket: Ticket | None = None
+        self._traces = TraceMerge()
+        self._sequences = [Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]
+        self._num_open = len(self._sequences)
+        self._calls = 0
+        self._begun = self._ended = self._held = False
+        self._attempts: set[Attempt] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- what its caller calls ---
+
+    def start(self) -> None:
+        """Admit, place and run the request. The sink hears of everything, also of a failure to do that."""
+        self._context.steps.later(PLACE, RequestRun._enter, self)
+
+    def cancel(self) -> None:
+        """End everything that runs; the sink gets nothing more."""
+        if not self._ended:
+            self._context.metrics.closed_early.inc()
+            self._end()
+
+    def fail(self, error: Exception) -> None:
+        """The request cannot go on; the sink gets the error, unless the request has ended."""
+        self._finish(error)
+
+    def hold(self, held: bool) -> None:
+        """Let what comes wait in the streams, or go on: for a client who does not read."""
+        self._held = held
+        for attempt in list(self._attempts):
+            attempt.hold(held)
+
+    def expire(self) -> None:
+        """The request's time is over."""
+        for attempt in list(self._attempts):
+            attempt.expire()
+
+    async def place(self, ticket: Ticket) -> tuple[Placement, worker_pb2.GenerateRequest]:
+        """Select and reserve for a client that runs the request itself; returns what it is to send."""
+        self._admit(ticket)
+        group = Group(self._sequences)
+        placement = self._choose(group) or await self._place(group)
+        return placement, self._message(group, placement)
+
+    # --- admission and end ---
+
+    def _enter(self) -> None:
+        """Take room and a place in one step: until it has a place, no instance's load counts a request."""
+        if self._ended:
+            return
+        try:
+            ticket = self._context.admission.enter_now(self._request)
+            if ticket is not None:
+                self._run(ticket)
+            else:
+                self._wait_for(self._context.admission.enter(self._request), self._run)
+        except Exception as error:
+            self._finish(error)
+
+    def _run(self, ticket: Ticket) -> None:
+        self._admit(ticket)
+        self._context.deadlines.add(self)
+        self._go_on(Group(self._sequences))
+
+    def _admit(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._deadline = time.monotonic() + self._context.config.request_timeout_s
+        self._traces.router_queue_us = int(1e6 * ticket.waited_s)
+        self._context.budget.count_request()
+
+    def _wait_for(self, waiting: Coroutine[Any, Any, _T], then: Callable[[_T], None]) -> None:
+        """Go on with what is waited for, in a task that ends with the request."""
+
+        async def wait() -> None:
+            try:
+                result = await waiting
+                self._tasks.discard(task)
+                then(result)
+            except Exception as error:
+                self._tasks.discard(task)
+                self._finish(error)
+
+        task = asyncio.get_running_loop().create_task(wait())
+        self._tasks.add(task)
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._ended:
+            return
+        if error is not None:
+            code = error.code if isinstance(error, BatonError) else InternalError.code
+            self._context.metrics.failures.labels(code).inc()
+        sink = self._sink
+        self._end()
+        if sink is not None:
+            sink.on_end(error)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._sink = None  # breaks the reference cycle: all of it is freed at once
+        context = self._context
+        context.deadlines.discard(self)
+        for attempt in list(self._attempts):
+            attempt.close()
+        for task in self._tasks:
+            task.cancel()
+        for trace in self._traces.attempts():
+            context.metrics.observe_trace(trace)
+        context.left(self)
+        if self._ticket is not None:
+            context.admission.leave(self._ticket)
+
+    # --- placing ---
+
+    def _go_on(self, group: Group) -> None:
+        """Bring a group on its way, at once or when an instance takes it; end the run if nothing is left to do."""
+        try:
+            while not self._ended and group.has_open():
+                if exhausted := self._exhausted(group):
+                    self._emit(exhausted)
+                    continue
+                self._check_time()
+                placement = self._choose(group)
+                if placement is not None:
+                    self._launch(group, placement)
+                else:
+                    self._wait_for(self._place(group), lambda placement: self._launch(group, placement))
+                return
+        except Exception as error:
+            self._finish(error)
+            return
+        if not self._num_open and not self._attempts:
+            self._finish(None)
+
+    async def _place(self, group: Group) -> Placement:
+        """Wait a little for an instance after :meth:`_choose` found none; select and reserve.
+
+        Raises:
+            QueueFullError: All that are ready are full.
+            UnavailableError: None became ready in time.
+            DeadlineError: The request's time is over.
+        """
+        config, registry = self._context.config, self._context.registry
+        give_up_at = time.monotonic() + config.no_instance_wait_s
+        same_again_at = time.monotonic() + _SAME_AGAIN_S
+        backoff = None
+        while True:
+            if group.full is not None and not group.started:
+                raise group.full
+            if group.last is not None and not group.last.broken and registry.ready(Role.DECODE):
+                raise group.last.error  # those that are ready all failed it; no new one is to be expected
+            left = min(give_up_at, self._deadline) - time.monotonic()
+            if left <= 0:
+                last = group.last.error if group.last is not None else None
+                raise group.full or last or registry.none_free()
+            if group.full is not None:
+                # A stream that has begun waits for room: its client is reading it.
+                backoff = backoff or Backoff(1.0, random.Random())
+                await asyncio.sleep(min(backoff.next_s(), left))
+                group.excluded.clear()
+            else:
+                await registry.wait_changed(min(left, max(0.0, same_again_at - time.monotonic()) or left))
+                if group.last is not None and group.last.broken and time.monotonic() >= same_again_at:
+                    group.excluded.clear()  # what is still ready has lost a connection, not its life
+            self._check_time()
+            placement = self._choose(group)
+            if placement is not None:
+                return placement
+
+    def _choose(self, group: Group) -> Placement | None:
+        """Select and reserve, past instances whose breakers are open unless there are no others."""
+        context = self._context
+        refused = context.breakers.refused(context.registry.ready(Role.DECODE))
+        if self._request.itl_ms is not None:
+            refused = refused | {x.identity for x in context.slow(self._request)}
+        placement = context.placer.place(self._ask(group, group.excluded | refused if refused else group.excluded))
+        if placement is None and refused:
+            placement = context.placer.place(self._ask(group, group.excluded))
+        if placement is not None:
+            context.breakers.begin(placement.decode)
+        return placement
+
+    def _ask(self, group: Group, exclude: set[tuple[str, int]]) -> PlacementRequest:
+        tokens = self._request.prompt_token_ids
+        if len(group.sequences) == 1 and group.sequences[0].token_ids:
+            tokens = token_ids([*tokens, *group.sequences[0].token_ids])
+        return PlacementRequest(
+            token_ids=tokens,
+            cache_salt=self._request.cache_salt,
+            num_sequences=len(group.sequences),
+            session=self._request.session,
+            max_tokens=self._request.sampling.max_tokens,
+            local_only=self._wants_prompt_logprobs(),
+            exclude=exclude,
+        )
+
+    def _wants_prompt_logprobs(self) -> bool:
+        return self._request.sampling.prompt_logprobs is not None and not self._begun
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise DeadlineError(f"the request took longer than {self._context.config.request_timeout_s:g} s")
+
+    # --- sending ---
+
+    def _launch(self, group: Group, placement: Placement) -> None:
+        attempt = Attempt(self, group, placement, self._traces.attempt())
+        self._attempts.add(attempt)
+        self._context.steps.later(SEND, self._send, attempt)
+
+    def _send(self, attempt: Attempt) -> None:
+        if attempt.closed:
+            return
+        try:
+            self._context.decisions.placed(self._request.request_id, attempt.placement.decision)
+            attempt.start(self._context.streams, self._message(attempt.group, attempt.placement))
+        except Exception as error:
+            self._finish(error)
+            return
+        if self._held:
+            attempt.hold(True)
+
+    def _message(self, group: Group, placement: Placement) -> worker_pb2.GenerateRequest:
+        """Return what a decode instance is sent. What is empty isn't set, which takes time."""
+        self._calls += 1
+        request, first = self._request, group.sequences[0]
+        # Unique among live requests, also beside a call of ours that its instance has not yet seen cancelled.
+        request_id = request.request_id[-_MAX_ID_CHARS:]
+        message = worker_pb2.GenerateRequest(
+            request_id=request_id if self._calls == 1 else f"{request_id}~{self._calls}",
+            prompt_token_ids=pack_ids(request.prompt_token_ids),
+            sampling=sampling_to_pb(self._sampling(group)),
+        )
+        if len(group.sequences) == 1 and first.token_ids:
+            message.output_token_ids.extend(first.token_ids)
+        if placement.prefill:
+            message.prefill_candidates.extend([x.address for x in placement.prefill])
+        if request.cache_salt:
+            message.cache_salt = request.cache_salt
+        if request.priority:
+            message.priority = request.priority
+        if request.account is not None and request.account.message is not None:
+            message.tenant.CopyFrom(request.account.message)
+        if (threshold := placement.remote_threshold) is not None:
+            message.remote_prefill_threshold = threshold
+        return message
+
+    def _sampling(self, group: Group) -> SamplingParams:
+        """Return the sampling parameters of a group: a sequence that goes on alone has its own seed."""
+        sampling = self._request.sampling
+        if len(group.sequences) < sampling.n:
+            sampling = sampling.replace(n=1, seed=sequence_seed(sampling.seed or 0, group.sequences[0].index))
+        if sampling.prompt_logprobs is not None and not self._wants_prompt_logprobs():
+            sampling = sampling.replace(prompt_logprobs=None)
+        return sampling
+
+    # --- what an attempt tells ---
+
+    def on_message(self, attempt: Attempt, message: Message) -> None:
+        """Take a message."""
+        group, placement = attempt.group, attempt.placement
+        group.full = None
+        if message.trace is not None:  # the first message, and the last
+            self._traces.update(attempt.number, message.trace)
+            placement.trace = message.trace
+            self._context.breakers.answered(placement.decode)
+        deltas = self._record(message, placement)
+        if deltas or not self._begun or not self._num_open:
+            self._emit(self._chunk(deltas, placement.decision, message))
+
+    def judge(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
+        """An attempt's call has ended: see whether its group may go on, if it has to.
+
+        Raises:
+            BatonError: It may not.
+        """
+        if attempt.group.has_open():
+            if failure is None:
+                failure = AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
+            self._note_failure(attempt, failure)
+
+    def on_left(self, attempt: Attempt) -> None:
+        """A group leaves its instance."""
+        self._attempts.discard(attempt)
+        self._context.breakers.ended(attempt.placement.decode, well=not attempt.group.has_open())
+
+    def go_on(self, group: Group) -> None:
+        """What a group held is given back, and it may go on."""
+        if len(group.sequences) > 1 and group.started and group.has_open():
+            for s in group.open:
+                self._go_on(Group([s], set(group.excluded), group.full, group.last, group.failures))
+        else:
+            self._go_on(group)
+
+    def _record(self, message: Message, placement: Placement) -> list[RoutedDelta]:
+        """Note what is about to be handed on; drops what came after a sequence's end."""
+        deltas = []
+        for delta in message.deltas:
+            sequence = self._sequences[delta.index]
+            if sequence.finished:
+                continue
+            sequence.token_ids.extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._close(sequence)
+            placement.grow(len(delta.token_ids))
+            deltas.append(delta)
+        if deltas:
+            placement.prefilled()
+        return deltas
+
+    def _exhausted(self, group: Group) -> RoutedChunk | None:
+        """End sequences that have all their tokens but broke off before they were told to have ended."""
+        limit = self._request.sampling.max_tokens
+        deltas = []
+        for s in group.sequences:
+            if limit is not None and len(s.token_ids) >= limit and not s.finished:
+                self._close(s)
+                deltas.append(RoutedDelta(s.index, [], finish_reason=FinishReason.LENGTH))
+        return self._chunk(deltas, None, None) if deltas else None
+
+    def _close(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        self._num_open -= 1
+
+    def _chunk(self, deltas: list[RoutedDelta], decision: Decision | None, message: Message | None) -> RoutedChunk:
+        first, self._begun = not self._begun, True
+        if first and self._ticket is not None:
+            self._context.admission.first_token(self._ticket)
+        return RoutedChunk(
+            deltas=deltas,
+            trace=self._traces.merged() if first or not self._num_open else None,
+            decision=decision if first else None,
+            prompt_logprobs=message.prompt_logprobs if message is not None and first else None,
+        )
+
+    def _emit(self, chunk: RoutedChunk) -> None:
+        if self._sink is not None:
+            self._sink.on_chunk(chunk)
+
+    # --- failures ---
+
+    def _note_failure(self, attempt: Attempt, failure: AttemptFailed) -> None:
+        """Decide whether the group may try again.
+
+        Raises:
+            BatonError: It may not.
+        """
+        group, instance, error = attempt.group, attempt.placement.decode, failure.error
+        if failure.final:
+            raise error
+        group.excluded.add(instance.identity)
+        if isinstance(error, QueueFullError):
+            group.full = error
+        else:
+            group.failures += 1
+            group.last = failure
+            self._context.breakers.failed(instance)
+        may_go_on = self._may_go_on(group, failure)
+        log.warning(
+            "request %s: %s failed (%s: %s), %s",
+            self._request.request_id,
+            instance.instance_id,
+            failure.reason,
+            error.message,
+            "going on elsewhere" if may_go_on else "giving up",
+        )
+        if not may_go_on:
+            raise error
+        metrics = self._context.metrics
+        if group.num_tokens > attempt.tokens_before:
+            self._traces.num_migrations += 1
+            metrics.migrations.labels(failure.reason).inc()
+        else:
+            metrics.retries.labels(failure.reason).inc()
+
+    def _may_go_on(self, group: Group, failure: AttemptFailed) -> bool:
+        """Whether a group that failed may be tried again; counts it against the budget where that applies."""
+        context = self._context
+        if group.failures > context.config.max_retries:
+            return False
+        if isinstance(failure.error, QueueFullError) and group.started:
+            return True  # a stream that has begun waits for room, with pauses
+        if failure.broken and group.failures == 1:
+            return True  # its load went away with the instance
+        return context.budget.take(failure.reason)
+
+
+class TraceMerge:
+    """One trace of a request that may have run on several instances.
+
+    What describes the request (path, prompt and cached tokens, TTFT) comes from the first attempt that answered; costs
+    are summed; ``decode_instance`` is the last one, ``pipe`` the first that was used.
+
+    Attributes:
+        router_queue_us: How long the request waited before the first attempt.
+    """
+
+    __slots__ = ("_latest", "_next", "num_migrations", "router_queue_us")
+
+    def __init__(self) -> None:
+        self._latest: dict[int, common_pb2.RequestTrace] = {}
+        self._next = self.num_migrations = self.router_queue_us = 0
+
+    def attempt(self) -> int:
+        """Return the key of a new attempt."""
+        self._next += 1
+        return self._next
+
+    def update(self, attempt: int, trace: common_pb2.RequestTrace) -> None:
+        """Take an attempt's trace; a later one replaces its earlier."""
+        self._latest[attempt] = trace
+
+    def attempts(self) -> list[common_pb2.RequestTrace]:
+        """Return the latest trace of each attempt that answered, in order."""
+        if len(self._latest) == 1:
+            return list(self._latest.values())
+        return [trace for _, trace in sorted(self._latest.items())]
+
+    def merged(self) -> common_pb2.RequestTrace:
+        """Return the request's trace as far as it is known."""
+        if len(self._latest) == 1:
+            (out,) = self._latest.values()
+        else:
+            out = self._sum()
+        out.num_migrations = self.num_migrations
+        out.router_queue_us = self.router_queue_us
+        return out
+
+    def _sum(self) -> common_pb2.RequestTrace:
+        out = common_pb2.RequestTrace()
+        for at, trace in enumerate(self.attempts()):
+            if at == 0:
+                out.CopyFrom(trace)
+                continue
+            for name in _SUMS:
+                setattr(out, name, getattr(out, name) + getattr(trace, name))
+            out.failed_prefills.extend(trace.failed_prefills)
+            out.decode_instance = trace.decode_instance
+            if not out.pipe and trace.pipe:
+                # The KV bytes summed above came over it.
+                out.pipe = trace.pipe
+        return out
