@@ -15,7 +15,7 @@ Whatever goes wrong is a :class:`baton.errors.BatonError`; the ones that a calle
     BatonError
     ├── InvalidRequestError     the request is wrong; ``.field`` says where (often found before anything is sent)
     ├── NotFoundError           no such model
-    ├── QueueFullError          everybody is full; ``.retry_after_s`` says when to come back
+    ├── QueueFullError          every instance is full; ``.retry_after_s`` says when to come back
     ├── UnavailableError        no router or no instance is there; was tried again ``retries`` times
     ├── DeadlineError           it took longer than ``timeout``
     ├── CancelledError          the server gave the request up
@@ -25,9 +25,9 @@ Whatever goes wrong is a :class:`baton.errors.BatonError`; the ones that a calle
 A call is repeated only if it failed with UNAVAILABLE and no token of it had come.
 """
 
-from baton.client.aio import AsyncClient, AsyncStream
+from baton.client.async_client import AsyncClient, AsyncStream
 from baton.client.request import Options, Prompt
-from baton.client.sync import Client, Stream
+from baton.client.sync_client import Client, Stream
 from baton.client.types import (
     Choice,
     Chunk,

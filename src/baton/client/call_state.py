@@ -1,4 +1,4 @@
-"""One call's state, free of I/O: its deadline, its retries, and what has arrived; both clients drive it."""
+"""What a client was connected with, and one call's state: its deadline, its retries, and what has arrived."""
 
 from __future__ import annotations
 
@@ -64,14 +64,7 @@ class Settings:
         """Goes with every call."""
         return () if self.token is None else ((HEADER, f"Bearer {self.token}"),)
 
-    def channel(self, address: str) -> grpc.Channel:
-        """Open a channel."""
-        if self.tls is None:
-            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        options = [*CHANNEL_OPTIONS, *self.tls.channel_options()]
-        return grpc.secure_channel(address, self.tls.channel_credentials(), options=options)
-
-    def aio_channel(self, address: str) -> grpc.aio.Channel:
+    def channel(self, address: str) -> grpc.aio.Channel:
         """Open a channel of the running loop."""
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -1,20 +1,25 @@
 """Direct mode: the router places a request and signs a ticket; the tokens come from the decode instance itself.
 
-What is here is free of I/O, and both clients drive it: the instance's messages become those that a router would have
-sent, and when the instance's stream breaks the rest is asked of the router, with prompt and tokens so far. A sequence
-depends on its seed and its own tokens alone, so the next token is the one that would have come.
+The instance's messages become those that a router would have sent, and when the instance's stream breaks the rest is
+asked of the router, with prompt and tokens so far. A sequence depends on its seed and its own tokens alone, so the next
+token is the one that would have come.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
+import grpc.aio
 
-from baton.api.v1 import common_pb2, router_pb2, worker_pb2
+from baton.api.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from baton.client.call_state import Settings
 from baton.errors import ConfigError, InternalError
 from baton.rpc.convert import finish_from_pb, finish_to_pb, logprob_from_pb, logprob_to_pb, sampling_from_pb
 from baton.seeds import sequence_seed
@@ -22,8 +27,9 @@ from baton.token_ids import unpack_ids
 from baton.tokenizer import SequenceText, StopStrings, TextModel
 from baton.types import FinishReason, TokenLogprob
 
-MAX_CHANNELS = 64
-NOTE_TIMEOUT_S = 5.0
+_MAX_CHANNELS = 64
+_NOTE_TIMEOUT_S = 5.0
+_CLOSE_S = 1.0
 _NOTE_EVERY_S = 5.0
 _MAX_GAPS = 4096
 """Times between messages that a notice tells of: more than come in its interval."""
@@ -40,11 +46,7 @@ _GO_ON = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
-
-
-def may_go_on(error: grpc.RpcError) -> bool:
-    """Whether another instance could do better than the one whose stream ended with this."""
-    return error.code() in _GO_ON
+"""Another instance could do better than the one whose stream ended with one of these."""
 
 
 def load_text_model(tokenizer: str, model_path: str) -> TextModel:
@@ -143,7 +145,7 @@ class DirectAnswer:
         """Return what the instance's message brings, as a router would have sent it.
 
         Raises:
-            InternalError: The instance names a sequence that nobody asked for.
+            InternalError: The instance names a sequence that was not asked for.
         """
         deltas = [
             _Delta(
@@ -273,7 +275,7 @@ class DirectAnswer:
         self._decision = None
         for delta in deltas:
             if delta.index >= len(self._sequences):
-                raise InternalError(f"{self.address} sent tokens of sequence {delta.index}, which nobody asked for")
+                raise InternalError(f"{self.address} sent tokens of sequence {delta.index}, which was not asked for")
             sequence = self._sequences[delta.index]
             if sequence.finished or sequence.text.ended:
                 continue
@@ -289,3 +291,139 @@ class DirectAnswer:
                 stop_reason=made.stop_reason if isinstance(made.stop_reason, str) else "",
             )
         return out
+
+
+class DirectLinks:
+    """What the direct calls of one client share: channels to decode instances, the tokenizer, notices on their way.
+
+    Args:
+        settings: The client's.
+        router: Stub of the router.
+        tokenizer: Directory of the tokenizer; empty: the one that the instance names.
+    """
+
+    def __init__(self, settings: Settings, router: Any, tokenizer: str) -> None:
+        self.router, self.metadata, self._settings = router, settings.metadata, settings
+        self._tokenizer = tokenizer
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._models: dict[str, TextModel] = {}
+        self._notes: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def decode(self, address: str) -> Any:
+        """Return the stub of a decode instance."""
+        channel = self._channels.pop(address, None)
+        if channel is None:
+            if len(self._channels) >= _MAX_CHANNELS:
+                # Calls that run on it keep it open until they end.
+                self._channels.pop(next(iter(self._channels)))
+            channel = self._settings.channel(address)
+        self._channels[address] = channel
+        return worker_pb2_grpc.WorkerServiceStub(channel)
+
+    async def model(self, path: str) -> TextModel:
+        """Return the text model."""
+        if path not in self._models:
+            self._models[path] = await asyncio.to_thread(load_text_model, self._tokenizer, path)
+        return self._models[path]
+
+    def note(self, request: router_pb2.NoteDirectRequest) -> None:
+        """Send a notice, and wait for nothing: what is lost, the router's lease makes good."""
+        if not self._loop.is_running():
+            return
+        task = self._loop.create_task(self._note(request))
+        self._notes.add(task)
+        task.add_done_callback(self._notes.discard)
+
+    async def _note(self, request: router_pb2.NoteDirectRequest) -> None:
+        try:
+            await self.router.NoteDirect(request, timeout=_NOTE_TIMEOUT_S, metadata=self.metadata)
+        except (grpc.RpcError, grpc.aio.UsageError):
+            return  # the lease ends it
+
+    async def close(self) -> None:
+        """Let notices arrive, and end the connections."""
+        if self._notes:
+            await asyncio.wait(self._notes, timeout=_CLOSE_S)
+        for task in self._notes:
+            task.cancel()
+        for channel in self._channels.values():
+            await channel.close(None)
+
+
+class DirectCall:
+    """Looks like a call of the router's ``Generate``, and has its tokens from the decode instance.
+
+    Args:
+        links: The client's.
+        request: What to generate.
+        timeout: Seconds for all of it.
+    """
+
+    def __init__(self, links: DirectLinks, request: router_pb2.RouterGenerateRequest, timeout: float) -> None:
+        self._links, self._request = links, request
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = self._loop.time() + timeout
+        self._inner: Any = None
+        self._answer: DirectAnswer | None = None
+        self._stopped = False
+        self._messages = self._run()
+
+    async def read(self) -> Any:
+        """Return the next message, or grpc's ``EOF``."""
+        return await anext(self._messages, grpc.aio.EOF)  # type: ignore[attr-defined]
+
+    def cancel(self) -> None:
+        """End the request."""
+        self._stopped = True
+        if self._inner is not None:
+            self._inner.cancel()
+        self._end()
+
+    async def _run(self) -> AsyncGenerator[router_pb2.RouterGenerateResponse, None]:
+        links = self._links
+        route = await self._open(links.router.Route, router_pb2.RouteRequest(direct=self._request))
+        answer = self._answer = DirectAnswer(self._request, route, await links.model(route.direct.model_path))
+        try:
+            async with aclosing(self._direct(answer)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._end()
+        if answer.ended:
+            return
+        if (exhausted := answer.exhausted()) is not None:
+            yield exhausted
+        for index, rest in answer.rest():
+            async for response in self._open(links.router.Generate, rest):
+                yield answer.take_rest(index, response)
+                if not answer.is_open(index):
+                    self._inner.cancel()
+                    break
+
+    async def _direct(self, answer: DirectAnswer) -> AsyncGenerator[router_pb2.RouterGenerateResponse, None]:
+        links = self._links
+        try:
+            async for response in self._open(links.decode(answer.address).Generate, answer.message):
+                yield answer.take(response)
+                if answer.runs_on:
+                    self._inner.cancel()
+                    return
+                if (note := answer.note()) is not None:
+                    links.note(note)
+        except grpc.RpcError as error:
+            if self._stopped or not (answer.ended or error.code() in _GO_ON):
+                raise
+        self._end(failed=not answer.ended)
+
+    def _end(self, *, failed: bool = False) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._links.note(answer.last_note(failed=failed))
+
+    def _open(self, method: Any, request: Any) -> Any:
+        left = max(0.001, self._ends_at - self._loop.time())
+        self._inner = method(request, timeout=left, metadata=self._links.metadata)
+        if self._stopped:
+            self._inner.cancel()
+        return self._inner

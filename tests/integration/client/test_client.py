@@ -385,3 +385,19 @@ async def test_bad_input_never_leaves(both: Both) -> None:
         with pytest.raises(InvalidRequestError):
             await client.call("generate", "hi", timeout=-1.0)
         assert servicer.calls == 0
+
+
+async def test_closing_ends_what_is_being_read() -> None:
+    async with router() as (servicer, address):
+        servicer.script = endless
+        client = AsyncClient(address)
+        stream = await client.generate("hi", stream=True)
+        await anext(stream)
+        await anext(stream)
+        reader = asyncio.create_task(anext(stream))
+        done, _ = await asyncio.wait([reader], timeout=0.05)
+        assert not done
+        await client.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await asyncio.wait_for(reader, WAIT_S)
+        await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)

@@ -1,8 +1,9 @@
-"""The asynchronous client: the synchronous one's twin on asyncio."""
+"""The asynchronous client, which the synchronous one drives too."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -13,7 +14,8 @@ import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.client.call_state import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
-from baton.client.direct_aio import AsyncDirectCall, AsyncDirectLinks
+from baton.client.direct import DirectCall, DirectLinks
+from baton.client.portal import CLOSED
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
     Chunk,
@@ -50,7 +52,7 @@ class AsyncClient:
     ) -> None:
         self._settings = Settings(address, token, timeout, retries, tls)
         self._is_direct, self._tokenizer = direct, tokenizer
-        self._direct: AsyncDirectLinks | None = None
+        self._direct: DirectLinks | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._closed = False
@@ -131,11 +133,11 @@ class AsyncClient:
         if not self._is_direct:
             return self._open("Generate", request)
 
-        def call(timeout: float) -> AsyncDirectCall:
+        def call(timeout: float) -> DirectCall:
             stub = self._connected()
             if self._direct is None:
-                self._direct = AsyncDirectLinks(self._settings, stub, self._tokenizer)
-            return AsyncDirectCall(self._direct, request, timeout)
+                self._direct = DirectLinks(self._settings, stub, self._tokenizer)
+            return DirectCall(self._direct, request, timeout)
 
         return call
 
@@ -147,9 +149,9 @@ class AsyncClient:
 
     def _connected(self) -> Any:
         if self._closed:
-            raise UnavailableError("this client is closed")
+            raise UnavailableError(CLOSED)
         if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
-            self._channel = self._settings.aio_channel(self._settings.address)
+            self._channel = self._settings.channel(self._settings.address)
             self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         return self._stub
 
@@ -160,6 +162,16 @@ class AsyncClient:
                 return await call(budget.remaining())
             except grpc.RpcError as error:
                 await asyncio.sleep(budget.after(error))
+            except asyncio.CancelledError:
+                if _task_is_cancelled():
+                    raise
+                raise UnavailableError(CLOSED) from None
+
+
+def _task_is_cancelled() -> bool:
+    """Whether this task was cancelled; grpc reports a call that was cancelled in the same way."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -167,10 +179,16 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     Leaving it before its end (``cancel``, the end of an ``async with`` block, cancelling the task that reads, dropping
     the last reference) cancels the request on the server.
+
+    Attributes:
+        reader: The task that reads it for a synchronous :class:`baton.client.Stream`.
     """
 
+    reader: asyncio.Task[None] | None = None
+
     def __init__(self, open_call: Callable[[float], Any], n: int, budget: Budget) -> None:
-        self._stopped = False
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
         self._done = False
         self._call: Any = None
         self._open_call, self._budget = open_call, budget
@@ -180,10 +198,40 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def __anext__(self) -> Chunk:
         while not self._pending:
-            if self._done or self._stopped:
+            chunks = await self.next_chunks()
+            if chunks is None:
                 raise StopAsyncIteration
-            await self._pull()
+            self._pending.extend(chunks)
         return self._pending.popleft()
+
+    async def next_chunks(self) -> list[Chunk] | None:
+        """Return what the next message brings, which may be nothing; ``None`` at the end.
+
+        Raises:
+            BatonError: See :meth:`baton.Client.generate`.
+        """
+        if self._done or self._stopped.is_set():
+            return None
+        try:
+            message = await self._call.read()
+        except asyncio.CancelledError:
+            if self._stopped.is_set() and not _task_is_cancelled():
+                return None
+            self.cancel()
+            if _task_is_cancelled():
+                raise
+            raise UnavailableError(CLOSED) from None
+        except grpc.RpcError as error:
+            if self._answer.started:
+                self._done = True
+                raise from_rpc_error(error) from error
+            await self._try_again(error)
+            return []
+        if message is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            return self._answer.feed(message)
+        self._done = True
+        self._answer.require_complete()
+        return None
 
     @property
     def request_id(self) -> str:
@@ -205,11 +253,15 @@ class AsyncStream(AsyncIterator[Chunk]):
         async with self:
             async for _ in self:
                 pass
+        return self.result()
+
+    def result(self) -> Generation:
+        """Return what has come so far."""
         return self._answer.result()
 
     def cancel(self) -> None:
         """End the request; the iteration stops."""
-        self._stopped = True
+        self._stopped.set()
         if self._call is not None and not self._done:
             self._call.cancel()
 
@@ -222,35 +274,17 @@ class AsyncStream(AsyncIterator[Chunk]):
         self.cancel()
 
     def __del__(self) -> None:
-        if not self._done:
-            self.cancel()
-
-    async def _pull(self) -> None:
-        try:
-            message = await self._call.read()
-        except asyncio.CancelledError:
-            # grpc reports a call that was cancelled here in the same way as a task that was.
-            task = asyncio.current_task()
-            if self._stopped and not (task and task.cancelling()):
-                return
-            self.cancel()
-            raise
-        except grpc.RpcError as error:
-            if self._answer.started:
-                self._done = True
-                raise from_rpc_error(error) from error
-            await self._try_again(error)
-            return
-        if message is not grpc.aio.EOF:  # type: ignore[attr-defined]
-            self._pending.extend(self._answer.feed(message))
-            return
-        self._done = True
-        self._answer.require_complete()
+        # Whatever thread drops the last reference, calls are cancelled in their loop.
+        if self._call is not None and not self._done and not self._stopped.is_set():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its calls are
+                self._loop.call_soon_threadsafe(self._call.cancel)
 
     async def _try_again(self, error: grpc.RpcError) -> None:
         try:
-            await asyncio.sleep(self._budget.after(error))
-            if not self._stopped:
+            delay = self._budget.after(error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), delay)
+            if not self._stopped.is_set():
                 self._call = self._open_call(self._budget.remaining())
         except BaseException:
             self._done = True

@@ -1,0 +1,167 @@
+"""The synchronous client's threads and streams, against a scripted router."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from tests.integration.client.test_client import STOP, WAIT_S, delta, endless, message, router
+
+from baton import Client
+from baton.client import Stream
+from baton.errors import UnavailableError
+
+
+def loops() -> int:
+    return sum(thread.name == "baton client" for thread in threading.enumerate())
+
+
+async def echo(request: Any) -> AsyncIterator[Any]:
+    for at, word in enumerate(request.text.split()):
+        yield message(delta(word, at))
+    yield message(delta(".", 99, end=STOP))
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> list[BaseException]:
+    """Run ``work`` in threads to the end and return what they raised."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+async def test_many_threads_share_a_client() -> None:
+    async with router() as (servicer, address):
+        servicer.script = echo
+
+        def work(number: int) -> None:
+            for turn in range(5):
+                words = f"thread {number} turn {turn}"
+                assert client.generate(words).text == words.replace(" ", "") + "."
+                with client.generate(words, stream=True) as stream:
+                    assert "".join(chunk.text for chunk in stream) == words.replace(" ", "") + "."
+
+        with Client(address) as client:
+            assert await asyncio.to_thread(in_threads, 12, work) == []
+            assert loops() == 1
+        assert loops() == 0
+
+
+async def test_closing_the_client_ends_streams_that_are_read() -> None:
+    async with router() as (servicer, address):
+        servicer.script = endless
+        client = Client(address)
+        reading = threading.Barrier(4)
+
+        def read(_: int) -> None:
+            with client.generate("hi", stream=True) as stream:
+                next(stream)
+                reading.wait(WAIT_S)
+                for _ in stream:
+                    pass
+
+        reader = asyncio.create_task(asyncio.to_thread(in_threads, 3, read))
+        await asyncio.to_thread(reading.wait, WAIT_S)
+        await asyncio.to_thread(client.close)
+        errors = await asyncio.wait_for(reader, WAIT_S)
+        assert [(type(error), str(error)) for error in errors] == [(UnavailableError, "this client is closed")] * 3
+        await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
+        assert loops() == 0
+        with pytest.raises(UnavailableError, match="closed"):
+            client.generate("hi")
+
+
+async def test_closing_the_client_ends_a_stream_that_is_not_read() -> None:
+    async with router() as (servicer, address):
+        servicer.script = endless
+        client = Client(address)
+        stream = await asyncio.to_thread(client.generate, "hi", stream=True)
+        assert await asyncio.to_thread(next, stream) is not None
+        await asyncio.to_thread(client.close)
+        await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
+        with pytest.raises(UnavailableError, match="closed"):
+            await asyncio.to_thread(list, stream)
+        assert await asyncio.to_thread(list, stream) == []
+
+
+async def test_an_abandoned_iterator_is_cancelled_and_the_client_goes_on() -> None:
+    async with router() as (servicer, address):
+        servicer.script = endless
+
+        def leave() -> None:
+            for _ in client.generate("hi", stream=True):
+                break
+            gc.collect()
+
+        with Client(address) as client:
+            await asyncio.to_thread(leave)
+            await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
+            servicer.script = echo
+            assert (await asyncio.to_thread(client.generate, "a b")).text == "ab."
+
+
+async def test_a_stream_keeps_its_client() -> None:
+    async with router() as (servicer, address):
+        servicer.script = echo
+
+        def use() -> str:
+            return "".join(chunk.text for chunk in Client(address).generate("a b c", stream=True))
+
+        assert await asyncio.to_thread(use) == "abc."
+        gc.collect()
+        assert loops() == 0
+
+
+async def test_a_cancelled_stream_ends_at_once_whatever_was_read_ahead() -> None:
+    sent = asyncio.Event()
+
+    async def ahead(request: Any) -> AsyncIterator[Any]:
+        for at in range(100):
+            yield message(delta("a", at))
+        sent.set()
+        await asyncio.Event().wait()
+
+    async with router() as (servicer, address):
+        servicer.script = ahead
+        with Client(address) as client:
+            stream: Stream = await asyncio.to_thread(client.generate, "hi", stream=True)
+            await asyncio.to_thread(next, stream)
+            await asyncio.wait_for(sent.wait(), WAIT_S)
+            stream.cancel()
+            assert await asyncio.to_thread(list, stream) == []
+            await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
+
+
+async def test_a_wait_between_tries_is_cut_short_by_cancelling() -> None:
+    refused = asyncio.Event()
+
+    async def later(request: Any) -> AsyncIterator[Any]:
+        refused.set()
+        raise UnavailableError("no instance", retry_after_s=3600.0)
+        yield
+
+    async with router() as (servicer, address):
+        servicer.script = later
+        with Client(address, timeout=36000.0) as client:
+            stream = await asyncio.to_thread(client.generate, "hi", stream=True)
+            reader = asyncio.create_task(asyncio.to_thread(list, stream))
+            await asyncio.wait_for(refused.wait(), WAIT_S)
+            done, _ = await asyncio.wait([reader], timeout=0.1)
+            assert not done
+            stream.cancel()
+            assert await asyncio.wait_for(reader, WAIT_S) == []
