@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -55,6 +56,7 @@ class AsyncClient:
         self._direct: DirectLinks | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
         self._closed = False
 
     @overload
@@ -94,6 +96,7 @@ class AsyncClient:
         """
         request = build_generate(prompt, model, options)
         answer = AsyncStream(self._open_generate(request), request.sampling.n, self._settings.budget(timeout))
+        self._streams.add(answer)
         return answer if stream else await answer.collect()
 
     async def route(
@@ -116,6 +119,8 @@ class AsyncClient:
     async def close(self) -> None:
         """End every call and the connection."""
         self._closed = True
+        for stream in list(self._streams):
+            stream.abort()
         if self._direct is not None:
             await self._direct.close()
         if self._channel is not None:
@@ -262,6 +267,10 @@ class AsyncStream(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """End the request; the iteration stops."""
         self._stopped.set()
+        self.abort()
+
+    def abort(self) -> None:
+        """End the request because the client is closed, as who reads is told."""
         if self._call is not None and not self._done:
             self._call.cancel()
 

@@ -41,6 +41,7 @@ class Trace:
     local_reason: str = ""
     num_migrations: int = 0
     router_queue_us: int = 0
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)
