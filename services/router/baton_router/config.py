@@ -7,9 +7,9 @@ import random
 import re
 from dataclasses import dataclass
 
+from baton.config.access import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.config.flags import option
 from baton.config.stores import DISCOVER
-from baton.config.tls import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.errors import ConfigError
 from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
 from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.config.access import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.config.flags import option
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
-from baton.config.tls import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.errors import ConfigError
 
 
