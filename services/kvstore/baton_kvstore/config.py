@@ -8,7 +8,82 @@ from baton.config.access import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_K
 from baton.config.flags import option
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
-from baton_kvstore.tiers.config import TierConfig
+
+_MIN_DISK_BYTES = 1 << 20
+_WRITE = ("evicted", "all")
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """Memory and what is behind it. Times in seconds, sizes in bytes."""
+
+    capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
+    eviction: str = option("lru", "which blocks leave memory first", choices=("lru", "s3fifo"))
+    memory_full: float = option(
+        0.75, "share of --capacity-bytes above which the blocks unused for longest are written to the tier behind"
+    )
+    memory_spare: float = option(0.25, "share of --capacity-bytes kept free or evictable then")
+    disk_path: str = option("", "directory, of its own, for blocks that memory has no room for; default: none")
+    disk_bytes: int = option(16 << 30, "size of the files in --disk-path, all together")
+    disk_write: str = option("evicted", "blocks that go to disk", choices=_WRITE)
+    disk_sync_s: float = option(1.0, "longest time after which a block written to disk survives a loss of power")
+    disk_checkpoint_s: float = option(30.0, "time between two copies of the index, which make a start fast")
+    disk_segment_bytes: int = option(256 << 20, "size of one file")
+    disk_readers: int = option(4, "threads that read from disk")
+    disk_direct: bool = option(True, "read and write around the page cache where block size and file system allow it")
+    redis_url: str = option(
+        "", "Redis for blocks that faster tiers have no room for, redis://host:port/0; default: none"
+    )
+    redis_cluster: bool = option(False, "--redis-url names a node of a cluster")
+    redis_prefix: str = option("baton:kv", "what keys begin with; stores that share blocks have the same")
+    redis_write: str = option("evicted", "blocks that go to Redis", choices=_WRITE)
+    redis_ttl_s: float = option(86400.0, "life of a block in Redis since it was written; 0: no end")
+    redis_bytes: int = option(
+        0, "memory of Redis above which this store deletes the coldest blocks it knows of; 0: maxmemory bounds Redis"
+    )
+    redis_timeout_s: float = option(1.0, "longest wait for Redis to connect or to say something")
+    object_url: str = option(
+        "", "object store for blocks that no other tier has room for, as fsspec names it; default: none"
+    )
+    object_write: str = option("evicted", "blocks that go to the object store", choices=_WRITE)
+    object_timeout_s: float = option(20.0, "longest time of one batch of requests to the object store")
+    object_requests: int = option(32, "requests to the object store side by side")
+    known_blocks: int = option(
+        262144, "blocks of Redis, and as many of the object store, that this store knows of without asking"
+    )
+    lookup_timeout_s: float = option(
+        0.25, "longest time that Get and Contains wait to learn of blocks that other stores wrote"
+    )
+    lookup_again_s: float = option(1.0, "time after which a block looked for in vain may be looked for again")
+    raise_after: int = option(2, "reads from a slower tier that bring a block back to the first one; 0: none do")
+
+    @property
+    def has_back_tiers(self) -> bool:
+        """Whether there is anything behind memory."""
+        return bool(self.disk_path or self.redis_url or self.object_url)
+
+    def check_tiers(self) -> None:
+        """Raise :class:`ConfigError` if a value cannot work."""
+        for name in ("capacity_bytes", "disk_readers", "object_requests", "known_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
+        for name in ("disk_bytes", "disk_segment_bytes"):
+            if getattr(self, name) < _MIN_DISK_BYTES:
+                raise ConfigError(f"{name} must be at least {_MIN_DISK_BYTES}, got {getattr(self, name)}", field=name)
+        for name in ("redis_bytes", "redis_ttl_s", "raise_after"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}", field=name)
+        for name in ("disk_sync_s", "disk_checkpoint_s", "lookup_again_s"):
+            if not 0.0 <= getattr(self, name) <= 3600.0:
+                raise ConfigError(f"{name} must be in [0, 3600], got {getattr(self, name)}", field=name)
+        for name in ("redis_timeout_s", "object_timeout_s", "lookup_timeout_s"):
+            if not 0.0 < getattr(self, name) <= 3600.0:
+                raise ConfigError(f"{name} must be above 0 and at most 3600, got {getattr(self, name)}", field=name)
+        for name in ("memory_full", "memory_spare"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}", field=name)
+        if self.redis_url and not self.redis_prefix:
+            raise ConfigError("redis_prefix must not be empty", field="redis_prefix")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import logging
 import time
 
 from baton.errors import ConfigError
+from baton_kvstore.config import TierConfig
 from baton_kvstore.tiers.chain import Chain, Link
-from baton_kvstore.tiers.config import TierConfig
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES
