@@ -32,7 +32,7 @@ from baton.kv_transfer.blocks import (
     ServerOptions,
     TcpOptions,
 )
-from baton.kv_transfer.blocks.cast_reads import MAX_AREAS, Staging
+from baton.kv_transfer.blocks.staging import MAX_AREAS, Staging
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.types import InstanceId
 

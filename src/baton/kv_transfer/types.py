@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvalidRequestError
-from baton.kv_cache.arena import Arena
+from baton.kv_cache.arena import Arena, Spans
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.reshard import Segments
 from baton.types import Epoch, InstanceId
@@ -165,6 +165,21 @@ def _whole(block_bytes: int) -> Segments:
     segments = np.array([[0, 0, block_bytes]], dtype=np.int64)
     segments.flags.writeable = False
     return segments
+
+
+def block_spans(ids: Ids, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Spans:
+    """Return the same parts of several blocks, block by block.
+
+    Args:
+        ids: The blocks, [n].
+        starts: First byte of each part within a block, [m].
+        sizes: Bytes of each, [m].
+
+    Returns:
+        int64 [n * m, 3], as an arena's copies take them.
+    """
+    parts = np.column_stack((starts, sizes))
+    return np.column_stack((np.repeat(ids, len(parts)), np.tile(parts, (len(ids), 1))))
 
 
 def current(arena: Arena, reads: BlockReads) -> Valid:

@@ -25,10 +25,10 @@ from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.reshard import ReshardPlan
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.cast_reads import CastReads, Staging
 from baton.kv_transfer.blocks.links import Link, LinkCache, LinkOptions, PipeDialer
 from baton.kv_transfer.blocks.plan import Part, SequenceBlocks, followed_parts, parts_of
 from baton.kv_transfer.blocks.server import check_shards
+from baton.kv_transfer.blocks.staging import StagedReader, Staging
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, ReadPipe
 from baton.kv_transfer.pipes.registry import resolve_kinds
 from baton.kv_transfer.protocol.deadline import Flag, Wait
@@ -71,7 +71,8 @@ class BlockFetcher:
         check_shards(fingerprint, self._shards)
         self._fingerprint = fingerprint
         self._plan: tuple[Fingerprint, _Way] | None = None  # of the latest source; most are alike
-        self._staging = Staging()
+        self._staging, self._device_staging = Staging(), Staging()
+        self._mapped = all(arena.mapped for arena in self._shards.arenas)
         self._links = LinkCache(PipeDialer(wanted, options), idle_s=options.idle_s)
         self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
         self._closing = threading.Event()
@@ -211,8 +212,8 @@ class BlockFetcher:
         known = self._plan
         if known is None or (known[0] is not source and known[0] != source):
             plan, mine = self._fingerprint.plan_from(source), self._fingerprint
-            casts = CastReads(source, mine, self._staging) if source.kv_dtype != mine.kv_dtype else None
-            known = self._plan = source, _Way(plan, casts)
+            reader = StagedReader(source, mine, self._staging, self._device_staging)
+            known = self._plan = source, _Way(plan, reader, direct=self._mapped and not reader.casts)
         return known[1]
 
     def _read(self, source: BlockSource, way: _Way, blocks: SequenceBlocks, wait: Wait) -> tuple[Link, _Came]:
@@ -239,8 +240,8 @@ class BlockFetcher:
         if blocks.ready is None:
             self._copy_parts(pipe, way, parts_of(plan, blocks), came, wait)
             return came
-        # What is converted is read group by group: a read that followed all layers would need room for all at once.
-        if way.casts is None and isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
+        # What is staged is read group by group: a read that followed all layers would need room for all at once.
+        if way.direct and isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
             self._follow(pipe, plan, blocks, blocks.ready, came, wait)
             return came
         layers = _Layers(pipe, blocks.ready, self._group_of(pipe, len(blocks)), len(self._fingerprint.layer_shapes))
@@ -271,22 +272,23 @@ class BlockFetcher:
 
     def _copy_parts(self, pipe: ReadPipe, way: _Way, parts: Iterable[Part], came: _Came, wait: Wait) -> None:
         for part in parts:
-            target = self._shards.arenas[part.target].blocks
-            if way.casts is None:
-                valid = pipe.read(part.reads, target, wait)
+            target = self._shards.arenas[part.target]
+            if way.direct:
+                valid = pipe.read(part.reads, target.blocks, wait)
             else:
-                cast = way.casts.read(pipe, part.reads, target, wait)
+                cast = way.reader.read(pipe, part.reads, target, wait)
                 valid = cast.valid
                 came.lose(part.blocks[cast.out_of_range])
-            came.take(part, valid, target.shape[1])
+            came.take(part, valid, target.block_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Way:
-    """How one source's blocks become this instance's; ``casts``: they are of another dtype."""
+    """How one source's blocks become this instance's; ``direct``: pipes read into the arenas as they are."""
 
     plan: ReshardPlan
-    casts: CastReads | None
+    reader: StagedReader
+    direct: bool
 
 
 @dataclass(eq=False, slots=True)

@@ -97,7 +97,12 @@ class BlockServer:
         self._servers: list[PipeServer] = []
         self.endpoints: list[Endpoint] = []
         check_shards(fingerprint, self._shards)
-        pipe_options = PipeOptions(token, memory=self._options.memory, tls=self._options.tls)
+        pipe_options = PipeOptions(
+            token,
+            memory=self._options.memory,
+            tls=self._options.tls,
+            host_memory=all(arena.mapped for arena in self._shards.arenas),
+        )
         names = resolve_kinds(kinds, pipe_options)
         try:
             for name in names:

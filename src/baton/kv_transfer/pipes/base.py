@@ -178,11 +178,16 @@ class PipeKind(ABC):
     Args:
         options: What both ends may need.
 
+    Attributes:
+        name: As ``--pipes`` and endpoints say it.
+        serves_host_memory_only: Whether it can serve no arena in device memory.
+
     Raises:
         ConfigError: An option that the kind needs is missing.
     """
 
     name: ClassVar[str]
+    serves_host_memory_only: ClassVar[bool] = False
 
     def __init__(self, options: PipeOptions) -> None:
         self.options = options

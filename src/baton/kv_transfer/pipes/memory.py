@@ -5,69 +5,105 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
+import numpy as np
+
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.copy.block_copy import BlockReader
+from baton.kv_transfer.copy.block_copy import BlockReader, fence
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
-from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeServer
+from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeServer, ReadPipe
 from baton.kv_transfer.pipes.options import MemoryNetwork, PipeOptions, Served
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.handshake import Facts
-from baton.kv_transfer.types import BlockReads, Bytes, Valid
+from baton.kv_transfer.types import BlockReads, Bytes, Valid, block_spans, current
 
 
-class MemoryReadPipe(CastingReadPipe):
-    """Copies out of an arena of the same process."""
+class MemoryReadPipe(ReadPipe):
+    """Copies out of an arena of the same process that the host cannot address.
+
+    Attributes:
+        shards: The source's arenas.
+    """
 
     kind: ClassVar[str] = "memory"
     group_bytes: ClassVar[int] = 0
 
     def __init__(self, network: MemoryNetwork, address: str, facts: Facts) -> None:
-        theirs, shards = network.find(address)
+        theirs, self.shards = network.find(address)
         facts.require(json.loads(json.dumps(theirs.to_fields())), who="source")
         self._network, self._address = network, address
-        self._readers = [BlockReader(arena.blocks, shards.primary.generations) for arena in shards.arenas]
+        self._closed = False
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Copy blocks; see :meth:`ReadPipe.read`."""
-        readers = self._readers
-        if not readers:
-            raise PipeClosedError("the pipe was closed")
-        self._network.find(self._address)
-        valid = readers[reads.source_shard].read(local, reads, wait)
-        self._network.find(self._address)
+        """Copy blocks, each by way of a buffer; see :meth:`ReadPipe.read`."""
+        self.check_open()
+        arena, segments = self.shards.arenas[reads.source_shard], reads.segments_of(local.shape[1])
+        valid = current(self.shards.primary, reads)
+        buffer = np.empty(int(segments[:, 2].sum()), np.uint8)
+        for at in np.flatnonzero(valid).tolist():
+            wait.check("copying blocks")
+            arena.read_into(buffer, block_spans(reads.remote_ids[at : at + 1], segments[:, 0], segments[:, 2]))
+            row, begin = local[reads.local_ids[at]], 0
+            for _, target, size in segments.tolist():
+                row[target : target + size] = buffer[begin : begin + size]
+                begin += size
+        fence()
+        valid &= current(self.shards.primary, reads)
+        self.check_open()
         return valid
-
-    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
-        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
-        if not self._readers:
-            raise PipeClosedError("the pipe was closed")
-        _, shards = self._network.find(self._address)
-        remote = shards.arenas[reads.source_shard].blocks
-        cast = caster.read(local, remote, shards.primary.generations, reads, wait)
-        self._network.find(self._address)
-        return cast
 
     def wait_ready(self, value: int, wait: Wait) -> int:
         """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
         while True:
-            _, shards = self._network.find(self._address)
-            if (now := shards.primary.progress.wait(value, TICK_S)) >= value:
+            self.check_open()
+            if (now := self.shards.primary.progress.wait(value, TICK_S)) >= value:
                 return now
             wait.check("waiting for the computation")
 
     def alive(self) -> bool:
         """Whether the arena is still published."""
-        if not self._readers:
-            return False
         try:
-            self._network.find(self._address)
+            self.check_open()
         except PipeClosedError:
             return False
         return True
 
     def close(self) -> None:
         """Close."""
-        self._readers = []
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Refuse to go on with a pipe that was closed, or a source that is gone.
+
+        Raises:
+            PipeClosedError: It is one of both.
+        """
+        if self._closed:
+            raise PipeClosedError("the pipe was closed")
+        self._network.find(self._address)
+
+
+class MappedMemoryReadPipe(MemoryReadPipe, CastingReadPipe):
+    """Copies out of an arena of the same process."""
+
+    def __init__(self, network: MemoryNetwork, address: str, facts: Facts) -> None:
+        super().__init__(network, address, facts)
+        generations = self.shards.primary.generations
+        self._readers = [BlockReader(arena.blocks, generations) for arena in self.shards.arenas]
+
+    def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+        """Copy blocks; see :meth:`ReadPipe.read`."""
+        self.check_open()
+        valid = self._readers[reads.source_shard].read(local, reads, wait)
+        self.check_open()
+        return valid
+
+    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
+        self.check_open()
+        remote = self.shards.arenas[reads.source_shard].blocks
+        cast = caster.read(local, remote, self.shards.primary.generations, reads, wait)
+        self.check_open()
+        return cast
 
 
 class MemoryServer(PipeServer):
@@ -94,7 +130,10 @@ class MemoryKind(PipeKind):
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> MemoryReadPipe:
         """Open a pipe; see :meth:`PipeKind.connect`."""
-        return MemoryReadPipe(self._network(), address, facts)
+        network = self._network()
+        if all(arena.mapped for arena in network.find(address)[1].arenas):
+            return MappedMemoryReadPipe(network, address, facts)
+        return MemoryReadPipe(network, address, facts)
 
     def listen(self, served: Served) -> MemoryServer:
         """Begin to serve; see :meth:`PipeKind.listen`."""

@@ -297,6 +297,7 @@ class NixlKind(PipeKind):
     """Pipes through NIXL."""
 
     name: ClassVar[str] = "nixl"
+    serves_host_memory_only: ClassVar[bool] = True
 
     def __init__(self, options: PipeOptions) -> None:
         super().__init__(options)

@@ -70,12 +70,14 @@ class PipeOptions:
         tcp: How a reader uses TCP connections; gloo heeds ``checksums``.
         memory: Network of the ``memory`` kind.
         tls: Certificates, if KV is to be encrypted on its way.
+        host_memory: Whether the host addresses what is served.
     """
 
     token: str | None = None
     tcp: TcpOptions = field(default_factory=TcpOptions)
     memory: MemoryNetwork | None = None
     tls: Tls | None = None
+    host_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from baton.kv_transfer.protocol.read_wire import (
     tail_bytes,
 )
 from baton.kv_transfer.protocol.sockets import Buffer, Stream
-from baton.kv_transfer.types import BlockReads, current
+from baton.kv_transfer.types import BlockReads, block_spans, current
 
 _UNDER_WAY_BYTES = 1 << 20
 _LEAST_UNDER_WAY_BYTES = 64 << 10
@@ -47,6 +47,8 @@ _FOLLOWED_AT_ONCE = 4
 _SHORT_TICK_S, _SHORT_TICKS = 1e-3, 64
 """Pause between two calls while a computation is waited for, so many times; afterwards a tick, which keeps a slow
 medium's buffers full."""
+_STAGED_BYTES = 8 << 20
+"""Most bytes of several blocks that are copied at once out of memory that the host cannot address."""
 _UNPACED = b"reno"
 """Congestion control that every Linux has and lets everybody choose."""
 
@@ -173,6 +175,8 @@ def send_blocks(
     answer = _Answer(stream, shards, reads, limits, checksums=checksums)
     if send is not None:
         answer.send_other(send)
+    elif not shards.arenas[reads.source_shard].mapped:
+        answer.send_staged()
     elif not stream.encrypted:
         answer.send_spans()
     else:
@@ -188,8 +192,8 @@ class _Answer:
     ) -> None:
         self._stream, self._shards, self._reads, self._limits = stream, shards, reads, limits
         self._checksums = checksums
-        self._blocks = shards.arenas[reads.source_shard].blocks
-        block_bytes = self._blocks.shape[1]
+        self._arena = shards.arenas[reads.source_shard]
+        block_bytes = self._arena.block_bytes
         self._ready, self._steps = zip(*reads.segments_by_step(block_bytes), strict=True)
         self._before = current(shards.primary, reads)
         self._ids = reads.remote_ids[self._before]
@@ -208,7 +212,7 @@ class _Answer:
         ends = np.cumsum(sizes).astype(np.int64) * count
         send_spans(
             self._stream,
-            source_spans(self._blocks, self._ids, self._steps),
+            source_spans(self._arena.blocks, self._ids, self._steps),
             self._patience(),
             hasher,
             stall_s=self._limits.frame_s,
@@ -221,18 +225,37 @@ class _Answer:
         self._stream.send_all(self._head, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
         for ready, segments in zip(self._ready, self._steps, strict=True):
             self._await(ready)
-            views = source_views(self._blocks, self._ids, segments)
+            views = source_views(self._arena.blocks, self._ids, segments)
             self._stream.send_all(views, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
+
+    def send_staged(self) -> None:
+        """Send head and blocks of an arena that the host cannot address, by way of a buffer."""
+        self._stream.send_all(self._head, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
+        sums: list[Checksums] = [np.empty(0, np.uint64)]
+        for ready, segments in zip(self._ready, self._steps, strict=True):
+            self._await(ready)
+            each = int(segments[:, 2].sum())
+            batch = max(1, _STAGED_BYTES // each)
+            buffer = np.empty((min(batch, len(self._ids)), each), np.uint8)
+            for at in range(0, len(self._ids), batch):
+                ids = self._ids[at : at + batch]
+                data = buffer[: len(ids)]
+                self._arena.read_into(data.reshape(-1), block_spans(ids, segments[:, 0], segments[:, 2]))
+                if self._checksums:
+                    sums.append(checksums_of(data, np.arange(len(ids)), np.zeros(1, np.int64), np.array([each])))
+                whole = data.reshape(-1).data
+                self._stream.send_all([whole], self._patience(), "sending blocks", stall_s=self._limits.frame_s)
+        self._sums = np.concatenate(sums) if self._checksums else None
 
     def send_other(self, send: SendData) -> None:
         """Send head and blocks another way; there is one step."""
-        send(self._head, source_views(self._blocks, self._ids, self._steps[0]), self._patience())
+        send(self._head, source_views(self._arena.blocks, self._ids, self._steps[0]), self._patience())
 
     def end(self) -> None:
         """Send the tail."""
         if self._checksums and self._sums is None:
             self._sums = np.concatenate(
-                [checksums_of(self._blocks, self._ids, each[:, 0], each[:, 2]) for each in self._steps]
+                [checksums_of(self._arena.blocks, self._ids, each[:, 0], each[:, 2]) for each in self._steps]
             )
         # The kernel has its own copy of every byte now, so a generation that still holds held for all of them.
         fence()

@@ -33,10 +33,14 @@ def load_kind(name: str) -> type[PipeKind]:
 
 def obstacle(name: str, options: PipeOptions | None = None) -> str:
     """Say why a kind of pipe cannot work in this process, and what to install; empty: it can."""
+    given = options or PipeOptions()
     try:
-        return load_kind(name).obstacle(options or PipeOptions())
+        kind = load_kind(name)
     except ConfigError as error:
         return error.message
+    if kind.serves_host_memory_only and not given.host_memory:
+        return f"the {name} pipe serves host memory only, and the blocks are in device memory"
+    return kind.obstacle(given)
 
 
 def resolve_kinds(kinds: Sequence[str] | str, options: PipeOptions | None = None) -> tuple[str, ...]:

@@ -148,6 +148,7 @@ class ShmKind(PipeKind):
     """Pipes over shared memory."""
 
     name: ClassVar[str] = "shm"
+    serves_host_memory_only: ClassVar[bool] = True
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> ShmReadPipe:
         """Open a pipe; see :meth:`PipeKind.connect`."""

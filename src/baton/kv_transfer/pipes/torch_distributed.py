@@ -329,6 +329,7 @@ class GlooKind(PipeKind):
     """Pipes over torch.distributed's gloo."""
 
     name: ClassVar[str] = "gloo"
+    serves_host_memory_only: ClassVar[bool] = True
 
     @classmethod
     def obstacle(cls, options: PipeOptions) -> str:
