@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 import time
@@ -13,128 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.kv_shapes import pool_of
+from tests.support.kv_pair import DTYPES, LAYERS, RESHARDED, TOKENS, Pair, Shape
 from tests.support.transport_faults import Proxy
-from tests.support.transport_rig import KINDS, in_thread, soon, tls_of
+from tests.support.transport_rig import KINDS, in_thread, soon
 
 from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
-from baton.kv_cache.arena import HostArena
-from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
-from baton.kv_transfer.blocks import (
-    BlockFetcher,
-    BlockServer,
-    FetchResult,
-    LinkOptions,
-    MemoryNetwork,
-    SequenceBlocks,
-    ServerOptions,
-    TcpOptions,
-)
+from baton.kv_cache.layout import LayerShape
 from baton.kv_transfer.blocks.staging import MAX_AREAS, Staging
 from baton.kv_transfer.protocol.deadline import Wait
-from baton.types import InstanceId
 
-LAYERS = (LayerShape(4, 6, 4), LayerShape(2, 8, 8), LayerShape(4, 6, 4))
-DTYPES = ("float32", "bfloat16", "float16")
 PAIRS = [(a, b) for a in DTYPES for b in DTYPES if a != b]
-TOKENS = 192
-Shape = tuple[int, int, int]
-"""TP, PP, block size."""
-RESHARDED: tuple[Shape, Shape] = ((2, 1, 16), (1, 2, 32))
-
-
-def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """The numbers as unsigned integers, which numpy has for all dtypes."""
-    if tensor.dtype is torch.float32:
-        return tensor.view(torch.int32).numpy().view(np.uint32)
-    return tensor.view(torch.int16).numpy().view(np.uint16)
-
-
-def whole_kv(layers: tuple[LayerShape, ...], dtype: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer K and V [heads, tokens, dim] of a dtype, within every dtype's range."""
-    torch.manual_seed(len(layers))
-    return [
-        (torch.randn(x.kv_heads, TOKENS, x.k_dim).to(kind), torch.randn(x.kv_heads, TOKENS, x.v_dim).to(kind) * 100)
-        for x in layers
-        for kind in (getattr(torch, dtype),)
-    ]
-
-
-class Side:
-    """An instance's arenas, and what they hold once everything is there."""
-
-    def __init__(
-        self, shape: Shape, dtype: str, kv: list[tuple[torch.Tensor, torch.Tensor]], layers: tuple[LayerShape, ...]
-    ) -> None:
-        tp, pp, self.size = shape
-        whole = KVLayout(layers, self.size, dtype)
-        base = Fingerprint.of(model="m", model_digest="d", rope="r", layout=whole)
-        self.print = dataclasses.replace(base, tp_size=tp, pp_size=pp)
-        geometry, specs = KVGeometry(layers, dtype), shard_specs(tp, pp)
-        self.blocks = TOKENS // self.size
-        self.shards = KVShards(
-            [HostArena(self.blocks, shard_layout(geometry, spec, self.size).block_bytes) for spec in specs]
-        )
-        kind = getattr(torch, dtype)
-        arrays = [(bits_of(k.to(kind)), bits_of(v.to(kind))) for k, v in kv]
-        self.pools = [pool_of(geometry, spec, self.size, arrays) for spec in specs]
-
-    def fill(self) -> None:
-        for arena, pool in zip(self.shards.arenas, self.pools, strict=True):
-            arena.blocks[:] = pool
-        self.shards.primary.generations[:] = np.arange(self.blocks) + 5
-
-
-class Pair:
-    """A source with its blocks, and a target of another dtype that takes them."""
-
-    def __init__(
-        self,
-        kind: str,
-        streams: int = 1,
-        shapes: tuple[Shape, Shape] = RESHARDED,
-        dtypes: tuple[str, str] = ("float32", "bfloat16"),
-        layers: tuple[LayerShape, ...] = LAYERS,
-    ) -> None:
-        kv = whole_kv(layers, dtypes[0])
-        self.layers = layers
-        self.source, self.target = (Side(x, y, kv, layers) for x, y in zip(shapes, dtypes, strict=True))
-        self.source.fill()
-        network = MemoryNetwork()
-        options = ServerOptions(memory=network, tls=tls_of(kind))
-        self.server = BlockServer(
-            self.source.shards, self.source.print, InstanceId("p"), kinds=(kind,), options=options
-        )
-        self._links = LinkOptions(tcp=TcpOptions(streams, share_bytes=1), memory=network, tls=tls_of(kind))
-        self.fetcher = self.open_fetcher(kind, kv_cast=True)
-
-    def open_fetcher(self, kind: str, *, kv_cast: bool) -> BlockFetcher:
-        mine = dataclasses.replace(self.target.print, kv_cast=kv_cast)
-        return BlockFetcher(self.target.shards, mine, kinds=(kind,), links=self._links)
-
-    def blocks(self, *, held: int = 0, ready: int | None = None) -> SequenceBlocks:
-        ids = np.arange(self.source.blocks)
-        writable = np.arange(self.target.blocks) >= held
-        offered = (ids, self.source.shards.primary.generations[ids], ids)
-        return SequenceBlocks.of(offered, np.arange(self.target.blocks), writable, ready)
-
-    def fetch(self, *, held: int = 0, ready: int | None = None) -> FetchResult:
-        blocks = self.blocks(held=held, ready=ready)
-        return self.fetcher.fetch_sequence(self.server.source, blocks, deadline=soon())
-
-    def right(self, first: int = 0, end: int | None = None) -> bool:
-        return all(
-            np.array_equal(arena.blocks[first:end], pool[first:end])
-            for arena, pool in zip(self.target.shards.arenas, self.target.pools, strict=True)
-        )
-
-    def close(self) -> None:
-        self.fetcher.close()
-        self.server.close()
-        self.source.shards.close()
-        self.target.shards.close()
 
 
 @pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")

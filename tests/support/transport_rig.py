@@ -107,7 +107,9 @@ KINDS: list[Any] = [
     ("tls", 3),
     ("nixl", 1),
     ("gloo", 1),
+    ("file", 1),
 ]
+"""Kinds of pipe and connections; ``file`` is that of another package (:mod:`tests.support.file_pipe`)."""
 
 
 @functools.cache
