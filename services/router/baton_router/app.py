@@ -15,7 +15,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2_grpc
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import is_loopback, read_token, require_safe_bind
 from baton.rpc.server import GrpcServer
 from baton.rpc.ticket import read_ticket_key
@@ -36,7 +36,6 @@ from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
-from baton_router.processor.preload import Preload
 from baton_router.registry.discovery.sources import discoveries
 from baton_router.registry.registry import Registry
 from baton_router.registry.waiters import Waiters
@@ -48,10 +47,13 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-"""How long a connection may idle between two requests. Clients and load balancers keep theirs for 5 to 60 s; whoever
-closes first should be the client, for a server's closing can cross with the next request."""
+"""How long a connection may idle between two requests. Clients and load balancers keep theirs for 5 to 60 s; the client
+should be the one that closes: a server's closing can cross with the next request."""
 _CUT_OFF_S = 1.0
 """How long requests that were cut off may take to tell their clients."""
+_PRELOAD_LOOK_S = 60.0
+_PRELOAD_PATIENCE_S = 10.0
+"""How long the router is not ready for want of a tokenizer: one may have to come from afar, and token ids need none."""
 
 
 class RouterApp:
@@ -91,7 +93,7 @@ class RouterApp:
         self.replica = Replica(config, self.registry, capacity, self.metrics) if config.redis else None
         self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)
-        self._preload = Preload(self._tokenizers, self.registry)
+        self._preload = _TokenizerPreload(self._tokenizers, self.registry)
         self.pipeline = InputProcessor(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics), decisions)
         self.tickets = TicketDesk(read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics)
         self._token = token
@@ -208,6 +210,46 @@ def _accounts(config: RouterConfig) -> FileAccounts | RedisAccounts | None:
     if not config.api_keys:
         return None
     return FileAccounts(config.api_keys, config.tenant_secret_file, shared=bool(config.redis))
+
+
+class _TokenizerPreload:
+    """Loads the served model's tokenizer, once, as soon as an instance says which model that is: no request waits.
+
+    Args:
+        tokenizers: Where it is kept.
+        registry: The instances.
+    """
+
+    def __init__(self, tokenizers: TextModelCache, registry: Registry) -> None:
+        self._tokenizers, self._registry = tokenizers, registry
+        self._task: asyncio.Task[None] | None = None
+        self.over = False
+        """Whether it is loaded, cannot be, or takes too long to be waited for."""
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._run(), name="preload of the tokenizer")
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while not self._registry.ready(Role.DECODE):
+            await self._registry.wait_changed(_PRELOAD_LOOK_S)
+        late = asyncio.get_running_loop().call_later(_PRELOAD_PATIENCE_S, self._give_up)
+        try:
+            await self._tokenizers.get(self._registry.model_info().path)
+        except BatonError as error:
+            log.warning("prompts can only be token ids as it is: %s", error)
+        finally:
+            late.cancel()
+            self.over = True
+
+    def _give_up(self) -> None:
+        self.over = True
 
 
 class _HttpConfig(uvicorn.Config):

@@ -53,9 +53,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         config = from_flags(RouterConfig, args)
         set_up_logging(config.log_level, "router")
-        logging.getLogger("uvicorn").setLevel(
-            logging.ERROR
-        )  # what clients send wrong is no warning to whoever runs this
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # wrong requests of clients are no warnings for operators
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(config))
     except ConfigError as error:

@@ -26,7 +26,7 @@ class Account:
         max_in_flight: Requests that may run or wait at once; 0: any number.
         requests_per_minute: 0: any number.
         tokens_per_minute: Prompt tokens and expected output tokens; 0: any number.
-        admin: Whether it may see everybody's requests.
+        admin: Whether it may see all tenants' requests.
         salt_key: Key of its salts.
     """
 
@@ -86,8 +86,8 @@ class RoutedRequest(msgspec.Struct):
     """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated.
 
     Attributes:
-        ttft_ms: The first token is wanted within so many milliseconds of the arrival; ``None``: nobody said.
-        itl_ms: Most milliseconds wanted between two tokens; ``None``: nobody said.
+        ttft_ms: The first token is wanted within so many milliseconds of the arrival; ``None``: at any time.
+        itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
         tenant: With whom it shares its part of the cluster.
         account: Whose API key it showed, if it had to.
         arrived: When it came, by ``time.perf_counter()``; 0: just now.

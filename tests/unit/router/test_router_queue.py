@@ -17,11 +17,9 @@ from baton.errors import ConfigError
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Accounts, Tenants
 from baton_router.accounts.file_source import entries_of_tenants
-from baton_router.admission.drain import DrainRate
-from baton_router.admission.fairness import QUANTUM
+from baton_router.admission.estimates import DrainRate
 from baton_router.admission.metrics import AdmissionMetrics
-from baton_router.admission.queue import FairQueue
-from baton_router.admission.waiting import Waiting
+from baton_router.admission.queue import QUANTUM, FairQueue, Waiting
 from baton_router.config import RouterConfig
 from baton_router.types import RoutedRequest
 

@@ -57,9 +57,9 @@ class Accounts:
         self._known = {digest: accounts[entry.tenant.id] for digest, entry in entries.items()}
 
     def identify(self, header: str) -> Account | None:
-        """Return whose key an ``authorization`` header shows; ``None``: nobody's.
+        """Return whose key an ``authorization`` header shows; ``None``: no known key's.
 
-        What the time of the look-up could tell is about a digest, of which nobody can work back to a key.
+        What the time of the look-up could tell is about a digest, from which a key cannot be worked out.
         """
         scheme, _, key = header.partition(" ")
         if scheme.lower() != "bearer":
@@ -112,14 +112,14 @@ class FileAccounts:
         self.accounts = Accounts(entries, secret)
 
     async def start(self) -> None:
-        """Nothing is left to be done."""
+        """Do nothing: the file was read when this was made."""
 
     async def renew(self) -> None:
         """See :meth:`refresh`."""
         self.refresh()
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
     def refresh(self) -> bool:
         """Read the file again if it changed; a broken one is reported and changes nothing. Blocks for a moment."""
@@ -186,7 +186,7 @@ def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
         max_in_flight=entry.max_in_flight,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
-        admin=entry.admin or alone,  # with nobody else there is nothing to hide
+        admin=entry.admin or alone,  # a tenant that is alone has nothing to be kept from
         salt_key=key,
         message=tenant_to_pb(entry.tenant),
         own_salt=salt_of(key, ""),

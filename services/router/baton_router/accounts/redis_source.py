@@ -74,7 +74,7 @@ class RedisAccounts:
             self._away = False
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         await self._redis.aclose()
 
     async def _read(self) -> bytes | None:

@@ -21,20 +21,18 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
-from baton_router.admission.drain import DrainRate
-from baton_router.admission.estimates import Estimates, Outlook
+from baton_router.admission.estimates import DrainRate, Estimates, Outlook
 from baton_router.admission.limits import TenantLimits
 from baton_router.admission.metrics import AdmissionMetrics
-from baton_router.admission.queue import FairQueue
+from baton_router.admission.queue import FairQueue, Waiting
 from baton_router.admission.room import Room
-from baton_router.admission.waiting import Waiting
 from baton_router.types import Account, RoutedRequest
 
 _TICK_S = 0.01
-"""How often the queue looks for room that nobody told it of: reports of instances, instances that come back."""
+"""How often the queue looks for room that it is not told of: reports of instances, instances that come back."""
 _MAX_RETRY_S = 300.0
 _NEVER_RETRY_S = 60.0
-"""After which slow speeds are forgotten, and a request that nobody could serve is tried again."""
+"""After which slow speeds are forgotten, and a request that no instance could serve in time is worth another try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,7 @@ class Admission:
         if not len(self.queue) and request.ttft_ms is None and request.itl_ms is None:
             tokens = len(request.prompt_token_ids)
             if self._room.take(request.sampling.n, tokens) or not self._room.num_decodes:
-                self.metrics.at_once += 1
+                self.metrics.at_once.inc()
                 return self._let_in(request, tokens + self._estimates.output_tokens(request))
         return None
 
@@ -202,7 +200,7 @@ class Admission:
         self._check_start(item, outlook, waits=waits)
         if not waits:
             self._room.take(request.sampling.n, item.tokens)
-            self.metrics.at_once += 1
+            self.metrics.at_once.inc()
             return self._let_in(request, item.cost)
         return await self._wait(item)
 
@@ -305,7 +303,7 @@ class Admission:
         raise self._count(SloError(message, field="ttft_ms", retry_after_s=after), "ttft")
 
     def _count(self, error: BatonError, reason: str) -> BatonError:
-        self.metrics.refusals.labels(reason=reason).inc()
+        self.metrics.refusals.labels(reason).inc()
         return error
 
     def _refuse(self, item: Waiting, error: BatonError, reason: str) -> None:
@@ -327,7 +325,7 @@ class Admission:
             self._pump()
 
     def _pump(self) -> None:
-        """Refuse who is late, and let in whoever is next while there is room."""
+        """Refuse requests that are late, and let the next ones in while there is room."""
         now, room = self._now(), self._room
         for item in self.queue.take_late(now):
             self._end(item, self._too_late(item, now), "expired")
@@ -343,12 +341,12 @@ class Admission:
             item.granted = True
             item.future.set_result(None)
         if len(self.queue) and not room.num_decodes:
-            self._nobody_there(now)
+            self._no_instance(now)
         else:
             self._none_since = None
         self._check_empty()
 
-    def _nobody_there(self, now: float) -> None:
+    def _no_instance(self, now: float) -> None:
         """No decode instance is ready: what waits waits on for a while."""
         if self._none_since is None:
             self._none_since = now

@@ -14,7 +14,7 @@ from baton_router.types import Account
 
 _MINUTE_S = 60.0
 _BUSY_S = 1.0
-"""After which a tenant with too many requests at once may try again: nobody knows when one of them ends."""
+"""After which a tenant with too many requests at once may try again: when one of them ends is not known."""
 
 
 @dataclass(slots=True)

@@ -1,16 +1,16 @@
-"""What the queue counts. Its length is read at each scrape; requests that start at once cost an addition."""
+"""What the queue counts. Its length is read at each scrape."""
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+import collections
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton_router.admission.queue import FairQueue
-from baton_router.admission.waiting import Waiting
+from baton_router.admission.queue import FairQueue, Waiting
+from baton_router.metrics.fast_metrics import Counter, GaugeFunction, Histogram
 
 _WAIT_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0)
 _MAX_TENANTS = 50
@@ -33,31 +33,25 @@ class AdmissionMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry, queue: FairQueue, rate: Callable[[], float]) -> None:
-        self._queue, self._rate = queue, rate
-        self.at_once = 0
-        name = "baton_router_queue_"
-        self.wait = Histogram(
-            name + "wait_seconds", "Waits of requests that waited", ["priority"], buckets=_WAIT_S, registry=registry
-        )
-        self.tenant_wait = Counter(
-            name + "tenant_wait_seconds", "Time that tenants' requests waited", ["tenant"], registry=registry
-        )
-        self.tenant_started = Counter(
-            name + "tenant_started", "Requests that waited and started", ["tenant"], registry=registry
-        )
-        self.refusals = Counter(
-            "baton_router_admission_refusals", "Requests refused early, by reason", ["reason"], registry=registry
-        )
-        self.cancelled = Counter(name + "cancelled", "Requests whose client left while they waited", registry=registry)
+        r, name = registry, "baton_router_queue_"
+        self._queue = queue
+        self.at_once = Counter("baton_router_admitted_at_once", "Requests that did not wait", [], r).labels()
+        self.wait = Histogram(name + "wait_seconds", "Waits of requests that waited", ["priority"], r, buckets=_WAIT_S)
+        self.tenant_wait = Counter(name + "tenant_wait_seconds", "Time that tenants' requests waited", ["tenant"], r)
+        self.tenant_started = Counter(name + "tenant_started", "Requests that waited and started", ["tenant"], r)
+        self.refusals = Counter("baton_router_admission_refusals", "Requests refused early, by reason", ["reason"], r)
+        self.cancelled = Counter(name + "cancelled", "Requests whose client left while they waited", [], r)
+        GaugeFunction(name + "tokens", "Prompt tokens that wait", r, lambda: queue.tokens)
+        GaugeFunction(name + "drain_tokens_per_second", "Tokens that leave the queue", r, rate)
         self._names: set[str] = set()
-        registry.register(self)
+        r.register(self)
 
     def started(self, item: Waiting, waited_s: float) -> None:
         """Count a request that waited and starts now."""
         tenant = self.tenant_label(item.request.tenant)
-        self.wait.labels(priority=class_of(item.request.priority)).observe(waited_s)
-        self.tenant_wait.labels(tenant=tenant).inc(waited_s)
-        self.tenant_started.labels(tenant=tenant).inc()
+        self.wait.labels(class_of(item.request.priority)).observe(waited_s)
+        self.tenant_wait.labels(tenant).inc(waited_s)
+        self.tenant_started.labels(tenant).inc()
 
     def tenant_label(self, tenant: str) -> str:
         """Return a tenant's name in the metrics: bounded, for clients can make up tenants."""
@@ -75,23 +69,14 @@ class AdmissionMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield what waits now."""
         length = GaugeMetricFamily("baton_router_queue_requests", "Requests that wait", labels=["priority"])
-        classes = Tally(class_of(item.request.priority) for item in self._queue)
+        classes = collections.Counter(class_of(item.request.priority) for item in self._queue)
         for name in CLASSES:
             length.add_metric([name], classes[name])
         yield length
         by_tenant = GaugeMetricFamily("baton_router_queue_tenant_requests", "Requests that wait", labels=["tenant"])
-        tenants = Tally[str]()
+        tenants = collections.Counter[str]()
         for tenant, held in self._queue.tenants().items():
             tenants[self.tenant_label(tenant)] += held.requests
         for name, requests in tenants.items():
             by_tenant.add_metric([name], requests)
         yield by_tenant
-        tokens = GaugeMetricFamily("baton_router_queue_tokens", "Prompt tokens that wait")
-        tokens.add_metric([], self._queue.tokens)
-        yield tokens
-        rate = GaugeMetricFamily("baton_router_queue_drain_tokens_per_second", "Tokens that leave the queue")
-        rate.add_metric([], self._rate())
-        yield rate
-        at_once = CounterMetricFamily("baton_router_admitted_at_once", "Requests that did not wait")
-        at_once.add_metric([], self.at_once)
-        yield at_once

@@ -2,17 +2,177 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton_router.admission.fairness import RoundRobin
-from baton_router.admission.waiting import Waiting
+from baton.errors import BatonError
+from baton_router.types import RoutedRequest
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One request that waits.
+
+    Attributes:
+        request: What waits.
+        number: Rises with every request: order of arrival.
+        arrived: When it came.
+        deadline: When its first token is due; infinite: it has none.
+        start_by: When it must start at the latest; afterwards it is refused.
+        cost: What it counts in the queue's fairness: prompt tokens that no instance holds, and output tokens expected.
+        future: Ends the wait: with ``None`` it may start, with an error it may not.
+        queued: Whether it is in the queue.
+        granted: Whether it was told to start.
+    """
+
+    request: RoutedRequest
+    number: int
+    arrived: float
+    deadline: float
+    start_by: float
+    cost: float
+    future: asyncio.Future[BatonError | None]
+    queued: bool = False
+    granted: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that it keeps in memory."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Its place among those of its tenant: by deadline, then by arrival."""
+        return self.deadline, self.number
+
+
+QUANTUM = 512.0
+"""Tokens per turn of a tenant of weight 1."""
+
+
+class TenantLine:
+    """One tenant's requests of one priority, by deadline and then by arrival."""
+
+    __slots__ = ("cost", "deficit", "items", "quantum")
+
+    def __init__(self, weight: float) -> None:
+        self.items: list[Waiting] = []
+        self.deficit = 0.0
+        self.cost = 0.0
+        self.quantum = QUANTUM * weight
+
+    def add(self, item: Waiting) -> None:
+        """Take a request in."""
+        insort(self.items, item, key=_order)
+        self.cost += item.cost
+
+    def remove(self, item: Waiting) -> None:
+        """Take a request out."""
+        del self.items[bisect_left(self.items, item.order, key=_order)]
+        self.cost = self.cost - item.cost if self.items else 0.0
+
+    def cost_before(self, order: tuple[float, int]) -> float:
+        """Return the cost of those that go before a place."""
+        return sum(item.cost for item in self.items[: bisect_left(self.items, order, key=_order)])
+
+
+class RoundRobin:
+    """The tenants of one priority, by deficit round robin: each has its share of tokens, whatever the others send.
+
+    Tenants take turns. A turn adds ``QUANTUM`` times its weight to the tenant's deficit, and requests leave as long as
+    it covers their cost. So between any two tenants of one weight that both have work all the time, what left differs
+    by at most a quantum and two of the largest requests (Shreedhar and Varghese, 1995), however many each queues.
+    """
+
+    __slots__ = ("_fresh", "_lines")
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, TenantLine] = OrderedDict()
+        self._fresh = True
+        """Whether the first in line has not had its quantum yet in this turn."""
+
+    def __len__(self) -> int:
+        """Tenants that have work."""
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[tuple[str, TenantLine]]:
+        """Go through the tenants, in order of their turns."""
+        return iter(self._lines.items())
+
+    @property
+    def cost(self) -> float:
+        """Everything that waits here."""
+        return sum(line.cost for line in self._lines.values())
+
+    def add(self, item: Waiting) -> None:
+        """Take a request in; a tenant that had none goes last."""
+        line = self._lines.get(item.request.tenant)
+        if line is None:
+            account = item.request.account
+            line = self._lines[item.request.tenant] = TenantLine(1.0 if account is None else account.weight)
+        line.add(item)
+
+    def remove(self, item: Waiting) -> None:
+        """Take a request out."""
+        tenant = item.request.tenant
+        line = self._lines[tenant]
+        line.remove(item)
+        if not line.items:
+            self._drop(tenant)
+
+    def take(self) -> Waiting:
+        """Take out the request that is next; there must be one."""
+        turns = 0
+        while True:
+            tenant, line = next(iter(self._lines.items()))
+            if self._fresh:
+                line.deficit += line.quantum
+                self._fresh = False
+            item = line.items[0]
+            if item.cost <= line.deficit:
+                line.deficit -= item.cost
+                self.remove(item)
+                return item
+            self._lines.move_to_end(tenant)
+            self._fresh = True
+            turns += 1
+            if turns == len(self._lines):
+                self._skip_rounds()
+                turns = 0
+
+    def cost_ahead(self, tenant: str, order: tuple[float, int], cost: float) -> float:
+        """Return about how much leaves before a request that is not in here: its tenant's own, and others' turns."""
+        line = self._lines.get(tenant)
+        own = line.cost_before(order) if line is not None else 0.0
+        quantum = line.quantum if line is not None else QUANTUM
+        turns = (own + cost) / quantum
+        return own + sum(min(x.cost, turns * x.quantum) for name, x in self._lines.items() if name != tenant)
+
+    def _skip_rounds(self) -> None:
+        """No deficit was enough in a whole round: go at once through all rounds but the last that are so."""
+        missing = min((line.items[0].cost - line.deficit) / line.quantum for line in self._lines.values())
+        rounds = max(0, math.ceil(missing) - 1)
+        for line in self._lines.values():
+            line.deficit += rounds * line.quantum
+
+    def _drop(self, tenant: str) -> None:
+        """Forget a tenant without work, deficit and all: it could save up turns otherwise."""
+        if next(iter(self._lines)) == tenant:
+            self._fresh = True
+        del self._lines[tenant]
+
+
+def _order(item: Waiting) -> tuple[float, int]:
+    return item.order
 
 
 @dataclass(slots=True)
 class Held:
-    """What somebody has in the queue."""
+    """What one tenant, or all of them, have in the queue."""
 
     requests: int = 0
     tokens: int = 0
@@ -84,7 +244,7 @@ class FairQueue:
         return requests + 1 > self._max_requests or (requests > 0 and held + tokens > self._max_tokens)
 
     def victim(self, tenant: str, priority: int) -> Waiting | None:
-        """Return who should go so that a newcomer fits; ``None``: nobody has less right to be here.
+        """Return who should go so that a newcomer fits; ``None``: all have as much right to be here.
 
         That is the last request of the lowest class, if that is below the newcomer's, or of the tenant that has most in
         the newcomer's class, if that is more than the newcomer's tenant has.
@@ -116,7 +276,7 @@ class FairQueue:
         self._tenants.setdefault(item.request.tenant, Held()).add(item, 1)
 
     def remove(self, item: Waiting) -> None:
-        """Take a request out, whoever's turn it is."""
+        """Take a request out, out of turn."""
         self._classes[item.request.priority].remove(item)
         self._forget(item)
 

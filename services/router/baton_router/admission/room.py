@@ -2,8 +2,8 @@
 
 A decode instance has room up to its slots, unless it says that requests wait there already (it is out of KV blocks, or
 others send it work). Prompts have room up to a second of work per prefill instance, or per decode instance where there
-is no prefill instance; as long as nobody knows how much that is, without bound. So the workers' own queues are short,
-but never empty while somebody waits here.
+is no prefill instance; as long as that is not known, without bound. So the workers' own queues are short, but never
+empty while requests wait here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUEUE_MS = 1000.0
 _LEAST_TOKENS = 4096.0
 """Two of the steps that an engine makes by default: less could leave it idle between two of them."""
 _SLACK = 8
-"""A decode instance gets an eighth more than it can batch, so that somebody is there when a sequence ends."""
+"""A decode instance gets an eighth more than it can batch, so that another is there when a sequence ends."""
 
 
 class Ready(Protocol):

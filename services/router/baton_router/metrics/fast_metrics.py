@@ -1,7 +1,7 @@
 """Counters, gauges and histograms for one event loop, under the names and with the text of Prometheus' own.
 
 The client library's take a lock and several calls each, two to three microseconds; a request has some forty of them.
-These are plain additions, read when somebody scrapes.
+These are plain additions, read when the metrics are scraped.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class GenerationClock:
         self._metrics.generated_tokens.inc(count)
 
     def told(self, first_token_s: float | None, gaps_s: Iterable[float], generated: int) -> None:
-        """Take what somebody else, who sees the tokens, has measured.
+        """Take what a client that has the tokens from an instance itself has measured.
 
         Args:
             first_token_s: Seconds from the request's arrival to its first token, if there is one; the first is taken.
@@ -110,7 +110,7 @@ class GenerationClock:
 
 
 def cached_tokens(trace: common_pb2.RequestTrace | None) -> int:
-    """Return how many prompt tokens nobody had to compute for this request.
+    """Return how many prompt tokens did not have to be computed for this request.
 
     From the decode instance's own cache, from the prefill instance's cache where it did the prefill, or from the store.
     """

@@ -293,7 +293,7 @@ def _stops(request: TextRequest) -> StopStrings | None:
 
 
 def _session(request: TextRequest) -> str:
-    """Return the name of a request's conversation: nobody's leads to where another tenant's of the same name goes."""
+    """Return the name of a request's conversation, apart from other tenants' of the same name."""
     if not request.session or request.account is None:
         return request.session
     return f"{request.account.name}/{request.session}"

@@ -81,7 +81,7 @@ class OutputProcessor:
             self._decisions.answered(self._record, trace)
         self._clock.tokens(text.deltas)
         if answer.ended_by_strings:
-            self._leave("done")  # before anybody gets to see it: the instances are free at once
+            self._leave("done")  # before it is handed on: the instances are free at once
             self._sink.on_chunk(text)
             self._sink.on_end(None)
         else:
@@ -115,7 +115,7 @@ class OutputProcessor:
 
     def _leave(self, outcome: str) -> None:
         self._ended = True
-        running, self._running = self._running, None  # no circle is left that a collector would have to find
+        running, self._running = self._running, None  # no reference cycle: all of it is freed at once
         if running is not None:
             running.cancel()
         self._clock.end(outcome)

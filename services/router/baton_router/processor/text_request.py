@@ -49,7 +49,7 @@ class TextRequest(msgspec.Struct):
             has its special tokens already.
         include_stop: Whether the stop string or token that ended a sequence belongs to its text.
         cache_salt: Separates the prefix caches of tenants.
-        session: Whose conversation it belongs to; empty: nobody's.
+        session: Whose conversation it belongs to; empty: it has none.
         priority: Lower runs first.
         ttft_ms: The first token is wanted within so many milliseconds; ``None``: whenever.
         itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
@@ -124,7 +124,7 @@ class TextChunk(msgspec.Struct):
         trace: With the first chunk and with the last one.
         decision: With the first chunk.
         prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
-        cached_tokens: With the trace: how many prompt tokens nobody had to compute.
+        cached_tokens: With the trace: how many prompt tokens did not have to be computed.
     """
 
     deltas: list[TextDelta]

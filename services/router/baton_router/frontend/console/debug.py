@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, shown
-from baton_router.frontend.console.console import ConsoleFiles
-from baton_router.frontend.console.console_data import ConsoleData
+from baton_router.frontend.console.console import ConsoleData, ConsoleFiles
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.flows import Flows
 from baton_router.frontend.console.window_stats import WindowStats
@@ -167,17 +166,17 @@ def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> 
 
 
 def require_admin(request: Request) -> None:
-    """Check that a request may see what everybody does.
+    """Check that a request may see what all tenants do.
 
     Raises:
-        PermissionDeniedError: It showed the API key of somebody who is no administrator.
+        PermissionDeniedError: It showed an API key that is not an administrator's.
     """
     if _only(request) is not None:
         raise PermissionDeniedError("this shows what all tenants do: it wants an administrator's API key")
 
 
 def _only(request: Request) -> str | None:
-    """Return whose requests alone may be shown; ``None``: everybody's."""
+    """Return whose requests alone may be shown; ``None``: all."""
     account = account_of(request.scope)
     return None if account is None or account.admin else account.name
 

@@ -74,7 +74,7 @@ def _prefill(record: DecisionRecord, trace: common_pb2.RequestTrace) -> str | No
 
 
 def _match_rate(record: DecisionRecord, trace: common_pb2.RequestTrace) -> float | None:
-    """KV match rate of whoever computed the prompt, or was chosen for it, at the first placement."""
+    """KV match rate of the instance that computed the prompt, or was chosen for it, at the first placement."""
     if not record.placements:
         return None
     decision = record.placements[0][1]

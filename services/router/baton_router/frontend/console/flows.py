@@ -14,7 +14,7 @@ _MAX_FLOWS = 4096
 
 
 _Way = tuple[common_pb2.PrefillPath.ValueType, str, str, str]
-"""A flow as a trace has it, cheap to count; it becomes a :class:`Flow` when somebody looks."""
+"""A flow as a trace has it, cheap to count; it becomes a :class:`Flow` when the console asks."""
 
 
 @dataclass(frozen=True, slots=True)

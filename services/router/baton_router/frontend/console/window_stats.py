@@ -1,8 +1,8 @@
 """Rates and percentiles of the last minute, read off the router's own counters and histograms.
 
-A sample of them is taken at most once a second, when a request ends or somebody looks; what the window shows is the
-difference of two samples. So a request costs one comparison of clocks, and whoever opens the console sees the minute
-before.
+A sample of them is taken at most once a second, when a request ends or the console asks; what the window shows is the
+difference of two samples. So a request costs one comparison of clocks, and a console that is just opened shows the
+minute before.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ class HttpOptions:
     """Options of the HTTP front.
 
     Attributes:
-        accounts: Whose keys a client must show as ``Authorization: Bearer``; ``None``: anybody may call.
+        accounts: Whose keys a client must show as ``Authorization: Bearer``; ``None``: no key is wanted.
         strict_fields: Refuse requests with fields that have no effect, instead of naming these in a header.
         max_body_bytes: Longest request body.
         max_prompts: Prompts in one completion request.

@@ -1,7 +1,7 @@
 """Fields of requests that Baton has no use for: harmless, refused, or named to the client.
 
 Every field falls into one of four classes. *Supported* ones are in ``schemas``. *Harmless* ones have no effect on the
-answer by their definition, whoever serves the request. *Refused* ones would change the answer and cannot be done: only
+answer by their definition. *Refused* ones would change the answer and cannot be done: only
 values that mean "as if absent" pass. Anything else is *ignored* and named in the ``x-baton-ignored-fields`` header, or
 refused where the router is told to be strict.
 """
