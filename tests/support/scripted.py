@@ -15,7 +15,7 @@ from baton.types import FinishReason, InstanceId, Role, SamplingParams, TokenLog
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.policies import Ratings, Scores, Side
-from baton_router.scheduler.policies.choice import Choice
+from baton_router.scheduler.policy import Choice
 from baton_router.types import ModelInfo, RoutedRequest
 
 TINY = Path(__file__).parents[2] / "models" / "baton-tiny"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from dataclasses import dataclass
 
@@ -11,10 +10,6 @@ from baton.config.access import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NA
 from baton.config.flags import option
 from baton.config.stores import DISCOVER
 from baton.errors import ConfigError
-from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
-from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
-from baton_router.scheduler.policies.registry import parse_options, parse_tier_weights
-from baton_router.scheduler.speeds import Speeds
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
@@ -36,7 +31,8 @@ class RouterConfig:
     )
     model: str = option("", "directory with the tokenizer; default: the model path that the instances report")
     policy: str = option(
-        MatchMinusLoad.name, f"placement policy: {', '.join(POLICIES)}, or one that a package registered"
+        "match_minus_load",
+        "placement policy, such as cost_ms or session; an unknown name is answered with the list of all",
     )
     beta: float = option(0.5, "weight of relative load against KV match rate")
     temperature: float = option(0.0, "softmax temperature of match_minus_load's choice; 0: the best score wins")
@@ -149,8 +145,6 @@ class RouterConfig:
             raise ConfigError("a store is named twice in --kvstore", field="kvstore")
         if DISCOVER in self.kvstore and not self.redis:
             raise ConfigError("--kvstore discover needs --redis", field="redis")
-        make_policy(self.policy, self.policy_context(Speeds()))
-        parse_tier_weights(self.tier_weights)
         for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
             _at_least(self, name, 1)
         _at_least(self, "probe_failures", 1)
@@ -176,21 +170,6 @@ class RouterConfig:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
         for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"):
             _at_least(self, name, 0)
-
-    def policy_context(self, speeds: Speeds) -> PolicyContext:
-        """Return what the policy is given.
-
-        Raises:
-            ConfigError: ``policy_options`` cannot be read.
-        """
-        return PolicyContext(
-            beta=self.beta,
-            temperature=self.temperature,
-            session_overload=self.session_overload,
-            rng=random.Random(self.policy_seed),
-            speeds=speeds,
-            options=parse_options(self.policy_options),
-        )
 
 
 def in_cluster_api() -> str:

@@ -24,7 +24,7 @@ from baton_router.frontend.openai.unsupported_params import HARMLESS, ONLY_DEFAU
 from baton_router.processor.text_request import TextChunk
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.policies import Ratings, Scores, Side
-from baton_router.scheduler.policies.choice import Choice
+from baton_router.scheduler.policy import Choice
 
 
 def test_no_field_is_both_supported_and_refused() -> None:

@@ -21,8 +21,7 @@ from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.policies import make_policy
-from baton_router.scheduler.policies.base import Ratings, Request, Scores, Side
-from baton_router.scheduler.policies.choice import choose, prefill_order
+from baton_router.scheduler.policy import Ratings, Request, Scores, Side, choose, prefill_order
 
 UUID = "0" * 32
 

@@ -24,14 +24,14 @@ from baton_router.dispatch.chunk_queue import ChunkQueue
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.request import TraceMerge
 from baton_router.registry.leases import Leases
-from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, InstanceLoad, LoadReservation
+from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, LoadTracker
 
 # --- load ---
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 100)), max_size=60))
 def test_holds_always_add_up(steps: list[tuple[int, int]]) -> None:
-    book, holds = InstanceLoad(Role.DECODE), list[LoadReservation]()
+    book, holds = LoadTracker(Role.DECODE), list[LoadReservation]()
     for kind, value in steps:
         if kind <= 1 or not holds:
             holds.append(LoadReservation(book, value, 1 + kind))
@@ -48,7 +48,7 @@ def test_holds_always_add_up(steps: list[tuple[int, int]]) -> None:
 
 
 def test_only_the_work_of_others_is_taken_from_reports() -> None:
-    book = InstanceLoad(Role.DECODE)
+    book = LoadTracker(Role.DECODE)
     hold = LoadReservation(book, 160)
     book.observe(common_pb2.LoadReport(num_running=1, blocks_active=12), 16)
     assert book.foreign == 0, "one request runs there and it is ours, whatever the rounding of blocks says"
@@ -61,7 +61,7 @@ def test_only_the_work_of_others_is_taken_from_reports() -> None:
 
 
 def test_prefill_load_is_what_is_not_computed_yet() -> None:
-    book = InstanceLoad(Role.PREFILL)
+    book = LoadTracker(Role.PREFILL)
     book.observe(common_pb2.LoadReport(num_waiting=1, waiting_prompt_tokens=700, blocks_active=1000), 16)
     assert book.work == 700 + REQUEST_OVERHEAD_TOKENS
 
@@ -252,6 +252,8 @@ def test_flags() -> None:
         ({"prefill": ("a:1",), "decode": ("a:1",)}, "decode"),
         ({"policy": "best"}, "policy"),
         ({"beta": -1.0}, "beta"),
+        ({"policy_options": ("nokey",)}, "policy_options"),
+        ({"tier_weights": ("host=2",)}, "tier_weights"),
         ({"prefill_candidates": 0}, "prefill_candidates"),
         ({"max_retries": -1}, "max_retries"),
         ({"lease_ttl_s": 0.0}, "lease_ttl_s"),
@@ -261,7 +263,7 @@ def test_flags() -> None:
 )
 def test_bad_values(values: dict[str, object], name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RouterConfig(**values)  # type: ignore[arg-type]
+        RouterApp(RouterConfig(**values))  # type: ignore[arg-type]
     assert caught.value.field == name
 
 

@@ -18,7 +18,7 @@ from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash, InstanceId, Role
 from baton_router.config import RouterConfig
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.registry.load import InstanceLoad
+from baton_router.registry.load import LoadTracker
 from baton_router.scheduler.policies import (
     POLICIES,
     Policy,
@@ -30,8 +30,8 @@ from baton_router.scheduler.policies import (
     make_policy,
     relative_loads,
 )
-from baton_router.scheduler.policies.choice import choose
-from baton_router.scheduler.policies.registry import parse_options
+from baton_router.scheduler.policies.registry import configured_policy, parse_options
+from baton_router.scheduler.policy import choose
 from baton_router.scheduler.speeds import Speeds
 
 
@@ -45,7 +45,7 @@ def side(
     """Instances a, b, c, ... with these match rates (of 1000 tokens) and work in flight."""
     ids = [InstanceId("abcdefghijklmnop"[i]) for i in range(len(match))]
     work = list(work) or [0.0] * len(ids)
-    books = [InstanceLoad(role) for _ in ids]
+    books = [LoadTracker(role) for _ in ids]
     return Side(role, ids, [round(1000 * x) for x in match], list(match), work, work, cost, books)
 
 
@@ -226,12 +226,12 @@ def test_a_policy_of_another_package_is_found_by_entry_point(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or ModuleType(__name__))
     monkeypatch.setattr(sys.modules[__name__], "Nearest", Nearest, raising=False)
     config = RouterConfig(policy="nearest", policy_options=("weight=2",))
-    policy = make_policy(config.policy, config.policy_context(Speeds()))
+    policy = configured_policy(config, Speeds())
     assert best(policy, side([0, 1])) == "a"
     assert policy.score(REQUEST, NONE, side([0])).decode.explain(0) == {"near": -2.0 * ord("a")}
     for name, text in (("nearest", "weight"), ("absent", "no_such_module"), ("not_one", "scores nothing")):
         with pytest.raises(ConfigError, match=text) as caught:
-            RouterConfig(policy=name)
+            configured_policy(RouterConfig(policy=name), Speeds())
         assert caught.value.field == "policy"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.types import Role
 from baton_router.config import RouterConfig
-from baton_router.registry.load import InstanceLoad
+from baton_router.registry.load import LoadTracker
 from baton_router.registry.waiters import Waiters
 from baton_router.replication.capacity import CapacityShare, InstanceCapacity, fair_shares
 from baton_router.replication.peers import Peers
@@ -86,7 +86,7 @@ def test_peers_take_news_in_order_and_forget_who_falls_silent() -> None:
 def make_units(*, expected: int = 0) -> tuple[InstanceCapacity, CapacityShare, list[int]]:
     freed: list[int] = []
     units = InstanceCapacity("a", 12, expected, shared=True, freed=freed.append)
-    part = units.all()["d0"] = CapacityShare(12, InstanceLoad(Role.DECODE, limit=0))
+    part = units.all()["d0"] = CapacityShare(12, LoadTracker(Role.DECODE, limit=0))
     return units, part, freed
 
 

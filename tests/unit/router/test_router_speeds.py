@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from baton.api.v1 import common_pb2
 from baton.types import InstanceId, PrefillPath, Role
-from baton_router.registry.load import InstanceLoad
+from baton_router.registry.load import LoadTracker
 from baton_router.scheduler.policies import PolicyContext, Request, Side, make_policy
-from baton_router.scheduler.policies.choice import choose
+from baton_router.scheduler.policy import choose
 from baton_router.scheduler.speeds import Fit, LinearFit, LinearFits, ServedRequest, Speeds
 
 
@@ -88,7 +88,7 @@ def test_each_path_teaches_its_own_speed() -> None:
 def pair(role: Role, *matched: int, work: tuple[float, ...] = ()) -> Side:
     ids = [InstanceId(f"{role.value[0]}{i}") for i in range(len(matched))]
     loads = list(work) or [0.0] * len(ids)
-    books = [InstanceLoad(role) for _ in ids]
+    books = [LoadTracker(role) for _ in ids]
     return Side(role, ids, list(matched), [m / 1000 for m in matched], loads, loads, 1064, books)
 
 
@@ -115,7 +115,7 @@ def knowing(**slow: float) -> Speeds:
 def test_a_pair_with_a_faster_pipe_is_taken_together() -> None:
     request = Request(1000, kv_bytes_per_token=1.0)
     prefill, decode = pair(Role.PREFILL, 0, 0, 0, work=(0, 0, 0)), pair(Role.DECODE, 0, 0, 0)
-    decode.books[0].prompts = decode.books[1].prompts = decode.books[2].prompts = 5000
+    decode.trackers[0].prompts = decode.trackers[1].prompts = decode.trackers[2].prompts = 5000
     slow = {f"p{p}d{d}": 20.0 for p in range(3) for d in range(3) if (p, d) != (2, 1)}
     assert cheapest(knowing(**slow), prefill, decode, request) == (PrefillPath.REMOTE, 2, 1)
 
@@ -125,7 +125,7 @@ def test_conditional_disaggregation_falls_out_of_the_cost() -> None:
     prefill = pair(Role.PREFILL, 0)
     assert cheapest(knowing(), prefill, pair(Role.DECODE, 960), request)[0] is PrefillPath.LOCAL
     busy = pair(Role.DECODE, 0)
-    busy.books[0].requests, busy.books[0].prompts = 40, 3000
+    busy.trackers[0].requests, busy.trackers[0].prompts = 40, 3000
     assert cheapest(knowing(), prefill, busy, request)[0] is PrefillPath.REMOTE
     queued = pair(Role.PREFILL, 0, work=(10_000.0,))
     assert cheapest(knowing(), queued, pair(Role.DECODE, 0), request)[0] is PrefillPath.LOCAL
@@ -150,8 +150,8 @@ def test_a_slow_instance_is_left_alone_once_that_is_known() -> None:
         speeds.decode.add("d0", 4, 400.0)
         speeds.decode.add("d1", 4, 20.0)
     sides = pair(Role.PREFILL, 0, 0), pair(Role.DECODE, 0, 0)
-    for book in sides[1].books:
-        book.prompts = 50_000
+    for tracker in sides[1].trackers:
+        tracker.prompts = 50_000
     assert cheapest(speeds, *sides, Request(1000, kv_bytes_per_token=1.0)) == (PrefillPath.REMOTE, 1, 1)
 
 

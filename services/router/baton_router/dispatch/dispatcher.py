@@ -26,9 +26,8 @@ from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
 from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer
-from baton_router.scheduler.policies import make_policy
-from baton_router.scheduler.policies.registry import parse_tier_weights
+from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer, parse_tier_weights
+from baton_router.scheduler.policies.registry import configured_policy
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import ModelInfo, RoutedRequest
 
@@ -95,7 +94,7 @@ class PlacingDispatcher:
         speeds = Speeds()
         self._placer = Placer(
             registry,
-            make_policy(config.policy, config.policy_context(speeds)),
+            configured_policy(config, speeds),
             SchedulerMetrics(metrics, registry.ready),
             max_prefills=config.prefill_candidates,
             threshold=config.remote_prefill_threshold,

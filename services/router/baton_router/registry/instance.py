@@ -14,7 +14,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
 from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
-from baton_router.registry.load import InstanceLoad
+from baton_router.registry.load import LoadTracker
 
 
 class Status(enum.StrEnum):
@@ -101,7 +101,7 @@ class Instance:
         self.channel = channel
         self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
         self.events = events
-        self.load = InstanceLoad(role)
+        self.load = LoadTracker(role)
         self.info: InstanceInfo | None = None
         self.status = Status.CONNECTING
         self.reason = ""

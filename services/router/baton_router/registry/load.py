@@ -33,7 +33,7 @@ more hits and a better balance, but longer queues: at 1.0 a tenth more time to f
 
 
 @dataclass(slots=True)
-class InstanceLoad:
+class LoadTracker:
     """One instance's work in flight."""
 
     role: Role
@@ -111,7 +111,7 @@ class InstanceLoad:
         self.draining, self.prompts_reported, self._done = False, 0, 0.0
 
 
-def in_flight(books: Sequence[InstanceLoad]) -> tuple[list[float], list[float]]:
+def in_flight(books: Sequence[LoadTracker]) -> tuple[list[float], list[float]]:
     """Return every book's :attr:`~LoadBook.work` and :attr:`~LoadBook.load`, by the first one's clock."""
     work, loads = [], []
     if books:
@@ -132,7 +132,7 @@ class LoadReservation:
         prompt: Prompt tokens that a decode instance is to compute by itself, until :meth:`prefilled`.
     """
 
-    book: InstanceLoad
+    book: LoadTracker
     tokens: int
     requests: int = 1
     prompt: int = 0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from baton.types import Role
 from baton_router.config import RouterConfig
 from baton_router.registry.instance import Instance, InstanceInfo
-from baton_router.registry.load import InstanceLoad
+from baton_router.registry.load import LoadTracker
 from baton_router.replication.peers import Peers
 from baton_router.replication.redis_log import Claim
 
@@ -44,7 +44,7 @@ class CapacityShare:
     """
 
     capacity: int
-    book: InstanceLoad
+    book: LoadTracker
     held: int = 0
     wants: int = 0
 

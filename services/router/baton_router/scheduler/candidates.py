@@ -1,26 +1,29 @@
-"""What placement needs of the ready instances and what stays the same for as long as they are.
-
-It is gathered once instead of per request.
-"""
+"""The ready instances as placement needs them, gathered once for as long as they stay the same, not per request."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.types import InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import InstanceLoad
-from baton_router.scheduler.kv_compat import Takes, who_takes
+from baton_router.registry.load import LoadTracker
+from baton_router.scheduler.policy import Pairs, Ratings
+
+KvCompat = list[list[bool]]
+"""``compat[d][p]``: whether decode instance ``d`` takes the KV of prefill instance ``p``."""
+REFUSED = {"kv_dtype": -math.inf}
+"""The term of a pair whose KV dtypes do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Instances whose blocks have the same hashes: a prompt is hashed and looked up once for all of them.
+    """Instances of one format have the same block hashes: a prompt is hashed and looked up once for all of them.
 
     Attributes:
-        content_key: What their blocks are of, tenant salt aside.
+        content_key: Root of the hash chains, tenant salt aside.
         block_size: Tokens per block.
         block_bytes: Bytes per block.
     """
@@ -35,23 +38,23 @@ class RoleCandidates:
 
     Attributes:
         role: Theirs.
-        instances: Themselves.
+        instances: The instances.
         ids: Their names.
-        books: Their load.
-        kinds: Which of the roster's kinds each is of.
-        places: The same beside its part of the index: both are gone through several times per request.
+        trackers: Their load.
+        formats: Each one's position in ``Candidates.formats``.
+        indexed: Each one's part of the index, beside its format.
     """
 
-    __slots__ = ("books", "ids", "instances", "kinds", "places", "role")
+    __slots__ = ("formats", "ids", "indexed", "instances", "role", "trackers")
 
     def __init__(self, role: Role, instances: Sequence[Instance], known: dict[BlockFormat, int]) -> None:
         self.role = role
         self.instances = instances
         self.ids: list[InstanceId] = [x.instance_id for x in instances]
-        self.books: list[InstanceLoad] = [x.load for x in instances]
-        self.kinds = [known.setdefault(_kind(x), len(known)) for x in instances]
-        self.places: list[tuple[EventApplier, int]] = [
-            (x.events, at) for x, at in zip(instances, self.kinds, strict=True)
+        self.trackers: list[LoadTracker] = [x.load for x in instances]
+        self.formats = [known.setdefault(_block_format(x), len(known)) for x in instances]
+        self.indexed: list[tuple[EventApplier, int]] = [
+            (x.events, at) for x, at in zip(instances, self.formats, strict=True)
         ]
 
 
@@ -59,35 +62,68 @@ class Candidates:
     """The instances that a request can be placed on.
 
     Args:
-        prefills: Ready prefill instances; those that no decode instance takes KV of are left out.
+        prefills: Ready prefill instances; those whose KV no decode instance takes are left out.
         decodes: Ready decode instances.
 
     Attributes:
-        given: The arguments: a roster is good for as long as the lists are the same objects.
         prefill: Prefill instances.
         decode: Decode instances.
-        kinds: Of all of them, prefill instances' first.
-        takes: Which decode instance takes KV of which prefill instance; ``None``: all of all.
+        formats: Of all of them, prefill instances' first.
+        compat: Which decode instance takes the KV of which prefill instance; ``None``: all of all.
     """
 
-    __slots__ = ("decode", "given", "kinds", "prefill", "takes")
+    __slots__ = ("_given", "compat", "decode", "formats", "prefill")
 
     def __init__(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
-        self.given = prefills, decodes
-        self.takes: Takes | None = who_takes(prefills, decodes)
-        if self.takes is not None and not any(map(any, self.takes)):
-            prefills, self.takes = (), None
+        self._given = prefills, decodes
+        self.compat: KvCompat | None = kv_compat(prefills, decodes)
+        if self.compat is not None and not any(map(any, self.compat)):
+            prefills, self.compat = (), None
         known: dict[BlockFormat, int] = {}
         self.prefill = RoleCandidates(Role.PREFILL, prefills, known)
         self.decode = RoleCandidates(Role.DECODE, decodes, known)
-        self.kinds = list(known)
+        self.formats = list(known)
 
     def is_of(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
-        """Whether it was made from these very lists."""
-        return self.given[1] is decodes and self.given[0] is prefills
+        """Whether it was made from these very list objects."""
+        return self._given[1] is decodes and self._given[0] is prefills
 
 
-def _kind(instance: Instance) -> BlockFormat:
+def kv_compat(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> KvCompat | None:
+    """Return which decode instance takes KV of which prefill instance; ``None``: all of all. All must be ready."""
+    if len({info.kind for x in (*prefills, *decodes) if (info := x.info) is not None}) == 1:
+        return None
+    rows: dict[str, list[bool]] = {}
+    compat = []
+    for decode in decodes:
+        assert decode.info is not None  # it is ready
+        row = rows.get(decode.info.kind)
+        if row is None:
+            mine = decode.info.fingerprint
+            row = rows[decode.info.kind] = [x.info is not None and mine.takes(x.info.fingerprint) for x in prefills]
+        compat.append(row)
+    return compat
+
+
+def only_compatible(ratings: Ratings, compat: KvCompat) -> Ratings:
+    """Return ratings in which pairs whose KV does not fit score ``-inf``."""
+    pairs = ratings.pairs
+
+    def explain(p: int, d: int) -> dict[str, float]:
+        if not compat[d][p]:
+            return REFUSED
+        return {} if pairs is None else pairs.explain(p, d)
+
+    rows = [
+        [(0.0 if pairs is None else pairs.rows[d][p]) if fits else -math.inf for p, fits in enumerate(row)]
+        for d, row in enumerate(compat)
+    ]
+    return Ratings(
+        ratings.prefill, ratings.decode, Pairs(rows, explain), ratings.local, ratings.store, ratings.temperature
+    )
+
+
+def _block_format(instance: Instance) -> BlockFormat:
     info = instance.info
-    assert info is not None  # a ready instance has said what it is
+    assert info is not None  # it is ready
     return BlockFormat(info.content_key, info.fingerprint.block_size, info.fingerprint.block_bytes)

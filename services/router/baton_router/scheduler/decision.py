@@ -15,8 +15,7 @@ import msgspec
 from baton.api.v1 import common_pb2, router_pb2
 from baton.rpc.convert import path_to_pb, role_to_pb
 from baton.types import PrefillPath, Role
-from baton_router.scheduler.policies.base import Ratings, Side, relative_loads
-from baton_router.scheduler.policies.choice import Choice, best_option
+from baton_router.scheduler.policy import Choice, Ratings, Side, best_option, relative_loads
 
 
 class Term(NamedTuple):

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.api.v1 import common_pb2
+from baton.errors import ConfigError
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.types import PrefillPath, Role
-from baton_router.indexer.event_applier import IndexState
+from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexState
+from baton_router.indexer.pending_blocks import PendingChain
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, in_flight
-from baton_router.scheduler.candidates import Candidates, RoleCandidates
+from baton_router.scheduler.candidates import Candidates, RoleCandidates, only_compatible
 from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.kv_compat import only_taken
 from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placed import Placement, PlacementRequest
-from baton_router.scheduler.policies import Policy, Request, Side
-from baton_router.scheduler.policies.choice import choose, prefill_order
-from baton_router.scheduler.speeds import Speeds
-
-__all__ = ["Fleet", "LowerTiers", "Placement", "PlacementRequest", "Placer"]
+from baton_router.scheduler.policy import Policy, Request, Side, choose, prefill_order
+from baton_router.scheduler.speeds import ServedRequest, Speeds
 
 _WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
+_TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
+_NEVER_REMOTE = 2**31 - 1
+"""As threshold: no prompt is so long that decode would ask a prefill instance."""
 
 
 class Fleet(Protocol):
@@ -35,12 +40,25 @@ class Fleet(Protocol):
     index: PrefixIndex
 
     def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that take new requests: another list whenever they are others."""
+        """Return the instances of a role that take new requests: the same list object until one comes or goes."""
+
+
+class StoreTiers(Protocol):
+    """The KV stores whose contents are indexed."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def tiers(self, kvstore: str) -> Sequence[tuple[str, int]]:
+        """Return the tiers that an instance with this ``--kvstore`` can load from, nearest first.
+
+        Each comes with the index slots of it and of all nearer ones.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class LowerTiers:
-    """What is to be loaded before it is used.
+    """Tiers from which KV is loaded before it is used.
 
     Attributes:
         weights: What a block there counts beside one in the instance's own memory, by tier.
@@ -48,11 +66,118 @@ class LowerTiers:
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    stores: Stores | None = None
+    stores: StoreTiers | None = None
 
 
-class _Chain:
-    """The prompt in one kind's blocks, and how many leading ones each slot in question holds."""
+class PlacementRequest(msgspec.Struct):
+    """What is to be placed.
+
+    Attributes:
+        token_ids: Prompt, and output generated so far.
+        cache_salt: Separates tenants' caches.
+        num_sequences: Sequences from this prompt.
+        local_only: No prefill instance may be used.
+        exclude: Identities of decode instances that must not be used.
+        session: The conversation it belongs to; empty: unknown.
+        max_tokens: Tokens that it may generate; ``None``: unknown.
+    """
+
+    token_ids: Sequence[int] | npt.NDArray[np.uint32]
+    cache_salt: str = ""
+    num_sequences: int = 1
+    local_only: bool = False
+    exclude: Collection[tuple[str, int]] = ()
+    session: str = ""
+    max_tokens: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Placement:
+    """Where a request goes, and what it holds there until :meth:`release`.
+
+    Attributes:
+        threshold: ``--remote-prefill-threshold``: missing tokens from which decode asks a prefill instance.
+        ahead: Work in flight on the prefill instance before this request, in tokens.
+        running: Sequences in flight on the decode instance, with this request's.
+        speeds: Learns from the request when it ends.
+        trace: The latest trace that the decode instance sent.
+    """
+
+    decode: Instance
+    prefill: list[Instance]
+    decision: Decision
+    threshold: int | None = None
+    decode_reservation: LoadReservation | None = None
+    prefill_reservation: LoadReservation | None = None
+    decode_pending: PendingChain | None = None
+    prefill_pending: PendingChain | None = None
+    ahead: float = 0.0
+    running: int = 0
+    speeds: Speeds | None = None
+    trace: common_pb2.RequestTrace | None = None
+    _tokens: int = 0
+    _first: tuple[float, int] | None = None
+    _last: float = 0.0
+
+    @property
+    def remote_threshold(self) -> int | None:
+        """The threshold to send to the decode instance: missing tokens from which it asks a prefill instance.
+
+        ``None``: it goes by its own.
+        """
+        path = self.decision.choice.path
+        if self.threshold is not None or path is None:
+            return self.threshold
+        return 1 if path is PrefillPath.REMOTE else _NEVER_REMOTE
+
+    def prefilled(self) -> None:
+        """Give back the shares of the prefill instance: the first token is there."""
+        if self.decode_reservation is not None:
+            self.decode_reservation.prefilled()
+        if self.prefill_reservation is not None:
+            self.prefill_reservation.release()
+        if self.prefill_pending is not None:
+            self.prefill_pending.release()
+            self.prefill_pending = None
+
+    def grow(self, num_tokens: int) -> None:
+        """Count generated tokens."""
+        if self.decode_reservation is not None:
+            self.decode_reservation.grow(num_tokens)
+        if self.speeds is not None:
+            self._last = self.speeds.now()
+            self._tokens += num_tokens
+            if self._first is None:
+                self._first = self._last, num_tokens
+
+    def release(self) -> None:
+        """Give everything back; may be called any number of times."""
+        self.prefilled()
+        if self.decode_reservation is not None:
+            self.decode_reservation.release()
+        if self.decode_pending is not None:
+            self.decode_pending.release()
+            self.decode_pending = None
+        speeds, self.speeds = self.speeds, None
+        if speeds is not None and self.trace is not None and self._first is not None:
+            speeds.observe(self._served(self.trace))
+
+    def _served(self, trace: common_pb2.RequestTrace) -> ServedRequest:
+        began, first = self._first or (0.0, 0)
+        sequences = max(1, self.decode_reservation.requests if self.decode_reservation is not None else 1)
+        return ServedRequest(
+            trace=trace,
+            prefill=self.decision.prefill_instance if self.prefill_reservation is not None else "",
+            decode=self.decode.instance_id,
+            ahead=self.ahead,
+            running=self.running,
+            tokens=1 + (self._tokens - first) / sequences,
+            decode_s=self._last - began,
+        )
+
+
+class _PromptChain:
+    """The prompt in one format's blocks, and how many leading ones each index slot in question holds."""
 
     __slots__ = ("block_size", "depths", "hashes", "slots")
 
@@ -64,17 +189,17 @@ class _Chain:
 
 
 class Placer:
-    """Puts registry, index and policy together.
+    """Chooses instances for requests, by the registry, the index and a policy.
 
     Args:
         fleet: Instances and index.
         policy: Scores them.
-        metrics: Where decisions are counted.
+        metrics: Counts placements.
         max_prefills: Prefill instances named per request.
         threshold: Missing tokens below which the decode instance prefills by itself; ``None``: the policy decides, or
             else the decode instance by its own threshold.
-        speeds: Learns from every request that was served; ``None``: nobody wants to know.
-        tiers: What lies outside the instances' own memory.
+        speeds: Learns from every request that was served; ``None``: unused.
+        tiers: Tiers outside the instances' device memory.
         seed: Of ties and draws; ``None``: from the operating system.
     """
 
@@ -101,15 +226,15 @@ class Placer:
         self._rng = random.Random(seed)
         self._candidates: Candidates | None = None
 
-    def place(self, ask: PlacementRequest, *, reserve: bool = True) -> Placement | None:
+    def place(self, request: PlacementRequest, *, reserve: bool = True) -> Placement | None:
         """Choose instances and, unless told not to, reserve a share of them; ``None``: no decode instance is free."""
         began = time.perf_counter()
         decodes = self._fleet.ready(Role.DECODE)
-        prefills = () if ask.local_only else self._fleet.ready(Role.PREFILL)
-        if ask.exclude:
-            decodes = [x for x in decodes if x.identity not in ask.exclude]
+        prefills = () if request.local_only else self._fleet.ready(Role.PREFILL)
+        if request.exclude:
+            decodes = [x for x in decodes if x.identity not in request.exclude]
         if reserve:
-            free = [x for x in decodes if x.load.requests + ask.num_sequences <= x.load.limit]
+            free = [x for x in decodes if x.load.requests + request.num_sequences <= x.load.limit]
             if len(free) < len(decodes):
                 decodes = free
         if not decodes:
@@ -117,63 +242,70 @@ class Placer:
         candidates = self._candidates
         if candidates is None or not candidates.is_of(prefills, decodes):
             candidates = self._candidates = Candidates(prefills, decodes)
-        chains = self._chains(ask, candidates)
-        prefill, decode, request = self._sides(ask, candidates, chains)
-        placement = self._choose(request, prefill, decode, candidates)
+        chains = self._look_up(request, candidates)
+        prefill, decode, policy_request = self._policy_input(request, candidates, chains)
+        placement = self._choose(policy_request, prefill, decode, candidates)
         if reserve:
-            self._reserve(request, placement, candidates, chains)
+            self._reserve(policy_request, placement, candidates, chains)
             self._metrics.decision_time.observe(time.perf_counter() - began)
             self._metrics.observe(placement.decision)
         return placement
 
-    def _chains(self, ask: PlacementRequest, candidates: Candidates) -> list[_Chain]:
-        """Return the prompt in every kind's blocks, looked up among the slots of the kind's instances."""
+    def _look_up(self, request: PlacementRequest, candidates: Candidates) -> list[_PromptChain]:
+        """Return the prompt in every format's blocks, looked up among the slots of the format's instances."""
         chains = []
-        for kind in candidates.kinds:
-            hashes = hash_chain(ask.token_ids, kind.block_size, root_hash(kind.content_key, ask.cache_salt))
-            chains.append(_Chain(hashes, kind.block_size))
-        for members in (candidates.prefill, candidates.decode):
-            for events, at in members.places:
+        for block_format in candidates.formats:
+            root = root_hash(block_format.content_key, request.cache_salt)
+            hashes = hash_chain(request.token_ids, block_format.block_size, root)
+            chains.append(_PromptChain(hashes, block_format.block_size))
+        for side in (candidates.prefill, candidates.decode):
+            for events, at in side.indexed:
                 if events.usable:
                     chains[at].slots |= 1 << events.slot
         for chain in chains:
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
         return chains
 
-    def _sides(self, ask: PlacementRequest, candidates: Candidates, chains: list[_Chain]) -> tuple[Side, Side, Request]:
-        """Gather what a policy is to know."""
-        total = len(ask.token_ids)
+    def _policy_input(
+        self, request: PlacementRequest, candidates: Candidates, chains: list[_PromptChain]
+    ) -> tuple[Side, Side, Request]:
+        total = len(request.token_ids)
         prefill = _side(candidates.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
-        decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * ask.num_sequences)
-        for side, members in ((prefill, candidates.prefill), (decode, candidates.decode)):
-            if self._stores or any(events.is_tiered for events, _ in members.places):
-                tiers = [self._tiers(x) for x in members.instances]
+        decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * request.num_sequences)
+        for side, own in ((prefill, candidates.prefill), (decode, candidates.decode)):
+            if self._stores or any(events.is_tiered for events, _ in own.indexed):
+                tiers = [self._lower_tiers(x) for x in own.instances]
                 if any(tiers):
-                    self._count_tiers(side, [chains[at] for at in members.kinds], tiers, max(1, total))
-        kind = candidates.kinds[0]  # what travels is the source's KV
-        request = Request(
-            total,
-            ask.num_sequences,
-            ask.session,
-            ask.max_tokens,
-            kind.block_bytes / kind.block_size,
-            self._threshold,
+                    self._count_tiers(side, [chains[at] for at in own.formats], tiers, max(1, total))
+        source = candidates.formats[0]  # what travels is the source's KV
+        return (
+            prefill,
+            decode,
+            Request(
+                tokens=total,
+                sequences=request.num_sequences,
+                session=request.session,
+                max_tokens=request.max_tokens,
+                kv_bytes_per_token=source.block_bytes / source.block_size,
+                threshold=self._threshold,
+            ),
         )
-        return prefill, decode, request
 
-    def _tiers(self, instance: Instance) -> list[tuple[str, int]]:
+    def _lower_tiers(self, instance: Instance) -> list[tuple[str, int]]:
         """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
 
         Each comes with the slots of it and of all nearer ones.
         """
-        behind = self._stores.tiers(instance.info.kvstore) if self._stores and instance.info else ()
-        if not behind:
+        stores = self._stores.tiers(instance.info.kvstore) if self._stores and instance.info else ()
+        if not stores:
             return list(instance.events.tiers[1:]) if instance.events.is_tiered else []
         own = instance.events.tiers if instance.events.usable else ()
         slots = own[-1][1] if own else 0
-        return [*own[1:], *((tier, slots | more) for tier, more in behind)]
+        return [*own[1:], *((tier, slots | more) for tier, more in stores)]
 
-    def _count_tiers(self, side: Side, chains: list[_Chain], tiers: list[list[tuple[str, int]]], total: int) -> None:
+    def _count_tiers(
+        self, side: Side, chains: list[_PromptChain], tiers: list[list[tuple[str, int]]], total: int
+    ) -> None:
         """Add what instances can load from slower tiers: by weight to their match rates, whole to ``loadable``."""
         side.loadable, side.tiers = list(side.matched), [{} for _ in side.matched]
         depths = self._tier_depths(chains, tiers)
@@ -187,7 +319,7 @@ class Placer:
             side.loadable[at] = nearer * chain.block_size
             side.match_rates[at] += more * chain.block_size / total
 
-    def _tier_depths(self, chains: list[_Chain], tiers: list[list[tuple[str, int]]]) -> list[list[int]]:
+    def _tier_depths(self, chains: list[_PromptChain], tiers: list[list[tuple[str, int]]]) -> list[list[int]]:
         """Return how many leading blocks each instance has in each of its tiers or nearer: one look-up per chain."""
         depths: list[list[int]] = [[] for _ in tiers]
         for chain in dict.fromkeys(chains):
@@ -199,59 +331,87 @@ class Placer:
         return depths
 
     def _choose(self, request: Request, prefill: Side, decode: Side, candidates: Candidates) -> Placement:
-        ratings, takes = self._policy.score(request, prefill, decode), candidates.takes
-        if takes is None:
+        ratings, compat = self._policy.score(request, prefill, decode), candidates.compat
+        if compat is None:
             choice = choose(ratings, self._rng)
             order = prefill_order(ratings, choice, self._max_prefills, self._rng)
         else:
-            ratings = only_taken(ratings, takes)
+            ratings = only_compatible(ratings, compat)
             choice = choose(ratings, self._rng)
             order = prefill_order(ratings, choice, len(prefill), self._rng)
-            order = [p for p in order if takes[choice.decode][p]][: self._max_prefills]
+            order = [p for p in order if compat[choice.decode][p]][: self._max_prefills]
         path = choice.path
         if self._threshold is not None and order and path is not PrefillPath.STORE:
             missing = request.tokens - decode.matched[choice.decode]
             path = PrefillPath.LOCAL if missing < self._threshold else PrefillPath.REMOTE
         target = candidates.decode.instances[choice.decode]
-        chosen = [candidates.prefill.instances[at] for at in order] if order else []
+        chosen = [candidates.prefill.instances[at] for at in order]
         state = target.events.state
         if chosen and (other := chosen[0].events.state) is not state:
             state = next(x for x in _WORST_FIRST if x in (state, other))
-        # By position, as all that is made per request: named arguments of a class go through a dict.
-        addresses = [x.address for x in chosen] if chosen else []
         decision = Decision(
-            request.tokens, self._policy.name, prefill, decode, ratings, choice, path, order, addresses, state
+            prompt_tokens=request.tokens,
+            policy=self._policy.name,
+            prefill=prefill,
+            decode=decode,
+            ratings=ratings,
+            choice=choice,
+            path=path,
+            prefill_order=order,
+            prefill_addresses=[x.address for x in chosen],
+            index_state=state,
         )
         return Placement(target, chosen, decision, self._threshold)
 
-    def _reserve(self, request: Request, placement: Placement, candidates: Candidates, chains: list[_Chain]) -> None:
+    def _reserve(
+        self, request: Request, placement: Placement, candidates: Candidates, chains: list[_PromptChain]
+    ) -> None:
         decision = placement.decision
         prefill, decode = decision.prefill, decision.decode
         at, total = decision.choice.decode, request.tokens
-        book = placement.decode.load
-        placement.speeds, placement.running = self._speeds, book.requests + request.sequences
+        load = placement.decode.load
+        placement.speeds, placement.running = self._speeds, load.requests + request.sequences
         own = total - decode.matched[at] if decision.path is PrefillPath.LOCAL else 0
-        placement.decode_reservation = LoadReservation(book, total, request.sequences, own)
-        placement.decode_pending = placement.decode.events.add_pending(chains[candidates.decode.kinds[at]].hashes)
+        placement.decode_reservation = LoadReservation(load, total, request.sequences, own)
+        placement.decode_pending = placement.decode.events.add_pending(chains[candidates.decode.formats[at]].hashes)
         used = [decode.ids[at]]
         if placement.prefill and decision.path in (None, PrefillPath.REMOTE):
             first, at = placement.prefill[0], decision.prefill_order[0]
             placement.ahead = first.load.work
             placement.prefill_reservation = LoadReservation(first.load, max(0, total - prefill.matched[at]))
-            placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.kinds[at]].hashes)
+            placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.formats[at]].hashes)
             used.append(prefill.ids[at])
         self._policy.chosen(request, used)
 
 
-def _side(members: RoleCandidates, chains: list[_Chain], total: int, cost: float) -> Side:
+def _side(role: RoleCandidates, chains: list[_PromptChain], total: int, cost: float) -> Side:
     """Return one role's instances as a policy sees them."""
-    if not members.places:
-        return Side(members.role, [], [], [], [], [], cost)
-    work, loads = in_flight(members.books)
+    if not role.indexed:
+        return Side(role.role, [], [], [], [], [], cost)
+    work, loads = in_flight(role.trackers)
     matched = []
-    for events, at in members.places:
+    for events, at in role.indexed:
         chain = chains[at]
         matched.append(chain.depths.get(events.slot, 0) * chain.block_size)
-    whole = max(1, total)
-    rates = [tokens / whole for tokens in matched]
-    return Side(members.role, members.ids, matched, rates, work, loads, cost, members.books)
+    rates = [tokens / max(1, total) for tokens in matched]
+    return Side(role.role, role.ids, matched, rates, work, loads, cost, role.trackers)
+
+
+def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
+    """Read ``tier=weight`` pairs.
+
+    Raises:
+        ConfigError: No such tier, or the weight is not from 0 to 1; names ``tier_weights``.
+    """
+    found = {}
+    for pair in weights:
+        tier, _, text = pair.partition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if tier not in _TIERS or not 0.0 <= weight <= 1.0:
+            message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(_TIERS)}"
+            raise ConfigError(message, field="tier_weights")
+        found[tier] = weight
+    return found

@@ -11,18 +11,21 @@ import asyncio
 import logging
 import random
 import ssl
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import orjson
 
-from baton.errors import ConfigError
-from baton.rpc.channel import Backoff
+from baton.api.v1 import worker_pb2, worker_pb2_grpc
+from baton.errors import ConfigError, InvalidRequestError
+from baton.rpc.channel import Backoff, open_channel
+from baton.rpc.convert import role_from_pb
 from baton.rpc.tls import Tls
+from baton.types import Role
 from baton_router.config import RouterConfig, in_cluster_api
-from baton_router.registry.discovery.roles import RoleFinder
-from baton_router.registry.discovery.slices import Slices
 from baton_router.registry.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ _WATCH_S = 290
 _SILENCE_S = 310.0
 _LONGEST_PAUSE_S = 5.0
 _GONE = 410
+_LONGEST_ROLE_PAUSE_S = 2.0
 
 
 class _GoneError(Exception):
@@ -159,3 +163,101 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="kubernetes_account") from error
+
+
+class Slices:
+    """The EndpointSlices of one selector, as list and watch tell of them.
+
+    Args:
+        port: Name of the port to take.
+    """
+
+    def __init__(self, port: str) -> None:
+        self._port = port
+        self._slices: dict[str, frozenset[str]] = {}
+
+    def replace(self, items: Iterable[Mapping[str, Any]]) -> None:
+        """Take a whole list."""
+        self._slices = {_slice_name(item): self._addresses(item) for item in items}
+
+    def apply(self, kind: str, item: Mapping[str, Any]) -> None:
+        """Take a change: ``ADDED``, ``MODIFIED`` or ``DELETED``."""
+        if kind == "DELETED":
+            self._slices.pop(_slice_name(item), None)
+        else:
+            self._slices[_slice_name(item)] = self._addresses(item)
+
+    def addresses(self) -> set[str]:
+        """Return every ``host:port`` that takes requests; a slice may repeat what another one has."""
+        return set[str]().union(*self._slices.values())
+
+    def _addresses(self, item: Mapping[str, Any]) -> frozenset[str]:
+        port = next((x.get("port") for x in item.get("ports") or () if x.get("name") == self._port), None)
+        if port is None:
+            return frozenset()
+        form = "[{}]:{}" if item.get("addressType") == "IPv6" else "{}:{}"
+        return frozenset(
+            form.format(address, port)
+            for endpoint in item.get("endpoints") or ()
+            if (endpoint.get("conditions") or {}).get("ready") is not False  # not said: ready
+            for address in endpoint.get("addresses") or ()
+        )
+
+
+def _slice_name(item: Mapping[str, Any]) -> str:
+    return str(item["metadata"]["name"])
+
+
+class RoleFinder:
+    """Turns addresses into instances with a role, and tells the registry.
+
+    Args:
+        source: Name of the source of discovery.
+        registry: Is told.
+        token: Shared token to show to instances.
+        tls: Certificates, if the services use some.
+        timeout_s: For one question.
+    """
+
+    def __init__(
+        self, source: str, registry: Registry, token: str | None, timeout_s: float, tls: Tls | None = None
+    ) -> None:
+        self._source, self._registry, self._timeout_s = source, registry, timeout_s
+        self._token, self._tls = token, tls
+        self._roles: dict[str, Role] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def found(self, addresses: Iterable[str]) -> None:
+        """Take the addresses that there are now."""
+        wanted = set(addresses)
+        for address in [x for x in self._asking if x not in wanted]:
+            self._asking.pop(address).cancel()
+        self._roles = {address: role for address, role in self._roles.items() if address in wanted}
+        for address in wanted - self._roles.keys() - self._asking.keys():
+            self._asking[address] = asyncio.create_task(self._ask(address), name=f"role of {address}")
+        self._tell()
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _tell(self) -> None:
+        self._registry.found(self._source, self._roles)
+
+    async def _ask(self, address: str) -> None:
+        backoff = Backoff(_LONGEST_ROLE_PAUSE_S, random.Random())
+        async with open_channel(address, token=self._token, tls=self._tls) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            while True:
+                try:
+                    info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
+                    self._roles[address] = role_from_pb(info.role)
+                    break
+                except (grpc.aio.AioRpcError, InvalidRequestError) as error:
+                    log.debug("%s does not say what it is yet: %s", address, error)
+                await asyncio.sleep(backoff.next_s())
+        self._asking.pop(address, None)
+        self._tell()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from baton.types import InstanceId
-from baton_router.scheduler.policies.base import Pairs, Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.policy import Pairs, Policy, Ratings, Request, Scores, Side, relative_loads
 from baton_router.scheduler.speeds import Fit, Speeds
 
 _STALL_SHARE = 0.1
@@ -18,7 +16,7 @@ _EVEN_SHARE = 0.1
 gave the same time to first token."""
 
 
-class CostMs:
+class CostMs(Policy):
     """Predict each candidate's time and take the shortest: score = -predicted milliseconds, but for ``even_p``.
 
     Candidates are every pair, the prefill on each decode instance itself ("local"), and, where something lies in
@@ -58,7 +56,7 @@ class CostMs:
         expected = speeds.output_tokens
         if request.max_tokens is not None:
             expected = min(expected, request.max_tokens)
-        running = [book.requests + request.sequences for book in decode.books] or [request.sequences] * len(decode)
+        running = [book.requests + request.sequences for book in decode.trackers] or [request.sequences] * len(decode)
         per_token = speeds.decode.get(decode.ids)
         return Ratings(
             prefill=Scores.of(
@@ -72,9 +70,6 @@ class CostMs:
             local=self._alone(request, decode, running),
             store=self._alone(request, decode, running, decode.loadable) if decode.loadable is not None else None,
         )
-
-    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Nothing to remember."""
 
     def _pairs(self, request: Request, prefill: Side, decode: Side, computing: list[Fit]) -> Pairs:
         total, kv = request.tokens, request.kv_bytes_per_token
@@ -109,7 +104,7 @@ class CostMs:
         for at, fit in enumerate(self._speeds.local.get(decode.ids)):
             missing = request.tokens - held[at]
             allowed = loadable is not None or request.threshold is None or missing < request.threshold
-            queue.append(-fit.slope * (decode.books[at].prompts_waiting if decode.books else 0))
+            queue.append(-fit.slope * (decode.trackers[at].prompts_waiting if decode.trackers else 0))
             computed.append(-fit.at(missing) if allowed else -math.inf)
             stalled.append(-_STALL_SHARE * (running[at] - request.sequences) * fit.slope * missing)
         if loadable is None:

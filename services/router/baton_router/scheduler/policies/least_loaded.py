@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from baton.types import InstanceId
-from baton_router.scheduler.policies.base import Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side, relative_loads, scaled
 
 
-class LeastLoaded:
+class LeastLoaded(Policy):
     """Balance work, ignore caches: score = -relative load.
 
     Risk: shared prefixes are computed once per instance.
@@ -19,9 +16,6 @@ class LeastLoaded:
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both roles by load."""
         return Ratings(_score(prefill), _score(decode))
-
-    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Nothing to remember."""
 
 
 def _score(side: Side) -> Scores:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from baton.errors import ConfigError
-from baton.types import InstanceId
-from baton_router.scheduler.policies.base import Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side, relative_loads
 
 _IDLE = 1e-6
 
 
-class MatchMinusLoad:
+class MatchMinusLoad(Policy):
     """Send a request where its KV is, unless that place is too busy.
 
     Algorithm, for each role by itself::
@@ -59,9 +57,6 @@ class MatchMinusLoad:
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both roles."""
         return Ratings(self._score(prefill), self._score(decode), temperature=self.temperature)
-
-    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Nothing to remember."""
 
     def _score(self, side: Side) -> Scores:
         price, rates, loads, totals = -self.beta, side.match_rates, [], []

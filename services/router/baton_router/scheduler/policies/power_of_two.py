@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
-from baton.types import InstanceId
-from baton_router.scheduler.policies.base import Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side, relative_loads, scaled
 
 _NOT_DRAWN = -1000.0
 """Below any load of those that were drawn, but still in order: they are who is asked if the drawn ones fail."""
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """Two random choices of each role, the less loaded one wins: score = -relative load among the two.
 
     The longest queue grows with log log n instead of log n / log log n (Mitzenmacher 2001), and, unlike with
@@ -29,9 +27,6 @@ class PowerOfTwo:
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Draw two of each role and score them by load."""
         return Ratings(self._score(prefill), self._score(decode))
-
-    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Nothing to remember."""
 
     def _score(self, side: Side) -> Scores:
         drawn = [_NOT_DRAWN] * len(side)

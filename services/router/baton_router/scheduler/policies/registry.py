@@ -10,15 +10,13 @@ and a router started with ``--policy nearest`` calls it once with a :class:`Poli
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
 from baton.errors import BatonError, ConfigError
-from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS
-from baton_router.scheduler.policies.base import Policy
+from baton_router.config import RouterConfig
 from baton_router.scheduler.policies.cost_ms import CostMs
 from baton_router.scheduler.policies.least_loaded import LeastLoaded
 from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
@@ -26,10 +24,10 @@ from baton_router.scheduler.policies.power_of_two import PowerOfTwo
 from baton_router.scheduler.policies.round_robin import RoundRobin
 from baton_router.scheduler.policies.session import Session
 from baton_router.scheduler.policies.uniform import Uniform
+from baton_router.scheduler.policy import Policy
 from baton_router.scheduler.speeds import Speeds
 
 GROUP = "baton.router_policies"
-_TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class PolicyContext:
         temperature: Of the softmax over scores; 0: the best wins.
         session_overload: Relative load from which a session leaves its home.
         rng: For random choices.
-        speeds: What requests have taught; fed by the router.
+        speeds: What served requests have taught.
         options: ``--policy-options``: ``key=value`` pairs, for policies of other packages.
     """
 
@@ -94,24 +92,21 @@ def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
     return policy
 
 
-def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
-    """Read ``tier=weight`` pairs.
+def configured_policy(config: RouterConfig, speeds: Speeds) -> Policy:
+    """Build the policy that a configuration names.
 
     Raises:
-        ConfigError: No such tier, or the weight is not from 0 to 1; names ``tier_weights``.
+        ConfigError: See :func:`make_policy`; or ``policy_options`` cannot be read.
     """
-    found = {}
-    for pair in weights:
-        tier, _, text = pair.partition("=")
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if tier not in _TIERS or not 0.0 <= weight <= 1.0:
-            message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(_TIERS)}"
-            raise ConfigError(message, field="tier_weights")
-        found[tier] = weight
-    return found
+    context = PolicyContext(
+        beta=config.beta,
+        temperature=config.temperature,
+        session_overload=config.session_overload,
+        rng=random.Random(config.policy_seed),
+        speeds=speeds,
+        options=parse_options(config.policy_options),
+    )
+    return make_policy(config.policy, context)
 
 
 def parse_options(options: Sequence[str]) -> dict[str, str]:

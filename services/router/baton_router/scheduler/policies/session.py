@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from baton.errors import ConfigError
 from baton.types import InstanceId
-from baton_router.scheduler.policies.base import Policy, Ratings, Request, Scores, Side
+from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
 
 _STICKS = 1000.0
 """Above anything that another term can say."""
 
 
-class Session:
+class Session(Policy):
     """Send every request of a session to the same pair.
 
     Algorithm: rendezvous hashing. Each instance gets a pseudo-random rank for the session, and the first in that order

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from baton.types import InstanceId
-from baton_router.scheduler.policies.base import Ratings, Request, Scores, Side
+from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
 
 
-class Uniform:
+class Uniform(Policy):
     """Choose uniformly at random: the baseline that others must beat. Everybody ties, and ties are random."""
 
     name = "random"
@@ -16,6 +13,3 @@ class Uniform:
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score everybody alike."""
         return Ratings(Scores.of(none=[0.0] * len(prefill)), Scores.of(none=[0.0] * len(decode)))
-
-    def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Nothing to remember."""
