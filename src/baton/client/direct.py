@@ -229,6 +229,7 @@ class DirectAnswer:
         gaps, self._gaps_us = self._gaps_us, []
         return router_pb2.NoteDirectRequest(
             request_id=self.message.request_id,
+            ticket_mac=self.message.ticket.mac,
             num_tokens=self._num_tokens,
             trace=self._trace,
             first_token_us=self._first_token_us,

@@ -6,9 +6,10 @@ of texts when it is loaded, and is not used if one id differs. Which of the two 
 ``Tokenizer.encoder`` says it.
 
 Caches: ``fastokens`` remembers the ids of single words (of a text as the split rule cuts it), as ``tokenizers`` does
-too, in tables of a fixed size per thread. These tables know no tenants. What one can learn from them is bounded: a hit
-saves about a microsecond for one whole word, and looking for a word puts it in, so that every guess can be timed only
-once. Its opt-in caches of whole texts (segments, common beginnings) would tell more and stay off.
+too, in tables of bounded size per thread. These tables know no tenants. What a tenant can learn from them is little: a
+hit saves the merging of one whole word (about a microsecond; more for words of kilobytes), and looking for a word puts
+it in, so that every guess can be timed only once. Its opt-in caches of whole texts (segments, common beginnings) would
+tell more and stay off.
 """
 
 from __future__ import annotations

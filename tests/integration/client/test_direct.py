@@ -137,11 +137,64 @@ async def test_a_client_cannot_tell_of_more_tokens_than_its_request_may_have(wor
         router_stub = router_pb2_grpc.RouterServiceStub(channel)
         asked = build_generate(PROMPT, "", {"max_tokens": 3, "n": 2})
         route = await router_stub.Route(router_pb2.RouteRequest(direct=asked))
-        notice = router_pb2.NoteDirectRequest(request_id=route.direct.request.request_id, num_tokens=10**9, ended=True)
+        placed = route.direct.request
+        notice = router_pb2.NoteDirectRequest(
+            request_id=placed.request_id, ticket_mac=placed.ticket.mac, num_tokens=10**9, ended=True
+        )
         assert (await router_stub.NoteDirect(notice)).known
         assert not (await router_stub.NoteDirect(notice)).known
     await until(world.nothing_held)
     assert await world.of_requests("generated_tokens_total") == 6
+
+
+async def test_a_notice_about_anothers_request_has_no_effect(world: World) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(open_channel(world.grpc))
+        router_stub = router_pb2_grpc.RouterServiceStub(channel)
+        asked = build_generate(PROMPT, "", {"max_tokens": 5})
+        mine, others = [
+            (await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct.request for _ in range(2)
+        ]
+        for mac in (b"", bytes(32), mine.ticket.mac):
+            forged = router_pb2.NoteDirectRequest(
+                request_id=others.request_id, ticket_mac=mac, num_tokens=5, ended=True, failed=True
+            )
+            assert not (await router_stub.NoteDirect(forged)).known
+        assert await world.metric("direct_open") == 2
+        for placed in (mine, others):
+            own = router_pb2.NoteDirectRequest(
+                request_id=placed.request_id, ticket_mac=placed.ticket.mac, num_tokens=2, ended=True, cancelled=True
+            )
+            assert (await router_stub.NoteDirect(own)).known
+    await until(world.nothing_held)
+    assert await world.metric('direct_requests_total{outcome="cancelled"}') == 2
+    assert await world.of_requests("generated_tokens_total") == 4
+
+
+async def test_notices_open_and_close_no_breaker(world: World, tmp_path: Path) -> None:
+    """A client that says of every request that its instance broke off takes no instance from others."""
+    addresses = ",".join(x.address for x in world.workers)
+    async with contextlib.AsyncExitStack() as stack:
+        flags = ("--decode", addresses, "--ticket-key-file", str(tmp_path / "key"), "--breaker-failures", "1")
+        process = await stack.enter_async_context(router(*flags))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20))
+        strict = World(world.workers, process.grpc, http)
+
+        async def ready() -> bool:
+            return await strict.metric("instance_healthy{") == 2
+
+        await until(ready)
+        router_stub = router_pb2_grpc.RouterServiceStub(await stack.enter_async_context(open_channel(process.grpc)))
+        asked = build_generate(PROMPT, "", {"max_tokens": 5})
+        for _ in range(8):
+            placed = (await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct.request
+            notice = router_pb2.NoteDirectRequest(
+                request_id=placed.request_id, ticket_mac=placed.ticket.mac, ended=True, failed=True
+            )
+            assert (await router_stub.NoteDirect(notice)).known
+        await until(strict.nothing_held)
+        assert await strict.metric('direct_requests_total{outcome="failed"}') == 8
+        assert await strict.metric("breaker_opened_total") == 0
 
 
 async def test_one_that_cannot_be_placed_is_explained_too(world: World, tmp_path: Path) -> None:

@@ -34,35 +34,28 @@ from baton_router.types import ModelInfo, RoutedRequest
 
 @dataclass(eq=False, slots=True)
 class Reserved:
-    """A request's place while its client runs it.
+    """A request's place while its client runs it. What its client reports moves these shares and no breaker.
 
     Attributes:
         placement: Its shares of its instances.
         message: What is to be sent to the decode instance.
-        failed: Whether the instance broke off.
     """
 
     placement: Placement
     message: worker_pb2.GenerateRequest
     admission: Admission
     ticket: Ticket
-    breakers: Breakers
     on_end: Callable[[], None]
-    failed: bool = False
 
     def grow(self, tokens: int, *, first: bool) -> None:
         """Count tokens that were generated."""
         self.placement.grow(tokens)
         if first:
             self.placement.prefilled()
-            self.breakers.answered(self.placement.decode)
             self.admission.first_token(self.ticket)
 
     def end(self) -> None:
         """Give everything back; once."""
-        if self.failed:
-            self.breakers.failed(self.placement.decode)
-        self.breakers.ended(self.placement.decode, well=not self.failed)
         self.placement.release()
         self.admission.leave(self.ticket)
         self.on_end()
@@ -188,7 +181,9 @@ class PlacingDispatcher:
                 self.admission.leave(ticket)
             raise
         placement.speeds = None  # this router does not see when its tokens come
-        return Reserved(placement, message, self.admission, ticket, self._context.breakers, self._release)
+        # It is no trial of a half-open breaker: this router does not see how it ends.
+        self._context.breakers.ended(placement.decode, well=False)
+        return Reserved(placement, message, self.admission, ticket, self._release)
 
     def _left(self, run: RequestRun) -> None:
         self._running.discard(run)

@@ -365,6 +365,7 @@ class NoteDirectRequest(_message.Message):
     FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
     ITL_US_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    TICKET_MAC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """of the GenerateRequest"""
     num_tokens: _builtins.int
@@ -377,6 +378,8 @@ class NoteDirectRequest(_message.Message):
     """from the router's answer to the first token; absent: none has come"""
     cancelled: _builtins.bool
     """with ended: the client wanted no more"""
+    ticket_mac: _builtins.bytes
+    """of the placement's ticket, which shows that the request is the caller's own"""
     @_builtins.property
     def trace(self) -> _common_pb2.RequestTrace:
         """the latest, if one came"""
@@ -396,10 +399,11 @@ class NoteDirectRequest(_message.Message):
         first_token_us: _builtins.int | None = ...,
         itl_us: _abc.Iterable[_builtins.int] | None = ...,
         cancelled: _builtins.bool = ...,
+        ticket_mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us", "first_token_us", b"first_token_us", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us", "cancelled", b"cancelled", "ended", b"ended", "failed", b"failed", "first_token_us", b"first_token_us", "itl_us", b"itl_us", "num_tokens", b"num_tokens", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us", "cancelled", b"cancelled", "ended", b"ended", "failed", b"failed", "first_token_us", b"first_token_us", "itl_us", b"itl_us", "num_tokens", b"num_tokens", "request_id", b"request_id", "ticket_mac", b"ticket_mac", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_us: _TypeAlias = _typing.Literal["first_token_us"]  # noqa: Y015
     _WhichOneofArgType__first_token_us: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us"]  # noqa: Y015
@@ -413,7 +417,7 @@ class NoteDirectResponse(_message.Message):
 
     KNOWN_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
-    """false: the reservation has ended before"""
+    """false: the reservation has ended before, or is another client's"""
     def __init__(
         self,
         *,

@@ -7,6 +7,7 @@ stream to the decode instance too, and the work there has ended with it.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,9 +195,13 @@ class TicketDesk:
         )
 
     def note(self, request: router_pb2.NoteDirectRequest) -> bool:
-        """Take a client's notice; ``False``: there is no such reservation any more."""
+        """Take a client's notice of its own request.
+
+        Returns:
+            ``False``: there is no such reservation any more, or the caller was not given its ticket.
+        """
         found = self._open.get(request.request_id)
-        if found is None:
+        if found is None or not hmac.compare_digest(found.reserved.message.ticket.mac, request.ticket_mac):
             return False
         found.ends_at = self._now() + LEASE_S
         tokens = min(request.num_tokens, found.most)
@@ -207,7 +212,6 @@ class TicketDesk:
         if request.ended:
             if request.HasField("trace"):
                 self._dispatcher.metrics.observe_trace(request.trace)
-            found.reserved.failed = request.failed
             self._end(request.request_id, _outcome(request))
         return True
 
