@@ -34,6 +34,7 @@ from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
+from baton_router.metrics.fast_metrics import GaugeFunction
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.registry.discovery.sources import discoveries
@@ -93,6 +94,12 @@ class RouterApp:
         self.replica = Replica(config, self.registry, capacity, self.metrics) if config.redis else None
         self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)
+        GaugeFunction(
+            "baton_router_slow_tokenizers",
+            "Loaded tokenizers that run on the library that is ten times slower",
+            self.metrics,
+            lambda: self._tokenizers.num_slow,
+        )
         self._preload = _TokenizerPreload(self._tokenizers, self.registry)
         self.pipeline = InputProcessor(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics), decisions)
         self.tickets = TicketDesk(read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics)

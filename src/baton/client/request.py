@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
     ttft_ms: float
     """The first token is wanted within so many milliseconds; refused at once where that cannot be."""
     itl_ms: float
-    """Most milliseconds wanted between two tokens; refused at once where nobody is so fast."""
+    """Most milliseconds wanted between two tokens; refused at once where no instance is so fast."""
     user: str
     """Whose request it is: the tenant in the router's queue, where there is no ``cache_salt``."""
     session_id: str

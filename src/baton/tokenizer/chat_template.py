@@ -1,6 +1,6 @@
 """A model's chat template: messages to prompt text.
 
-Templates come with models and are somebody else's code, so they run in jinja's immutable sandbox and see plain JSON
+Templates come with models and are foreign code, so they run in jinja's immutable sandbox and see plain JSON
 data alone. The environment is the one that templates are written for: block trimming, loop controls,
 ``raise_exception``, ``tojson`` without HTML escapes, ``strftime_now`` and the ``generation`` tag.
 """

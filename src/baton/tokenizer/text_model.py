@@ -75,3 +75,8 @@ class TextModelCache:
         if found is not None and len(self._models) > 1:
             self._models.move_to_end(key)
         return found
+
+    @property
+    def num_slow(self) -> int:
+        """Loaded tokenizers that run on the ``tokenizers`` library because ``fastokens`` cannot do it."""
+        return sum(model.tokenizer.encoder == "tokenizers" for model in self._models.values())

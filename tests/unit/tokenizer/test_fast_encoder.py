@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.scripted import MODEL
 
 from baton.errors import InvalidRequestError
-from baton.tokenizer import Tokenizer, fast_encoder
+from baton.tokenizer import TextModelCache, Tokenizer, fast_encoder
 
 pytest.importorskip("fastokens")
 
@@ -323,3 +323,12 @@ def test_the_probe_is_the_same_every_time() -> None:
     assert first == list(fast_encoder.probe_texts(parts))
     assert any("<|im_end|>" in text for text in first)
     assert 10_000 < sum(map(len, first)) < 100_000
+
+
+async def test_slow_tokenizers_are_counted(tmp_path: Path) -> None:
+    cache = TextModelCache()
+    await cache.get("models/baton-tiny")
+    assert cache.num_slow == 0
+    wordpiece().save(str(tmp_path / "tokenizer.json"))
+    await cache.get(str(tmp_path))
+    assert cache.num_slow == 1

@@ -8,6 +8,7 @@ import random
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -41,6 +42,8 @@ _INLINE_CHARS = 4096
 _LARGE_CHARS = 256 * 1024
 """Texts longer than this are tokenized one at a time: a tenth of a second and some ten MiB at least, for each."""
 _LARGE_WAIT_S = 30.0
+_THREADS = 2
+"""Threads that tokenize: each keeps tables of words of its own, and for long texts the library has more of them."""
 _ID_LISTS = (list, array)
 
 
@@ -73,6 +76,7 @@ class InputProcessor:
         self._metrics = metrics
         self.decisions = decisions or DecisionLog()
         self._large = asyncio.Semaphore(1)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._tenants = Tenants()
 
     def model_info(self, model: str = "") -> ModelInfo:
@@ -115,10 +119,11 @@ class InputProcessor:
         model = await self.text_model(info)
         if num_chars <= _INLINE_CHARS:
             return _tokenize(model, request, info, limit)
+        loop = asyncio.get_running_loop()
         if num_chars <= _LARGE_CHARS:
-            return await asyncio.to_thread(_tokenize, model, request, info, limit)
+            return await loop.run_in_executor(self._threads, _tokenize, model, request, info, limit)
         async with self._turn():
-            return await asyncio.to_thread(_tokenize, model, request, info, limit)
+            return await loop.run_in_executor(self._threads, _tokenize, model, request, info, limit)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
