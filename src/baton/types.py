@@ -1,4 +1,4 @@
-"""Words that every part of Baton shares: identifiers, roles, sampling parameters."""
+"""Types that every part of Baton shares: identifiers, roles, sampling parameters."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose blocks these are, as the router authenticated it.
+    """The owner of blocks, as the router authenticated it.
 
     Attributes:
         id: 1 to 64 letters, digits, ``_``, ``.`` and ``-``.
-        kv_bytes: That its blocks may take in a KV store's memory; 0: what the store gives everybody.
+        kv_bytes: That its blocks may take in a KV store's memory; 0: the store's own default.
         kv_disk_bytes: On a KV store's disk.
     """
 
@@ -84,7 +84,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(slots=True)  # made twice per request: frozen ones cost six times as much
+@dataclass(slots=True)  # not frozen: a frozen one takes six times as long to make, and requests make two
 class SamplingParams:
     """How tokens are chosen; the same fields, defaults and meaning everywhere. Requests may share one: change a copy.
 
@@ -104,7 +104,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    """Stop strings; workers never see them, whoever holds the tokenizer applies them."""
+    """Stop strings; workers never see them, they are applied where the tokenizer is."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None

@@ -1,4 +1,4 @@
-"""The engine's side of its connector: which sequences load, and whose blocks are held for others."""
+"""The engine's side of its connector: which sequences load, and which blocks are held for readers or savers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import replace
 
 from baton.engine.sequence import Sequence
 from baton.kv_cache.block_pool import BlockPool
-from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
-from baton.kv_cache.fault_isolation import GuardedConnector
+from baton.kv_cache.connector import GuardedConnector, KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
 from baton.types import BlockId, FinishReason, RequestId
 
 _log = logging.getLogger(__name__)
 
 
-class KVExchange:
-    """Calls a connector and keeps the books of what it uses; does nothing without one.
+class ConnectorBridge:
+    """Calls a connector and keeps account of the blocks that it uses; does nothing without one.
 
-    What the connector raises costs a load or a save: no request, and not the engine.
+    What the connector raises costs a load or a save, and never ends a request or the engine.
 
     Attributes:
         loading: Sequences whose blocks are being written from outside, by request id; also aborted ones, until the
-            connector says that nobody writes any more.
+            connector says that their last write has ended.
         held: Blocks of ended requests that the connector still offers to others.
         saving: Blocks of other ended sequences that the connector has not saved yet, by the name it knows them by.
     """
@@ -153,7 +152,7 @@ class KVExchange:
         return self._give_back(self.held, request_id)
 
     def stop_saving(self, request_id: RequestId) -> bool:
-        """Give back blocks that were to be saved; whoever copies them notices. ``False``: there are none."""
+        """Give back blocks that were to be saved; copies under way see it by the generation. ``False``: none there."""
         return self._give_back(self.saving, request_id)
 
     def _give_back(self, blocks_of: dict[RequestId, list[BlockId]], request_id: RequestId) -> bool:

@@ -13,12 +13,11 @@ from collections.abc import Callable
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.connector_bridge import KVExchange
+from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.executor.base import Executor, ExecutorLostError
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput
 from baton.engine.runner.input_batch import LogitRows, StepBatch, build_batch
-from baton.engine.sample.logprobs import token_logprobs
-from baton.engine.sample.sampler import Sampler
+from baton.engine.sample.sampler import Sampler, token_logprobs
 from baton.engine.sched.scheduler import Scheduler
 from baton.engine.sched.step_plan import StepPlan
 from baton.engine.sched.validation import check_request
@@ -86,10 +85,10 @@ class EngineCore:
         self._pool = BlockPool(
             self.arena.num_blocks, self.arena.generations, self._events.append if on_events else None
         )
-        self._exchange = KVExchange(connector, self._pool, self._block_size)
-        if self._exchange.on_layer is not None:
-            executor.on_layer = self._exchange.on_layer
-        self._scheduler = Scheduler(config, self._pool, self._exchange)
+        self._bridge = ConnectorBridge(connector, self._pool, self._block_size)
+        if self._bridge.on_layer is not None:
+            executor.on_layer = self._bridge.on_layer
+        self._scheduler = Scheduler(config, self._pool, self._bridge)
         self._sampler = Sampler()
         self._groups: dict[RequestId, RequestGroup] = {}
         self._early: list[SequenceOutput] = []
@@ -125,11 +124,11 @@ class EngineCore:
         """
         request_id = request.request_id
         sampling = self.validate(request)
-        if request_id in self._groups or request_id in self._exchange.held or request_id in self._exchange.loading:
+        if request_id in self._groups or request_id in self._bridge.held or request_id in self._bridge.loading:
             raise InvalidRequestError(f"request_id {request_id!r} is in use", field="request_id")
         if len(self._scheduler.waiting) >= self._config.max_queue:
             raise QueueFullError(f"{self._config.max_queue} requests wait already", retry_after_s=1.0)
-        self._exchange.stop_saving(request_id)
+        self._bridge.stop_saving(request_id)
         stop_ids = frozenset(sampling.stop_token_ids)
         group = RequestGroup(
             request=request,
@@ -163,7 +162,7 @@ class EngineCore:
 
     def release(self, request_id: RequestId) -> bool:
         """Give back the blocks held for a finished request; ``False`` if there are none."""
-        return self._exchange.release(request_id)
+        return self._bridge.release(request_id)
 
     def roll_back(self, request_id: RequestId, count: int, index: int = 0) -> None:
         """Remove the last output tokens of a sequence that has not ended, with their KV; it goes on from there.
@@ -195,7 +194,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any block held for others: :meth:`step` has something to look at."""
         scheduler = self._scheduler
-        return bool(self._early or scheduler.running or len(scheduler.waiting)) or self._exchange.pending
+        return bool(self._early or scheduler.running or len(scheduler.waiting)) or self._bridge.pending
 
     @property
     def made_progress(self) -> bool:
@@ -209,7 +208,7 @@ class EngineCore:
     @property
     def wants_poll(self) -> bool:
         """Whether loads or held blocks are outstanding: when the connector wakes the engine, call :meth:`step`."""
-        return self._exchange.pending
+        return self._bridge.pending
 
     def stats(self) -> EngineStats:
         """Return a view of this moment; may be called from any thread."""
@@ -217,7 +216,7 @@ class EngineCore:
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_loading=len(self._exchange.loading),
+            num_loading=len(self._bridge.loading),
             blocks_total=self._pool.num_blocks,
             blocks_active=self._pool.num_active,
             blocks_cached=self._pool.num_cached,
@@ -239,7 +238,7 @@ class EngineCore:
         Raises:
             AssertionError: A block leaked or is owned twice.
         """
-        idle = not (self._groups or self._exchange.loading or self._exchange.held or self._exchange.saving)
+        idle = not (self._groups or self._bridge.loading or self._bridge.held or self._bridge.saving)
         self._pool.check_integrity(idle=idle)
 
     # Steps
@@ -254,7 +253,7 @@ class EngineCore:
             ExecutorLostError: A process that runs part of the model is gone; the engine cannot go on.
         """
         outputs, self._early = self._early, []
-        loads = self._exchange.poll()
+        loads = self._bridge.poll()
         for sequence, update in loads:
             self._finish_load(sequence, update, outputs)
         plan = self._scheduler.schedule()
@@ -274,7 +273,7 @@ class EngineCore:
     @torch.inference_mode()
     def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
         batch = build_batch(plan, self._block_size, self.executor.input_buffers)
-        self._exchange.begin_step(plan.counts)
+        self._bridge.begin_step(plan.counts)
         logits = self.executor.forward(batch.forward).logits
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
@@ -285,7 +284,7 @@ class EngineCore:
             sequence.advance(count)
             self._scheduler.commit(sequence)
             if prompt or sequence.pinned:
-                self._exchange.progress(sequence)
+                self._bridge.progress(sequence)
         self._sample(batch, logits, outputs)
 
     def _sample(self, batch: StepBatch, logits: torch.Tensor, outputs: list[SequenceOutput]) -> None:
@@ -311,14 +310,14 @@ class EngineCore:
     def _finish_load(self, sequence: Sequence, update: LoadUpdate, outputs: list[SequenceOutput]) -> None:
         """Go on with a sequence whose load ended, with as much as arrived."""
         if sequence.state is SequenceState.FINISHED:
-            self._exchange.finish(sequence)
+            self._bridge.finish(sequence)
             return
         group = sequence.group
         group.transfer = update.stats
         if update.error is not None:
             _log.warning("load of request %s fell short: %s", update.request_id, update.error)
             if self._config.kv_load_failure == "fail":
-                self._scheduler.run(sequence)  # nobody writes into its blocks any more: it can be ended like any other
+                self._scheduler.run(sequence)  # its load has ended: it can be ended like any other
                 self._fail(sequence, f"its KV could not be loaded: {update.error}", outputs)
                 return
         first = update.first_token
@@ -333,7 +332,7 @@ class EngineCore:
         sequence.skip_to(valid)
         self._scheduler.commit(sequence)
         if sequence.pinned:
-            self._exchange.progress(sequence)
+            self._bridge.progress(sequence)
         self._scheduler.run(sequence)
         if first is not None:
             logprob = first if group.sampling.logprobs is not None else None

@@ -1,4 +1,4 @@
-"""Who owns which block of a KV pool.
+"""Ownership of the blocks of a KV pool.
 
 A block is in one of three states::
 
@@ -59,12 +59,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks without references, cached ones included."""
         return len(self._blank) + len(self._lru)
 
     @property
     def num_active(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with references."""
         return self.num_blocks - self.num_free
 
     @property
@@ -101,7 +101,7 @@ class BlockPool:
         return ids
 
     def acquire(self, block_ids: Sequence[BlockId]) -> None:
-        """Add a reference to blocks that :meth:`match` found or that somebody holds."""
+        """Add a reference to blocks that :meth:`match` found or that have one already."""
         refs = self._refs
         for block_id in block_ids:
             if refs[block_id] == 0:
@@ -137,7 +137,7 @@ class BlockPool:
             parent: Hash of the block before it, ``None`` for the first of a chain.
         """
         if self._refs[block_id] == 0:
-            raise InternalError(f"block {block_id} is committed but nobody holds it")
+            raise InternalError(f"block {block_id} is committed without being held")
         self._cache.put(block_id, block_hash, parent)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
@@ -155,10 +155,10 @@ class BlockPool:
         return self._cache.snapshot()
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Check that the books balance.
+        """Check that free lists, references and cache agree.
 
         Args:
-            idle: Also check that nobody holds a block.
+            idle: Also check that no block is held.
 
         Raises:
             AssertionError: A block is lost, listed twice, or held though it should not be.

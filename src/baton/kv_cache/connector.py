@@ -1,4 +1,4 @@
-"""What the engine knows of the outside world of KV: where more of a prompt may come from, and who wants it.
+"""The contract between the engine and KV from outside: where more of a prompt may come from, and which readers want it.
 
 The engine's scheduler calls a connector; transports implement it; services put the two together.
 
@@ -18,20 +18,28 @@ overrides ``blocks_computed``, one that loads the five methods from ``plan_load`
 
 A method that raises is logged and costs what it was called for: ``plan_load`` and ``start_load`` a prefill here, all
 others a save, or a word that the connector did not hear. No request fails for it, and the engine goes on
-(:class:`baton.kv_cache.fault_isolation.GuardedConnector`). A load that was begun ends with its ``LoadUpdate`` all
+(:class:`GuardedConnector`). A load that was begun ends with its ``LoadUpdate`` all
 the same, and with nothing else: its blocks stay where they are until it comes.
 
-Every method is called in the engine's thread and must not block. ``wake`` (given to the connector by whoever builds
-it) may be called from any thread to make the engine poll.
+Every method is called in the engine's thread and must not block. ``wake`` (given to the connector at its
+construction) may be called from any thread to make the engine poll.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import InternalError
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId, SamplingParams, Tenant, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+_TRACE_EVERY_S = 10.0
+"""A hook that fails is called again for the next layer or step: its trace once in so many seconds is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +181,7 @@ class SchedulerSide:
         raise InternalError(f"{type(self).__name__} plans loads and does not say how one starts")
 
     def cancel_load(self, request_id: RequestId) -> None:
-        """Stop a load. Its ``LoadUpdate`` still comes, once nobody writes into the blocks any more."""
+        """Stop a load. Its ``LoadUpdate`` still comes, once the last write into the blocks has ended."""
 
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended since the last call."""
@@ -217,7 +225,7 @@ class WorkerSide:
         """
 
     def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
-        """Tell whose blocks the next call of :meth:`blocks_computed` is about; without it they are nobody's."""
+        """Tell whose blocks the next call of :meth:`blocks_computed` is about; without it they have none."""
 
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
@@ -239,3 +247,126 @@ class KVConnector(SchedulerSide, WorkerSide):
 
     def close(self) -> None:
         """End all loads and give everything back."""
+
+
+class GuardedConnector(KVConnector):
+    """Calls another connector and isolates its failures: they do not reach the engine, or connectors beside it.
+
+    A hook that raises is logged, and counts as one that did nothing or had nothing to say. ``plan_load`` and
+    ``start_load`` alone raise, since their caller has to tell the request why nothing was loaded.
+
+    Args:
+        connector: Belongs to this object from now on.
+    """
+
+    def __init__(self, connector: KVConnector) -> None:
+        self._connector = connector
+        self._traced_at: dict[str, float] = {}
+        self._ownerless: RequestId | None = None
+        self.name = type(connector).__name__
+        self.follows_all = connector.follows_all
+
+    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
+        """Pass on; see :meth:`SchedulerSide.plan_load`.
+
+        Raises:
+            Exception: Whatever the connector raised; InternalError if its answer is no plan.
+        """
+        plan: object = self._connector.plan_load(request, num_local_tokens)
+        if plan is None or isinstance(plan, LoadPlan):
+            return plan
+        raise InternalError(f"{self.name} planned a load with a {type(plan).__name__}")
+
+    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """Pass on; see :meth:`SchedulerSide.start_load`.
+
+        Raises:
+            Exception: Whatever the connector raised.
+        """
+        self._connector.start_load(request, num_local_tokens, block_ids)
+
+    def cancel_load(self, request_id: RequestId) -> None:
+        """Pass on. The load's update is waited for all the same: only it says when the last write has ended."""
+        with self._guard("cancel_load"):
+            self._connector.cancel_load(request_id)
+
+    def poll_loads(self) -> list[LoadUpdate]:
+        """Return the loads that ended; entries that are no updates are left out."""
+        found: list[LoadUpdate] = []
+        with self._guard("poll_loads"):
+            found = [update for update in self._connector.poll_loads() if self._is(update, LoadUpdate, "poll_loads")]
+        return found
+
+    def request_finished(self, request_id: RequestId) -> bool:
+        """Whether the blocks are to be kept; ``False`` where the connector could not say."""
+        answer = False
+        with self._guard("request_finished"):
+            answer = bool(self._connector.request_finished(request_id))
+        return answer
+
+    def poll_releases(self) -> list[RequestId]:
+        """Return requests that were let go; entries that are no names are left out."""
+        found: list[RequestId] = []
+        with self._guard("poll_releases"):
+            found = [name for name in self._connector.poll_releases() if self._is(name, str, "poll_releases")]
+        return found
+
+    def has_pending(self) -> bool:
+        """Whether something is outstanding; ``False`` where the connector could not say."""
+        answer = False
+        with self._guard("has_pending"):
+            answer = bool(self._connector.has_pending())
+        return answer
+
+    def step_begins(self, saves: Sequence[PlannedSave]) -> None:
+        """Pass on; errors are logged."""
+        with self._guard("step_begins"):
+            self._connector.step_begins(saves)
+
+    def layer_computed(self, layer: int) -> None:
+        """Pass on; errors are logged."""
+        try:  # not the guard: this is called for every layer of every step
+            self._connector.layer_computed(layer)
+        except Exception as error:
+            self._note("layer_computed", error)
+
+    def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
+        """Pass on; if that fails, what the next call is about is not saved: it would be saved without an owner."""
+        self._ownerless = request_id
+        with self._guard("blocks_belong"):
+            self._connector.blocks_belong(request_id, tenant)
+            self._ownerless = None
+
+    def blocks_computed(
+        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
+    ) -> None:
+        """Pass on; errors are logged."""
+        ownerless, self._ownerless = self._ownerless, None
+        if ownerless == request_id:
+            return
+        with self._guard("blocks_computed"):
+            self._connector.blocks_computed(request_id, block_ids, hashes, num_tokens)
+
+    def close(self) -> None:
+        """Pass on; errors are logged."""
+        with self._guard("close"):
+            self._connector.close()
+
+    @contextlib.contextmanager
+    def _guard(self, hook: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._note(hook, error)
+
+    def _note(self, hook: str, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._traced_at.get(hook, -_TRACE_EVERY_S) >= _TRACE_EVERY_S:
+            self._traced_at[hook] = now
+            log.error("%s of connector %s failed", hook, self.name, exc_info=error)
+
+    def _is(self, item: object, kind: type, hook: str) -> bool:
+        if isinstance(item, kind):
+            return True
+        log.error("%s of connector %s returned a %s", hook, self.name, type(item).__name__)
+        return False

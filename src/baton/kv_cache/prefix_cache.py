@@ -52,7 +52,7 @@ class PrefixCache:
         return found
 
     def drop(self, block_ids: Iterable[BlockId]) -> None:
-        """Forget blocks whose memory goes to somebody else; those that have no hash are skipped."""
+        """Forget blocks whose memory gets another user; those that have no hash are skipped."""
         gone: list[BlockHash] = []
         for block_id in block_ids:
             block_hash = self._hash_of[block_id]
@@ -126,7 +126,7 @@ def merge_events(events: Iterable[KVEvent]) -> list[KVEvent]:
             flush()
             tier = event.tier
         if isinstance(event, BlocksStored):
-            # Of lower tiers nobody knows parents, so any two runs go together.
+            # Parents are not known in lower tiers, so any two runs go together.
             if not stored or (tier == DEVICE and stored[-1] != event.parent):
                 flush()
                 parent = event.parent

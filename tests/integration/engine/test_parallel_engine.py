@@ -187,7 +187,7 @@ def test_bfloat16_with_packed_linears(references: References) -> None:
         arenas.close()
     del runner
     gc.collect()
-    assert children() == before, "a runner that nobody closed left a process"
+    assert children() == before, "an executor that was not closed left a process"
 
 
 def test_a_step_that_fails_anywhere_fails_alone(square: LLM) -> None:

@@ -128,7 +128,7 @@ def step(tokens: int, sequences: int, width: int, rows: int) -> ForwardBatch:
     )
 
 
-def test_steps_are_read_as_they_were_written_by_whoever_maps_the_memory() -> None:
+def test_steps_are_read_as_they_were_written_by_every_process_that_maps_the_memory() -> None:
     buffer = StepBuffer.create(EngineConfig(max_num_batched_tokens=128, max_num_seqs=8), 512)
     other = StepBuffer(os.dup(buffer.fd))
     for sizes in ((128, 8, 32, 128), (1, 1, 1, 0), (64, 3, 33, 5)):

@@ -19,11 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from baton.engine.sample.filters import draw, filter_batch, filtered_probs, kth_greatest, nucleus_threshold
-from baton.engine.sample.logprobs import token_logprobs
+from baton.engine.sample.filters import filter_batch, filtered_probs, kth_greatest, nucleus_threshold
 from baton.engine.sample.penalties import apply_edits
-from baton.engine.sample.rng import request_seed, uniforms
-from baton.engine.sample.sampler import Sampler, SamplerRow
+from baton.engine.sample.rng import draw, request_seed, uniforms
+from baton.engine.sample.sampler import Sampler, SamplerRow, token_logprobs
 from baton.seeds import sequence_seed
 from baton.types import SamplingParams
 

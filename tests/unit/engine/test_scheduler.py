@@ -23,7 +23,7 @@ BLOCK = 4
 
 
 class CheckedRunner(ToyRunner):
-    """Checks every batch: nobody writes where somebody else writes, and the limits hold."""
+    """Checks every batch: no sequence writes where another one writes, and the limits hold."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(block_size=config.block_size)

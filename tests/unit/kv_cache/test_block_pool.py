@@ -194,7 +194,7 @@ def test_release_of_a_free_block_is_refused() -> None:
 
 def test_commit_of_a_free_block_is_refused() -> None:
     pool, _, _ = make_pool(2)
-    with pytest.raises(InternalError, match="nobody holds"):
+    with pytest.raises(InternalError, match="without being held"):
         pool.commit(BlockId(0), hash_of(1), None)
 
 

@@ -134,10 +134,10 @@ class DecodeSide(KVConnector):
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
-        raise AssertionError("nobody fetches from here")
+        raise AssertionError("nothing is fetched from here")
 
     def request_finished(self, request_id: RequestId) -> bool:
-        raise AssertionError("nobody fetches from here")
+        raise AssertionError("nothing is fetched from here")
 
     def poll_releases(self) -> list[RequestId]:
         return []
@@ -277,7 +277,7 @@ def test_what_did_not_arrive_is_computed(num_valid: int, first: bool, warm: bool
     start = max(num_valid, 8 if warm else 0)
     # What was not reported as valid may hold anything.
     for block_id in range(len(blocks)):
-        held = decode.core._exchange.loading[RequestId("a")].block_ids
+        held = decode.core._bridge.loading[RequestId("a")].block_ids
         if block_id in held and held.index(block_id) * BLOCK >= start:
             blocks[block_id] = 255
     decode.run()
@@ -348,7 +348,7 @@ def test_n_sequences_share_a_loaded_prompt(pair: tuple[Engine, Engine]) -> None:
     decode.assert_empty()
 
 
-def test_abort_while_loading_keeps_the_blocks_until_nobody_writes(pair: tuple[Engine, Engine]) -> None:
+def test_abort_while_loading_keeps_the_blocks_until_its_last_write(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
     decode.add("a")
     decode.run()
@@ -615,7 +615,7 @@ def test_a_hook_that_raises_costs_neither_a_request_nor_the_engine(hook: str, al
     assert engine.core.stats().num_loading == 1
     assert engine.core.abort(RequestId("load"))
     engine.step()
-    assert engine.core.stats().num_loading == 1  # nobody can tell yet that it has ended
+    assert engine.core.stats().num_loading == 1  # its end has not been reported yet
     assert failing.calls
     failing.failing = False
     failing.poll_loads = lambda: [LoadUpdate(RequestId("load"), 0, error="cancelled")]  # type: ignore[method-assign]
@@ -647,7 +647,7 @@ def test_a_plan_that_is_none_is_computed_here(pair: tuple[Engine, Engine]) -> No
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_a_tenant_computed_is_not_saved_as_nobodys(alone: bool) -> None:
+def test_what_a_tenant_computed_is_not_saved_without_owner(alone: bool) -> None:
     failing = Failing("blocks_belong", _raise)
     engine = Engine(side=failing if alone else MultiConnector([failing, KVConnector()]))
     engine.add("a", tenant=Tenant("somebody"))

@@ -1,4 +1,4 @@
-"""The counter that one process raises and others wait for: everybody is woken in time, and nobody without need."""
+"""The counter that one process raises and others wait for: all are woken in time, and none without need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_wait_for_what_is_there_or_for_too_long_returns_the_counter() -> None:
     assert progress.wait(8, 0.01) == 7
 
 
-def test_steps_on_the_way_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_the_way_wake_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, real, woken, waiter = counter(), counter()._futex, list[int](), list[int]()
     assert real is not None
     advancing = threading.get_ident()

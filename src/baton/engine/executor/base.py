@@ -40,7 +40,7 @@ class Executor(Protocol):
         max_model_len: Longest sequence in tokens.
         eos_token_ids: Tokens that end a sequence.
         attention_backend: Name of the attention operator in use.
-        description: Which path, attention and linears run the model, for people.
+        description: Which path, attention and linears run the model, for logs.
         device: Where the model is.
         input_buffers: Where a step's arrays have to lie; ``None``: anywhere.
         on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have

@@ -1,7 +1,7 @@
-"""The line between the leader and one follower: JSON objects and file descriptors over a Unix socket pair.
+"""The channel between the leader and one follower: JSON objects and file descriptors over a Unix socket pair.
 
 ``SOCK_SEQPACKET`` keeps messages apart, blocks without using the processor, and tells at once when the other process
-is gone. The socket has no name: nobody else can connect.
+is gone. The socket has no name: no other process can connect.
 """
 
 from __future__ import annotations

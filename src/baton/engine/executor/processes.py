@@ -39,7 +39,7 @@ class Process(Protocol):
 
 
 def start_follower(line: socket.socket) -> Process:
-    """Start a follower that serves whoever has the other end of a line."""
+    """Start a follower that serves the other end of a channel."""
     command = [sys.executable, "-m", "baton.engine.executor.follower", str(line.fileno())]
     # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
     return subprocess.Popen(command, pass_fds=[line.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -69,7 +69,7 @@ class FollowerProcess:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """For errors and logs."""
         spec = self.spec
         return f"rank {spec.index} (stage {spec.pp_rank}, tensor {spec.tp_rank}, process {self.process.pid})"
 

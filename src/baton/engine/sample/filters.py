@@ -106,35 +106,3 @@ def filter_batch(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torc
         min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
         probs.masked_fill_(probs < probs.amax(dim=-1, keepdim=True) * min_p[:, None], 0.0)
     return probs
-
-
-# Drawing
-
-
-def draw(probs: torch.Tensor, uniforms: npt.NDArray[np.float64]) -> list[int]:
-    """Return per row the token at which the cumulated probability exceeds ``uniform * total``.
-
-    In two levels, chunks and then tokens of one chunk: a float64 sum over the whole vocabulary is not needed. A token
-    of probability 0 is never returned (unless all are).
-
-    Args:
-        probs: float32 [R, vocab], rows need not sum to 1.
-        uniforms: float64 [R] in [0, 1).
-    """
-    count, vocab = probs.shape
-    if vocab % CHUNK:
-        probs = torch.nn.functional.pad(probs, (0, CHUNK - vocab % CHUNK))
-    chunked = probs.view(count, -1, CHUNK)
-    sums = chunked.sum(dim=-1).cpu().numpy().astype(np.float64)
-    upto = sums.cumsum(axis=-1)
-    target = uniforms * upto[:, -1]
-    rows = np.arange(count)
-    chunk = np.minimum((upto <= target[:, None]).sum(axis=-1), sums.shape[1] - 1)
-    size = sums[rows, chunk]
-    inside = np.clip((target - (upto[rows, chunk] - size)) / np.where(size > 0, size, 1.0), 0.0, 1.0 - 2.0**-40)
-    device = probs.device
-    tokens = chunked[torch.from_numpy(rows).to(device), torch.from_numpy(chunk).to(device)].cpu().numpy()
-    within = tokens.astype(np.float64).cumsum(axis=-1)
-    at = (within <= (inside * within[:, -1])[:, None]).sum(axis=-1)
-    found: list[int] = np.minimum(chunk * CHUNK + at, vocab - 1).tolist()
-    return found

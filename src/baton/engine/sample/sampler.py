@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.sample.filters import draw, filtered_probs
-from baton.engine.sample.logprobs import token_logprobs
+from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
-from baton.engine.sample.rng import uniforms
+from baton.engine.sample.rng import draw, uniforms
 from baton.types import SamplingParams, TokenLogprob
+
+_ROWS_AT_ONCE = 256
+"""Rows of one pass of log probabilities: bounds the float32 copy that a long prompt chunk would need."""
 
 
 class SamplerRow:
@@ -164,3 +166,36 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     seeds = np.array([row.seed for row in rows], np.uint64)
     positions = np.array([row.position for row in rows], np.uint64)
     return draw(filtered_probs(logits, [row.params for row in rows]), uniforms(seeds, positions))
+
+
+# Log probabilities
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """Return the log probability (natural log), rank (1: most probable) and alternatives of one token per row.
+
+    Args:
+        logits: [R, vocab], any float dtype; computed in float32.
+        token_ids: R tokens.
+        num_top: R numbers of alternatives, each at most ``MAX_LOGPROBS``.
+    """
+    found: list[TokenLogprob] = []
+    for at in range(0, len(token_ids), _ROWS_AT_ONCE):
+        end = at + _ROWS_AT_ONCE
+        found += _token_logprobs(logits[at:end], token_ids[at:end], num_top[at:end])
+    return found
+
+
+def _token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    most = min(max(num_top), logprobs.shape[-1])
+    top = torch.topk(logprobs, most, dim=-1)
+    top_ids, top_values = top.indices.tolist(), top.values.tolist()
+    return [
+        TokenLogprob(token, value, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, value, rank, ids, values, count in zip(
+            token_ids, chosen[:, 0].tolist(), ranks.tolist(), top_ids, top_values, num_top, strict=True
+        )
+    ]

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from baton.config import EngineConfig
-from baton.engine.connector_bridge import KVExchange
+from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.sched.step_plan import StepPlan
 from baton.engine.sequence import Sequence, SequenceState, SortKey
 from baton.errors import InternalError
@@ -89,9 +89,9 @@ class Scheduler:
         prefix_hit_tokens: Tokens of these that were found.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, exchange: KVExchange) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, bridge: ConnectorBridge) -> None:
         self._pool = pool
-        self._exchange = exchange
+        self._bridge = bridge
         self._block_size = config.block_size
         self._budget = config.max_num_batched_tokens
         self._chunk = config.prefill_chunk
@@ -129,7 +129,7 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
-        while budget and len(self.running) + len(self._exchange.loading) < self._max_seqs:
+        while budget and len(self.running) + len(self._bridge.loading) < self._max_seqs:
             sequence = self.waiting.peek()
             if sequence is None or not self._admit(sequence):
                 return
@@ -141,11 +141,11 @@ class Scheduler:
         """Give the queue's first sequence its blocks and let it run or load; ``False``: there is no room yet."""
         found = self._find_prefix(sequence)
         need = -(-sequence.num_tokens // self._block_size) - len(found)
-        growing = sum(1 for other in self.running if not other.pinned) + len(self._exchange.loading)
+        growing = sum(1 for other in self.running if not other.pinned) + len(self._bridge.loading)
         if self._pool.num_free_without(found) < need + growing:
             return False
         num_local = len(found) * self._block_size
-        load = self._exchange.plan(sequence, num_local)
+        load = self._bridge.plan(sequence, num_local)
         self.waiting.pop()
         self._pool.acquire(found)
         sequence.hold_prefix(found, self._block_size)
@@ -157,8 +157,8 @@ class Scheduler:
             self.prefix_hit_tokens += num_local
             self.prefix_query_tokens += sequence.num_tokens if self._caching else 0
         if sequence.pinned:
-            self._exchange.progress(sequence)
-        if load is not None and load.num_tokens > num_local and self._exchange.start(sequence, num_local):
+            self._bridge.progress(sequence)
+        if load is not None and load.num_tokens > num_local and self._bridge.start(sequence, num_local):
             sequence.state = SequenceState.LOADING
         else:
             self.run(sequence)
@@ -227,10 +227,10 @@ class Scheduler:
         """Take an ended sequence out, wherever it is; blocks under a load stay until the load has ended."""
         state, sequence.state = sequence.state, SequenceState.FINISHED
         if state is SequenceState.LOADING:
-            self._exchange.cancel(sequence)
+            self._bridge.cancel(sequence)
             return
         if state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif state is SequenceState.WAITING:
             self.waiting.discard(sequence)
-        self._exchange.finish(sequence)
+        self._bridge.finish(sequence)

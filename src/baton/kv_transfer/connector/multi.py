@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import ConfigError, UnavailableError
-from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
-from baton.kv_cache.fault_isolation import GuardedConnector
+from baton.kv_cache.connector import (
+    GuardedConnector,
+    KVConnector,
+    LoadPlan,
+    LoadRequest,
+    LoadUpdate,
+    PlannedSave,
+    TransferStats,
+)
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId, Tenant
 
 log = logging.getLogger(__name__)
