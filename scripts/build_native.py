@@ -46,6 +46,7 @@ class Library:
         sources: What is compiled.
         includes: What these include, as far as it is ours.
         flags: For the compiler.
+        march: Architecture beyond the machine's least, as ``-march`` names it; ``features``: as ``-m`` names them.
     """
 
     target: Path
@@ -53,10 +54,12 @@ class Library:
     sources: tuple[Path, ...]
     includes: tuple[Path, ...]
     flags: tuple[str, ...]
+    march: str = ""
+    features: tuple[str, ...] = ()
 
     def mark(self) -> bytes:
         """What stands in a file that was built from these sources."""
-        digest = hashlib.sha256(repr((platform.machine(), self.flags)).encode())
+        digest = hashlib.sha256(repr((platform.machine(), self.flags, self.march, self.features)).encode())
         for path in (*self.sources, *self.includes):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return f"baton-build:{digest.hexdigest()[:32]}".encode()
@@ -92,7 +95,9 @@ def libraries(*, every: bool) -> list[Library]:
                 "c++",
                 (*sources, mark),
                 includes,
-                (*CXX_FLAGS, *each.flags),
+                CXX_FLAGS,
+                each.march,
+                each.features,
             )
             for each in wanted
         ),
@@ -110,15 +115,38 @@ def _variants():
     return module
 
 
-def compilers() -> dict[str, list[str]] | None:
-    """Return the command of the compiler by language: the system's, else the package index's; ``None``: neither."""
+@dataclass(frozen=True)
+class Compilers:
+    """Commands by language.
+
+    Attributes:
+        commands: For ``"c"`` and ``"c++"``.
+        zig: Whether they are the package index's, which names processors its own way.
+    """
+
+    commands: dict[str, list[str]]
+    zig: bool = False
+
+    def target(self, library: Library) -> list[str]:
+        """Return the flags for a library's instruction set."""
+        if not library.march:
+            return []
+        if not self.zig:
+            return [f"-march={library.march}", *(f"-m{each}" for each in library.features)]
+        name = "generic" if library.march == "armv8-a" else library.march
+        return ["-mcpu=" + "+".join((name, *library.features)).replace("-", "_")]
+
+
+def compilers() -> Compilers | None:
+    """Return the system's compilers, else the package index's; ``None``: neither is there."""
     c, cxx = (next(filter(None, map(shutil.which, names)), None) for names in (C_COMPILERS, CXX_COMPILERS))
     if c and cxx:
-        return {"c": [c], "c++": [cxx]}
+        return Compilers({"c": [c], "c++": [cxx]})
     if importlib.util.find_spec("ziglang") is None:
         return None
     target = ["-target", f"{platform.machine()}-linux-gnu.{PORTABLE_GLIBC}"]
-    return {name: [sys.executable, "-m", "ziglang", tool, *target] for name, tool in (("c", "cc"), ("c++", "c++"))}
+    zig = [sys.executable, "-m", "ziglang"]
+    return Compilers({"c": [*zig, "cc", *target], "c++": [*zig, "c++", *target]}, zig=True)
 
 
 def build(wanted: Iterable[Library]) -> list[Library]:
@@ -148,18 +176,19 @@ def build(wanted: Iterable[Library]) -> list[Library]:
     return stale
 
 
-def _compile(tools: dict[str, list[str]], library: Library, source: Path, to: Path) -> None:
+def _compile(tools: Compilers, library: Library, source: Path, to: Path) -> None:
     language = "c" if source.suffix == ".c" else "c++"
     flags = library.flags if language == library.language else COMMON
     define = f'-DBATON_DIGEST="{library.mark().decode().removeprefix("baton-build:")}"'
-    _run([*tools[language], *flags, define, "-c", str(source), "-o", str(to)])
+    _run([*tools.commands[language], *flags, *tools.target(library), define, "-c", str(source), "-o", str(to)])
 
 
-def _link(tools: dict[str, list[str]], library: Library, objects: Sequence[Path]) -> None:
+def _link(tools: Compilers, library: Library, objects: Sequence[Path]) -> None:
     # Beside the target, so that it can be put in its place in one step: never is half a library there.
     made = library.target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        _run([*tools[library.language], "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(made)])
+        flags = [*tools.target(library), "-shared", "-Wl,-Bsymbolic"]
+        _run([*tools.commands[library.language], *flags, *map(str, objects), "-o", str(made)])
         os.replace(made, library.target)
     finally:
         made.unlink(missing_ok=True)

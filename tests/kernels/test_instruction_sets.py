@@ -108,10 +108,10 @@ def test_rows(build: CpuLibrary, dtype: torch.dtype) -> None:
 def test_what_was_not_built_names_the_command_that_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_module, "LIBRARIES", tmp_path)
     with pytest.raises(OperatorsMissingError, match=library_module.BUILD_COMMAND):
-        load_library(Variant("x86-64", frozenset(), ()))
+        load_library(Variant("x86-64", frozenset(), "x86-64"))
     (tmp_path / "baton_cpu-x86-64.so").write_bytes(b"no library")
     with pytest.raises(OperatorsMissingError, match="cannot load"):
-        load_library(Variant("x86-64", frozenset(), ()))
+        load_library(Variant("x86-64", frozenset(), "x86-64"))
 
 
 def test_every_processor_of_a_known_machine_has_a_build(monkeypatch: pytest.MonkeyPatch) -> None:

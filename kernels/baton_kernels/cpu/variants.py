@@ -14,12 +14,14 @@ class Variant:
     Attributes:
         name: Part of the library's file name.
         needs: What the processor must have, as ``/proc/cpuinfo`` names it.
-        flags: What the compiler is told.
+        march: Architecture, as ``-march`` names it.
+        features: What is switched on beside, as ``-m`` names it.
     """
 
     name: str
     needs: frozenset[str]
-    flags: tuple[str, ...]
+    march: str
+    features: tuple[str, ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -29,16 +31,13 @@ class Variant:
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AMX = ("-mamx-tile", "-mamx-bf16")
 _X86_64 = (
-    Variant(
-        "x86-64-v4-bf16", _AVX512 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
-    ),
-    Variant("x86-64-v4", _AVX512, ("-march=x86-64-v4",)),
-    Variant("x86-64-v3", _AVX2, ("-march=x86-64-v3",)),
-    Variant("x86-64", frozenset(), ("-march=x86-64",)),
+    Variant("x86-64-v4-bf16", _AVX512 | {"avx512_bf16"}, "x86-64-v4", features=("avx512bf16", "amx-tile", "amx-bf16")),
+    Variant("x86-64-v4", _AVX512, "x86-64-v4"),
+    Variant("x86-64-v3", _AVX2, "x86-64-v3"),
+    Variant("x86-64", frozenset(), "x86-64"),
 )
-VARIANTS = {"x86_64": _X86_64, "aarch64": (Variant("armv8-a", frozenset(), ("-march=armv8-a",)),)}
+VARIANTS = {"x86_64": _X86_64, "aarch64": (Variant("armv8-a", frozenset(), "armv8-a"),)}
 """By machine, the best first. AMX is used by intrinsics alone, where the processor and the kernel allow it."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from baton.cli.process import ProcessSpec
 from baton.config.pipes import AUTO
@@ -93,7 +94,12 @@ def make_plan(
         load_from_store: Whether instances load from and save to the store.
         token_file: File with the token that the services show each other; empty: none.
         extra: More flags.
+
+    Raises:
+        ConfigError: What engines need is not installed.
     """
+    if find_spec("torch") is None:
+        raise ConfigError("prefill and decode instances need torch: pip install 'baton-serve[engine]'", field="ratio")
     more = extra or ExtraArgs()
     num_workers = ratio.prefill + ratio.decode
     free = iter(free_ports(2 * num_workers + 4))

@@ -167,16 +167,16 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 
 def default_model() -> str:
-    """The demo model: in the working directory, or in the source tree this package was installed from.
+    """The demo model: the source tree's where this is one, else the one in the wheel.
 
     Raises:
         ConfigError: Neither is there.
     """
-    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
-        path = root / "models" / "baton-tiny"
+    package = Path(__file__).resolve().parents[1]
+    for path in (package.parents[1] / "models" / "baton-tiny", package / "_models" / "baton-tiny"):
         if (path / "config.json").is_file():
             return str(path)
-    raise ConfigError("the demo model models/baton-tiny is not here: give --model", field="model")
+    raise ConfigError("the demo model is not installed: give --model", field="model")
 
 
 def _emit(console: Console, name: str, line: str) -> None:

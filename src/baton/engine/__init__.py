@@ -7,6 +7,7 @@ with the first that needs it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from baton.engine.llm import LLM, RequestOutput
     from baton.engine.request import EngineRequest
     from baton.types import SamplingParams
+
+for _package in ("torch", "transformers", "safetensors"):
+    if importlib.util.find_spec(_package) is None:
+        raise ModuleNotFoundError(
+            f"engines need {_package}, which is not installed: pip install 'baton-serve[engine]'", name=_package
+        )
 
 __all__ = ["LLM", "EngineConfig", "EngineCore", "EngineRequest", "RequestOutput", "SamplingParams"]
 

@@ -133,7 +133,9 @@ class NixlEnd:
         try:
             api = importlib.import_module("nixl_cu12._api")
         except ImportError as error:
-            raise ConfigError(f"NIXL is not installed ({error}): pip install nixl-cu12", field="pipe") from error
+            raise ConfigError(
+                f"NIXL is not installed ({error}): pip install 'baton-serve[nixl]'", field="pipe"
+            ) from error
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             self._agent: Any = api.nixl_agent(f"bench-{role}", config)

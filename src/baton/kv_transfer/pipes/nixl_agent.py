@@ -358,7 +358,8 @@ def _import_nixl() -> ModuleType:
             reasons.append(f"{name}: {error}")
     why = "; ".join(reasons) or "it is not installed"
     raise ConfigError(
-        f"the nixl pipe needs NIXL ({why}): pip install nixl-cu12, which works without CUDA too", field="pipes"
+        f"the nixl pipe needs NIXL ({why}): pip install 'baton-serve[nixl]', which works without CUDA too",
+        field="pipes",
     )
 
 
