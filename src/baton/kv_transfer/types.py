@@ -25,8 +25,6 @@ MAX_SEGMENTS = 65_536
 """Segments per block in one read request: 128 layers with 256 heads."""
 MAX_STEPS = 1024
 """Steps in one read request; there are at most as many as layers."""
-_FEW = 64
-"""Up to so many numbers a list is looked through faster than numpy begins to."""
 Steps = npt.NDArray[np.int64]
 """int64 [n, 2]: progress of the source from which on the next so many segments are there."""
 
@@ -190,10 +188,7 @@ def current(arena: Arena, reads: BlockReads) -> Valid:
 
 def bounds(ids: Ids) -> tuple[int, int]:
     """Return the lowest and the highest of some ids; (0, -1) if there are none."""
-    if len(ids) > _FEW:
-        return int(ids.min()), int(ids.max())
-    few = ids.tolist()
-    return (min(few), max(few)) if few else (0, -1)
+    return (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
 
 
 def require_below(ids: Ids, count: int, name: str) -> None:

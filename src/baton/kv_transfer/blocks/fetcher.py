@@ -31,7 +31,7 @@ from baton.kv_transfer.blocks.server import check_shards
 from baton.kv_transfer.blocks.staging import StagedReader, Staging
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, ReadPipe
 from baton.kv_transfer.pipes.registry import resolve_kinds
-from baton.kv_transfer.protocol.deadline import Flag, Wait
+from baton.kv_transfer.protocol.deadline import EitherFlag, Flag, Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid, bounds, require_below
 
@@ -137,7 +137,7 @@ class BlockFetcher:
             DeadlineError, CancelledError: As their names say.
         """
         start = time.perf_counter()
-        wait = Wait(deadline, _AnyOf(self._closing, cancelled))
+        wait = Wait(deadline, EitherFlag(cancelled, self._closing))
         _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
         way = self._way_from(source.fingerprint)
         if self._closing.is_set():
@@ -171,7 +171,7 @@ class BlockFetcher:
     ) -> FetchResult:
         """Do :meth:`fetch_sequence` on a bounded thread pool.
 
-        If the task is cancelled, this still returns only once nobody writes into the local blocks any more; it sets
+        If the task is cancelled, this still returns only once nothing writes into the local blocks any more; it sets
         ``cancelled``.
 
         Raises:
@@ -303,9 +303,7 @@ class _Came:
     @classmethod
     def all_of(cls, count: int) -> _Came:
         """Of so many blocks nothing is known to be wrong."""
-        valid = np.empty(count, dtype=np.bool_)
-        valid.fill(True)  # a third of the time that np.ones takes
-        return cls(valid)
+        return cls(np.ones(count, dtype=np.bool_))
 
     def take(self, part: Part, valid: Valid, block_bytes: int) -> None:
         """Note which blocks of a part are valid; ``block_bytes``: of whole blocks here."""
@@ -369,16 +367,6 @@ def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> Non
         raise InvalidRequestError("positions must not be negative", field="positions")
 
 
-class _AnyOf:
-    """Set if the fetcher is closing, or the caller gave up."""
-
-    def __init__(self, closing: Flag, cancelled: Flag | None) -> None:
-        self._closing, self._cancelled = closing, cancelled
-
-    def is_set(self) -> bool:
-        return self._closing.is_set() or (self._cancelled is not None and self._cancelled.is_set())
-
-
 async def _settled(future: asyncio.Future[FetchResult]) -> None:
     """Wait until a fetch has ended, however often this task is cancelled meanwhile."""
     while not future.done():
@@ -387,4 +375,4 @@ async def _settled(future: asyncio.Future[FetchResult]) -> None:
         except asyncio.CancelledError:
             continue
     if not future.cancelled():
-        future.exception()  # looked at: nobody else will
+        future.exception()  # marks it as retrieved

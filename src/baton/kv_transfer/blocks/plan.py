@@ -86,10 +86,6 @@ class SequenceBlocks:
         return len(self.remote_ids)
 
 
-_FIRST = np.zeros(1, dtype=np.intp)
-_FIRST.flags.writeable = False
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One read of a fetch: from one rank of the source to one rank here.
@@ -159,11 +155,7 @@ def _part(
 
 def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
     """Blocks are the same thing on both sides: they are copied whole, rank by rank."""
-    if len(wanted) == 1:  # choosing and sorting would take longer than the read
-        place = wanted.positions.item()
-        some = place < len(wanted.local_ids) and (wanted.paired or wanted.writable.item(place))
-        mine = _FIRST if some else _FIRST[:0]
-    elif wanted.paired:
+    if wanted.paired:
         mine = wanted.remote_ids.argsort(kind="stable")
     else:
         (mine,) = (wanted.positions < len(wanted.local_ids)).nonzero()

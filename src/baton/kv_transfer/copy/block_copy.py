@@ -9,14 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import weakref
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import PipeClosedError
-from baton.kv_cache.reshard import Segments
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, Valid
@@ -50,7 +47,7 @@ def merge_runs(remote_ids: Ids, local_ids: Ids) -> npt.NDArray[np.int64]:
 class Line:
     """A connection to the owner of mapped pools, whose leases end with it.
 
-    Its descriptor is a copy, closed with the last reader that has it: nobody can be in the kernel with it then, and
+    Its descriptor is a copy, closed with the last reader that has it: no call can be in the kernel with it then, and
     reads need no lock against the stream being closed.
 
     Raises:
@@ -92,10 +89,6 @@ class _Way(ctypes.Structure):
     )
 
 
-_Known = tuple["weakref.ref[Bytes]", Any, int, Segments]
-"""A target pool, the way to it, and where the segments of whole blocks are (kept, so that they stay there)."""
-
-
 class BlockReader:
     """Reads one mapped pool's blocks into pools of this process; thread safe.
 
@@ -109,7 +102,6 @@ class BlockReader:
         self._pool, self._line = (remote, generations), line  # kept: C has their addresses only
         descriptor = -1 if line is None else line.descriptor
         self._from = address_of(remote), remote.shape[1], address_of(generations), descriptor
-        self._ways: dict[int, _Known] = {}
 
     def read(self, local: Bytes, reads: BlockReads, wait: Wait) -> Valid:
         """Copy blocks, or their segments, and say which had the wanted generation before and after.
@@ -145,45 +137,14 @@ class BlockReader:
 
     def _copy(self, local: Bytes, reads: BlockReads, num_bytes: int) -> Valid:
         """Copy blocks of so many bytes together; see :meth:`read`."""
-        known = self._ways.get(id(local))
-        if known is None or known[0]() is not local:
-            known = self._find_way(local)
-        segments = reads.segments
+        way, segments = _Way(address_of(local), local.shape[1], *self._from), reads.segments_of(local.shape[1])
         valid = np.empty(len(reads.remote_ids), dtype=np.bool_)
         call = _read_small if num_bytes <= SMALL_READ_BYTES else _read
-        # As bytes, whose address ctypes has at once: to ask an array for its own takes longer than such a copy.
-        if not call(
-            known[1],
-            reads.remote_ids.tobytes(),
-            reads.generations.tobytes(),
-            reads.local_ids.tobytes(),
-            len(valid),
-            known[2] if segments is None else _address_of_new(segments),
-            1 if segments is None else len(segments),
-            _address_of_new(valid),
-        ):
+        ids = (reads.remote_ids.tobytes(), reads.generations.tobytes(), reads.local_ids.tobytes())
+        if not call(ctypes.byref(way), *ids, len(valid), address_of(segments), len(segments), address_of(valid)):
             raise self._gone()
         return valid
-
-    def _find_way(self, local: Bytes) -> _Known:
-        """Prepare what does not change from read to read: pools don't move."""
-        size, whole = local.shape[1], np.array([[0, 0, local.shape[1]]], dtype=np.int64)
-        source, source_bytes, generations, line = self._from
-        way = _Way(address_of(local), size, source, source_bytes, generations, line)
-        for old, (pool, *_) in list(self._ways.items()):
-            if pool() is None:
-                self._ways.pop(old, None)
-        known = self._ways[id(local)] = weakref.ref(local), ctypes.byref(way), address_of(whole), whole
-        return known
 
     def _gone(self) -> PipeClosedError:
         peer = self._line.peer if self._line else "the owner"
         return PipeClosedError(f"{peer} went away during a read: its lease on the blocks is over")
-
-
-def _address_of_new(array: Any) -> int:
-    """Return where the memory of a numpy array begins that was just made; a third of the time that numpy takes."""
-    try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
-    except (TypeError, ValueError):  # read-only, or empty
-        return address_of(array)

@@ -9,7 +9,7 @@ A connection beside it carries the handshake, what NIXL must know of the arenas,
     BLOCKS     unchanged: bitmap
 
 Between the first answer and READ_DONE the owner's serving thread drives its agent, which UCX needs where the medium has
-no one-sided reads of its own (sockets), and to get two agents acquainted. Otherwise nobody polls.
+no one-sided reads of its own (sockets), and to connect two agents. Otherwise nothing polls.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NixlConnection:
     bases: tuple[tuple[int, int], ...]
 
     def close(self) -> None:
-        """Hang up; the pipe lets go of the peer's agent."""
+        """Close the connection; the pipe disconnects from the peer's agent."""
         self.stream.close()
 
 

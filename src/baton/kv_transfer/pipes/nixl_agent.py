@@ -1,9 +1,9 @@
 """One NIXL agent: registered memory, peers, and one-sided reads that end before their caller goes on.
 
 NIXL moves the bytes with UCX: InfiniBand, NVLink, shared memory, process to process (CMA), sockets. It runs no thread
-of its own here, because its progress thread burns a core while nothing happens: who reads polls until its read is done,
-and who is being read from must call :meth:`NixlAgent.progress` meanwhile, which the peers tell each other over a
-connection of theirs. Calls are taken one at a time.
+of its own here, because its progress thread burns a core while nothing happens: a reader polls until its read is done,
+and its source must call :meth:`NixlAgent.progress` meanwhile, which the peers tell each other over a connection of
+theirs. Calls are taken one at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Rows = npt.NDArray[np.uint64]
 MAX_PEERS = 256
 """Peers known at once, as far as they are not in use."""
 DRAIN_S = 2.0
-"""How long a read that nobody waits for any more may take to end before it counts as stuck."""
+"""How long an abandoned read may take to end before it counts as stuck."""
 MAX_METADATA_BYTES = 64 << 10
 """Bound on what a peer says about its memory; a machine with eight network cards needs a few KiB."""
 MAX_NAME = 64
@@ -104,7 +104,7 @@ class NixlAgent:
 
     @property
     def closed(self) -> bool:
-        """Whether the agent was closed, or given up because a read into somebody's blocks was stuck."""
+        """Whether the agent was closed, or given up because a read into an arena was stuck."""
         return self._agent is None
 
     def register(self, *memories: Bytes) -> Region:

@@ -30,7 +30,7 @@ class Connection(Protocol):
         ...
 
     def close(self) -> None:
-        """Hang up; harmless if repeated."""
+        """Close the connection; harmless if repeated."""
         ...
 
 

@@ -114,7 +114,7 @@ def _suit_to_host(stream: Stream, at_once: int) -> None:
     if not stream.stays_on_host:
         return
     sock = stream.sock
-    with contextlib.suppress(OSError):  # it is gone: whoever sends will be told
+    with contextlib.suppress(OSError):  # it is gone: the next call will say so
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_LEAST_UNDER_WAY_BYTES, _UNDER_WAY_BYTES // at_once))
     with contextlib.suppress(OSError):  # a kernel that does not let us choose
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)

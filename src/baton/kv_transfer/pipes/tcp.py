@@ -64,7 +64,7 @@ class TcpConnection:
     stream: Stream
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.stream.close()
 
 
@@ -205,7 +205,7 @@ class TlsReadPipe(TcpReadPipe):
 
 
 class TcpServer(SocketPipeServer):
-    """Serves reads on a TCP port; with ``safe`` peers prove who they are by certificates, and no token is needed."""
+    """Serves reads on a TCP port; with ``safe`` peers show certificates, and no token is needed."""
 
     def __init__(self, served: Served, options: PipeOptions, *, safe: bool = False) -> None:
         self._served = served
@@ -277,7 +277,7 @@ def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait, *, tl
     """Connect to a block server's endpoint that listens on TCP, and shake hands; with certificates over TLS first.
 
     Raises:
-        PipeClosedError: Nobody there.
+        PipeClosedError: Nothing listens there.
         UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
     """
     stream = connect_tcp(address, wait)

@@ -269,7 +269,7 @@ class GlooConnection:
     group: Group
 
     def close(self) -> None:
-        """Hang up and leave the group."""
+        """Close the connection and end the group."""
         self.stream.close()
         self.group.close()
 

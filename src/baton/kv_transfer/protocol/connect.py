@@ -1,4 +1,4 @@
-"""How connections come about: addresses, listening with care for who may reach it, and connecting within a deadline."""
+"""TCP and Unix connections: addresses, listening (off loopback only with a token), connecting within a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an operation may wait, and who may end the wait early."""
+"""How long an operation may wait, and what ends the wait early."""
 
 from __future__ import annotations
 
@@ -26,17 +26,22 @@ class Flag(Protocol):
 
 
 class EitherFlag:
-    """A flag of one's own, or somebody else's."""
+    """An event, or another flag.
 
-    def __init__(self, other: Flag | None) -> None:
-        self._other, self._mine = other, threading.Event()
+    Args:
+        other: The other flag; ``None``: there is none.
+        event: The event; default: a new one.
+    """
+
+    def __init__(self, other: Flag | None, event: threading.Event | None = None) -> None:
+        self._other, self._mine = other, event or threading.Event()
 
     def is_set(self) -> bool:
         """Whether either is set."""
         return self._mine.is_set() or (self._other is not None and self._other.is_set())
 
     def set(self) -> None:
-        """Set one's own."""
+        """Set the event."""
         self._mine.set()
 
 

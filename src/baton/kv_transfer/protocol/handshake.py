@@ -1,4 +1,4 @@
-"""The first words on every new connection: who are you, and are your blocks the same thing as mine?
+"""The handshake on every new connection: both sides prove that they know the token, and compare what their KV is.
 
 ::
 
@@ -117,7 +117,7 @@ def greet_as_server(stream: Stream, token: str | None, wait: Wait, *, purpose: s
 
     Raises:
         UnauthenticatedError: The tokens differ.
-        BadFrameError: Not the words expected.
+        BadFrameError: The peer said something else.
         StaleBlockError, FingerprintMismatchError: As :meth:`Facts.require` says.
     """
     challenge = secrets.token_bytes(NONCE_BYTES)

@@ -23,8 +23,6 @@ IOV_MAX = 512
 BATCH_BYTES = 16 << 20
 """Bytes per system call, so that a cancel flag is looked at every few milliseconds."""
 
-_WORD_BYTES = 4096
-"""Up to here a buffer is tried with one call first."""
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 Buffer = bytes | bytearray | memoryview
@@ -65,11 +63,11 @@ class Stream:
         """Whether both ends of a TCP connection have one address, that is: are processes of one host."""
         try:
             return self._sock.family != socket.AF_UNIX and self._sock.getpeername()[0] == self._sock.getsockname()[0]
-        except OSError:  # it is gone: whoever uses it will be told
+        except OSError:  # it is gone: the next call will say so
             return False
 
     def detach(self) -> socket.socket:
-        """Give the socket away; nobody else may be using the stream, which is closed afterwards."""
+        """Give the socket away; the stream must be unused, and is closed afterwards."""
         with self._state:
             if self._closed:
                 raise PipeClosedError("the pipe was closed")
@@ -154,8 +152,6 @@ class Stream:
             DeadlineError, CancelledError: The wait was over; part of the bytes may have been taken.
         """
         with self.in_use():
-            if len(views) == 1 and (views := self._recv_word(views[0], wait, what)) == ():
-                return
             todo = _Cursor(views)
             while batch := todo.batch():
                 try:
@@ -188,8 +184,6 @@ class Stream:
             DeadlineError, CancelledError: The wait was over; part of the bytes may have been sent.
         """
         with self.in_use():
-            if len(buffers) == 1 and (buffers := self._send_word(buffers[0], wait, what)) == ():
-                return
             todo = _Cursor([memoryview(b) for b in buffers])
             while batch := todo.batch():
                 try:
@@ -205,46 +199,13 @@ class Stream:
                 elif not todo.done:
                     wait.check(what)
 
-    def _recv_word(self, view: memoryview, wait: Wait, what: str) -> Sequence[memoryview]:
-        """Fill one buffer by one call, as far as that goes; returns what is left. Most are few bytes, and there."""
-        if not 0 < view.nbytes <= _WORD_BYTES:
-            return (view,)
-        try:
-            got = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            got = -1
-        except OSError as error:
-            raise self.gone(what, error) from error
-        if got == view.nbytes:
-            return ()
-        if got == 0:
-            raise self.gone(what)
-        wait.check(what)
-        return (as_bytes(view)[max(0, got) :],)
-
-    def _send_word(self, buffer: Buffer, wait: Wait, what: str) -> Sequence[Buffer]:
-        """Send one buffer by one call, as far as that goes; returns what is left. Most are a few bytes."""
-        view = memoryview(buffer)
-        if not 0 < view.nbytes <= _WORD_BYTES:
-            return (view,)
-        try:
-            sent = self._sock.send(view, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            raise self.gone(what, error) from error
-        if sent == view.nbytes:
-            return ()
-        wait.check(what)
-        return (as_bytes(view)[sent:],)
-
     def close(self) -> None:
-        """End the stream and wake whoever is blocked in it; harmless if repeated."""
+        """End the stream and wake every blocked call; harmless if repeated."""
         with self._state:
             if self._closed:
                 return
             self._closed = True
-            # Wakes whoever is blocked; fails only if the connection is gone already, and then nobody is.
+            # Wakes blocked calls; fails only if the connection is gone already, and then none is blocked.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             if self._users == 0:

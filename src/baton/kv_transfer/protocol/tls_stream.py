@@ -25,7 +25,7 @@ class TlsStream(Stream):
     Args:
         sock: Connected; owned from now on.
         context: Says which certificate is shown and which are believed.
-        peer: Who is there, for messages.
+        peer: The peer's name, for messages.
         server_name: What the peer's certificate must stand for; ``None``: this side is the server.
         wait: For the handshake.
 
