@@ -7,7 +7,8 @@
     │   └── ContextLengthError     it does not fit into the model's context
     ├── NotFoundError              no such model, instance or request          404  NOT_FOUND
     ├── QueueFullError             no room now, try again later                429  RESOURCE_EXHAUSTED
-    ├── UnavailableError           nobody who could do it is there             503  UNAVAILABLE
+    ├── BusyError                  it wants an idle instance                   409  FAILED_PRECONDITION
+    ├── UnavailableError           no instance that could do it is there       503  UNAVAILABLE
     │   └── OverloadedError        somebody is there, but it would take longer than is wanted
     │       └── SloError           ... than the request itself wants; names ttft_ms or itl_ms
     ├── DeadlineError              it took longer than was allowed             504  DEADLINE_EXCEEDED
@@ -89,6 +90,14 @@ class UnavailableError(BatonError):
     code = "unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+
+
+class BusyError(BatonError):
+    """What was asked for wants an idle instance."""
+
+    code = "busy"
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class OverloadedError(UnavailableError):

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from baton.config import add_flags, from_flags
 from baton.errors import ConfigError
 from baton.version import __version__
-from baton.worker.leave import leave
-from baton.worker.logs import set_up_logging
+from baton.worker.process import leave, set_up_logging
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 

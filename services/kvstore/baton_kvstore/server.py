@@ -17,7 +17,7 @@ from baton.rpc.auth import read_token, require_clear_pipes
 from baton.rpc.server import GrpcServer
 from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
-from baton.worker.redis_registration import RedisNode
+from baton.worker.registration import RedisNode
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.quotas import Quotas

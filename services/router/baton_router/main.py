@@ -15,8 +15,7 @@ import uvloop
 from baton.config import add_flags, from_flags
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
-from baton.worker.leave import leave
-from baton.worker.logs import set_up_logging
+from baton.worker.process import leave, set_up_logging
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
 

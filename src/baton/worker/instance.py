@@ -7,8 +7,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from prometheus_client import start_http_server
 
@@ -17,90 +15,40 @@ from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.build import make_arena
 from baton.engine.core import EngineCore
-from baton.engine.executor.base import Executor, load_executor
-from baton.errors import ConfigError
-from baton.kv_cache.arena import Arena
-from baton.kv_cache.connector import KVConnector
+from baton.engine.executor.base import load_executor
+from baton.errors import BusyError, ConfigError
 from baton.kv_cache.events import KVEvent
-from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks import BlockServer, BlockSource, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
+from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
 from baton.rpc.server import GrpcServer, require_free_port
-from baton.rpc.tls import Tls, read_tls
+from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
+from baton.rpc.tls import read_tls
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import InstanceId, Role
-from baton.worker.admission import Admission
+from baton.worker.connectors import InstanceConnectors
+from baton.worker.context import Admission, InstanceContext, InstanceRole, TierBoard, WorkerContext
+from baton.worker.decode import DecodeRole
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
-from baton.worker.redis_registration import RedisRegistration
-from baton.worker.registration import Identity, Registration
-from baton.worker.servicer import WorkerContext, WorkerServicerBase
-from baton.worker.tiers import TierBoard
+from baton.worker.prefill import PrefillRole
+from baton.worker.registration import Identity, RedisRegistration, Registration
+from baton.worker.servicer import WorkerServicer
 
 log = logging.getLogger(__name__)
 SERVICE = "baton.api.v1.WorkerService"
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What exists before the role's own parts are built.
-
-    Attributes:
-        role: Prefill or decode.
-        shards: The KV pool's memory, of all ranks.
-        arena: This process's part of it, whose generations fence all parts.
-        wake: Makes the engine poll its connector; any thread may call it.
-        source: Returns where this instance's blocks can be read, once it listens.
-        links: How other instances' blocks are reached.
-        tiers: Where connectors say what they keep outside the pool.
-        tls: Certificates, if the services use some.
-    """
-
-    role: Role
-    config: WorkerConfig
-    engine_config: EngineConfig
-    executor: Executor
-    shards: KVShards
-    arena: Arena
-    token: str | None
-    loop: asyncio.AbstractEventLoop
-    wake: Callable[[], None]
-    source: Callable[[], BlockSource]
-    links: LinkOptions = field(default_factory=LinkOptions)
-    tls: Tls | None = None
-    tiers: TierBoard = field(default_factory=TierBoard)
-
-
-class RoleParts(Protocol):
-    """What a role adds."""
-
-    @property
-    def open_calls(self) -> frozenset[str]:
-        """Calls that want no token, because what they are given proves that it may be asked for."""
-
-    @property
-    def connector(self) -> KVConnector:
-        """The engine's connector."""
-
-    def servicer(self, context: WorkerContext) -> WorkerServicerBase:
-        """Build the role's calls."""
-
-    async def close(self) -> None:
-        """Release what the role opened; the engine has stopped by then."""
-
-
-RoleFactory = Callable[[Parts], RoleParts]
+_ROLES: dict[Role, Callable[[WorkerContext], InstanceRole]] = {Role.PREFILL: PrefillRole, Role.DECODE: DecodeRole}
 
 
 class WorkerInstance:
     """A running instance.
 
     Args:
-        role: Prefill or decode.
+        role: In which it starts; see :meth:`change_role`.
         config: The service.
         engine_config: Its engine.
-        build: Makes the role's own parts.
         on_failure: Called in the loop when the engine cannot go on.
         memory: Joins the instances of one process, for the ``memory`` pipe.
 
@@ -117,16 +65,22 @@ class WorkerInstance:
         role: Role,
         config: WorkerConfig,
         engine_config: EngineConfig,
-        build: RoleFactory,
         *,
         on_failure: Callable[[], None] | None = None,
         memory: MemoryNetwork | None = None,
     ) -> None:
-        self._role, self._config, self._engine_config, self._build = role, config, engine_config, build
+        self._first_role, self._config, self._engine_config = role, config, engine_config
         self._on_failure, self._memory = on_failure, memory
         self._registrations: list[Registration | RedisRegistration] = []
         self._stack = contextlib.AsyncExitStack()
         self._server: GrpcServer | None = None
+        self._role: InstanceRole | None = None
+        self._changing = asyncio.Lock()
+
+    @property
+    def role(self) -> Role:
+        """What it is now."""
+        return self._first_role if self._role is None else self._role.role
 
     @property
     def address(self) -> str:
@@ -162,40 +116,39 @@ class WorkerInstance:
         arena = shards.primary
         wake, tiers = _Wake(), TierBoard()
         loop = asyncio.get_running_loop()
-        parts = self._build(
-            Parts(
-                role=self._role,
-                config=config,
-                engine_config=self._engine_config,
-                executor=executor,
-                shards=shards,
-                arena=arena,
+        before = InstanceContext(
+            role=self._first_role,
+            config=config,
+            engine_config=self._engine_config,
+            executor=executor,
+            shards=shards,
+            arena=arena,
+            token=token,
+            loop=loop,
+            wake=wake,
+            source=lambda: self.context.block_server.source,
+            links=LinkOptions(
                 token=token,
-                loop=loop,
-                wake=wake,
-                source=lambda: self.context.block_server.source,
-                links=LinkOptions(
-                    token=token,
-                    tcp=TcpOptions(streams=config.kv_streams, checksums=config.kv_checksums),
-                    memory=self._memory,
-                    tls=None if config.clear_kv else tls,
-                ),
-                tls=tls,
-                tiers=tiers,
-            )
+                tcp=TcpOptions(streams=config.kv_streams, checksums=config.kv_checksums),
+                memory=self._memory,
+                tls=None if config.clear_kv else tls,
+            ),
+            tls=tls,
+            tiers=tiers,
         )
-        self._stack.push_async_callback(parts.close)
+        self._connectors = connectors = InstanceConnectors(before)
+        self._stack.push_async_callback(self._close_connectors)
         events = KvEventLog(arena.epoch)
         tiers.bind(events.append)
 
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
 
-        core = EngineCore(self._engine_config, executor, shards, connector=parts.connector, on_events=on_events)
+        core = EngineCore(self._engine_config, executor, shards, connector=connectors.connector, on_events=on_events)
         engine = EngineThread(core, loop, on_failure=self._on_failure)
         wake.target = engine.wake
         instance_id = InstanceId(
-            config.instance_id or f"{self._role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
+            config.instance_id or f"{self._first_role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
         )
         options = ServerOptions(
             port=config.kv_port,
@@ -213,54 +166,55 @@ class WorkerInstance:
             options=options,
         )
         self._stack.callback(block_server.close)
-        self.context = WorkerContext(
-            role=self._role,
+        self.context = context = WorkerContext(
+            **vars(before),
             instance_id=instance_id,
-            config=config,
-            engine_config=self._engine_config,
-            executor=executor,
             engine=engine,
-            shards=shards,
-            arena=arena,
+            fetcher=connectors.fetcher,
             block_server=block_server,
             events=events,
-            tiers=tiers,
             admission=Admission(),
             metrics=WorkerMetrics(),
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
         )
-        self.context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
+        context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
+        context.metrics.watch_store(connectors.store_use)
+        context.metrics.watch_connectors(connectors.uses)
+        self._role = _ROLES[self._first_role](context)
+        connectors.enter(self._role)
         engine.start()
         self._stack.push_async_callback(engine.stop)
         # An engine that has lost a rank ends also while it has nothing to do.
         executor.watch(engine.fail)
-        await self._listen(parts, token, tls)
+        await self._listen(self._role)
 
-    async def _listen(self, parts: RoleParts, token: str | None, tls: Tls | None) -> None:
+    async def _listen(self, role: InstanceRole) -> None:
         config, context = self._config, self.context
+        tickets = None
+        key = read_ticket_key(config.ticket_key_file)
+        if key is not None:
+            tickets = TicketCheck(key, Bearer(context.instance_id, context.arena.epoch))
+        # Clients that come with a ticket have no token.
+        open_calls = frozenset({f"/{SERVICE}/Generate"}) if tickets is not None else frozenset()
         server = GrpcServer(
             host=config.host,
             port=config.port,
             services=[SERVICE],
-            token=token,
-            tls=tls,
-            admits=admits_services(token, open_to_all=parts.open_calls),
+            token=context.token,
+            tls=context.tls,
+            admits=admits_services(context.token, open_to_all=open_calls),
         )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(parts.servicer(context), server.server)
+        self._servicer = WorkerServicer(context, role, tickets, self.change_role)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.server)
         self.port = await server.start()
         self._server = server
         if config.metrics_port:
             self._serve_metrics()
         await server.set_serving(True)
-        identity = Identity(config.advertise or self.address, context.instance_id, context.role, context.arena.epoch)
-        self._registrations.extend(Registration(router, identity, token, tls) for router in config.routers)
-        if config.redis:
-            self._registrations.append(RedisRegistration(config.redis, config.redis_prefix, identity))
-        for registration in self._registrations:
-            registration.start()
+        self._register()
         log.info(
             "%s instance %s listening on %s, %d KV blocks of %d tokens, attention %s, pipes %s",
-            context.role,
+            role.role,
             context.instance_id,
             self.address,
             context.arena.num_blocks,
@@ -268,6 +222,66 @@ class WorkerInstance:
             context.executor.attention_backend,
             ",".join(endpoint.kind for endpoint in context.block_server.endpoints),
         )
+
+    async def change_role(self, role: Role) -> None:
+        """Become an instance of the other role, with the same epoch, blocks and events; a drained one is opened again.
+
+        Routers that it registers with hear that it leaves and that it comes.
+
+        Raises:
+            BusyError: Requests run, or blocks are kept for others.
+        """
+        async with self._changing:
+            context, before = self.context, self._role
+            assert before is not None  # it was started
+            if before.role is role:
+                return
+            was_draining, context.admission.draining = context.admission.draining, True
+            try:
+                await self._require_idle(before)
+                after = _ROLES[role](context)
+                try:
+                    await context.engine.call(lambda: self._connectors.enter(after))
+                except BaseException:
+                    after.connector.close()
+                    await after.close()
+                    raise
+            except BaseException:
+                context.admission.draining = was_draining
+                raise
+            await asyncio.gather(*(registration.stop() for registration in self._registrations))
+            self._role = self._servicer.role = after
+            before.connector.close()
+            await before.close()
+            context.admission.draining = False
+            self._register()
+            log.info("this is a %s instance now", role)
+
+    async def _require_idle(self, role: InstanceRole) -> None:
+        engine, active = self.context.engine, self.context.admission.active
+        stats = await engine.call(engine.core.stats)
+        busy = stats.num_running + stats.num_waiting + stats.num_loading
+        if active or busy or role.num_kept():
+            message = (
+                f"the role of an idle instance alone can be changed: here are {active} calls in progress, "
+                f"{busy} sequences, and {role.num_kept()} prompts kept for others; drain it first"
+            )
+            raise BusyError(message, field="role", retry_after_s=1.0)
+
+    def _register(self) -> None:
+        config, context = self._config, self.context
+        identity = Identity(config.advertise or self.address, context.instance_id, self.role, context.arena.epoch)
+        self._registrations = [Registration(x, identity, context.token, context.tls) for x in config.routers]
+        if config.redis:
+            self._registrations.append(RedisRegistration(config.redis, config.redis_prefix, identity))
+        for registration in self._registrations:
+            registration.start()
+
+    async def _close_connectors(self) -> None:
+        self._connectors.connector.close()
+        if self._role is not None:
+            await self._role.close()
+        await self._connectors.close()
 
     async def stop(self, drain_s: float) -> None:
         """Leave the routers, let running calls end for ``drain_s`` seconds, then close everything."""

@@ -1,80 +1,71 @@
-"""The calls that prefill and decode instances answer alike."""
+"""The calls of a prefill or decode instance; what they do for a request is its role's (``InstanceRole``)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from baton.config import EngineConfig
 from baton.config.stores import DISCOVER, StoreAddress
-from baton.config.worker import WorkerConfig
-from baton.engine.executor.base import Executor
 from baton.engine.request import EngineStats
-from baton.errors import InvalidRequestError
-from baton.kv_cache.arena import Arena
+from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
-from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks import BlockServer
-from baton.rpc.convert import fingerprint_to_pb, role_to_pb
+from baton.rpc.convert import fingerprint_to_pb, role_from_pb, role_to_pb
 from baton.rpc.multiplex import generate_many
-from baton.types import InstanceId, RequestId, Role
+from baton.rpc.ticket import TicketCheck
+from baton.types import RequestId, Role
 from baton.version import __version__
-from baton.worker.admission import Admission
-from baton.worker.engine_thread import EngineThread
-from baton.worker.events import KvEventLog
-from baton.worker.metrics import WorkerMetrics
-from baton.worker.tiers import TierBoard
-
-MAX_PROMPT_TOKENS_PER_CALL = 4_000_000
+from baton.worker.context import InstanceRole, WorkerContext
 
 
-@dataclass(frozen=True)
-class WorkerContext:
-    """The parts of a running instance that its calls use."""
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves both roles.
 
-    role: Role
-    instance_id: InstanceId
-    config: WorkerConfig
-    engine_config: EngineConfig
-    executor: Executor
-    engine: EngineThread
-    shards: KVShards
-    arena: Arena
-    block_server: BlockServer
-    events: KvEventLog
-    tiers: TierBoard
-    admission: Admission
-    metrics: WorkerMetrics
-    tokenizer_digest: str
+    Args:
+        context: The instance's parts.
+        role: What it does at first.
+        tickets: Checks those of clients that come without a router; ``None``: they need none.
+        change_role: Makes the instance another role's; see :meth:`SetRole`.
 
+    Attributes:
+        role: What it does now.
+    """
 
-class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
-    """Everything but Generate and Prefill."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._worker = context
+    def __init__(
+        self,
+        context: WorkerContext,
+        role: InstanceRole,
+        tickets: TicketCheck | None,
+        change_role: Callable[[Role], Awaitable[None]],
+    ) -> None:
+        self._worker, self.role = context, role
+        self._tickets, self._change_role = tickets, change_role
         self._rates = _Rates()
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        """Refuse what only a decode instance does."""
-        self._refuse("generate")
-        yield worker_pb2.GenerateResponse()  # never reached: makes this a stream
+        """Run a request that came without a router between: it has a ticket where this instance has a key."""
+        responses = self._generate(request, context)
+        if self._tickets is not None:
+            try:
+                self._tickets.verify(request)
+            except PermissionDeniedError as error:
+                self._worker.metrics.requests.labels("generate", error.code).inc()
+                raise
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
 
-    async def _generate(
+    def _generate(
         self, request: worker_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        """Run one request of a router."""
-        async for response in self.Generate(request, context):
-            yield response
+    ) -> AsyncGenerator[worker_pb2.GenerateResponse, None]:
+        return self.role.generate(request)
 
     async def GenerateMany(
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
@@ -87,29 +78,40 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        """Refuse what only a prefill instance does."""
-        self._refuse("prefill for others")
-        yield worker_pb2.PrefillResponse()  # never reached: makes this a stream
+        """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
+        async with aclosing(self.role.prefill(request)) as responses:
+            async for response in responses:
+                yield response
 
     async def PrefillFirst(
         self, request: worker_pb2.PrefillFirstRequest, context: Any
     ) -> worker_pb2.PrefillFirstResponse:
-        """Refuse what only a prefill instance does."""
-        self._refuse("prefill for others")
-        return worker_pb2.PrefillFirstResponse()  # never reached
+        """Compute a prompt and let it wait for the decode instance that claims it."""
+        return await self.role.prefill_first(request)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """End a request."""
-        engine = self._worker.engine
-        found = await engine.call(lambda: engine.core.abort(RequestId(request.request_id)))
+        """End a request, or drop the prompt that waits under its id."""
+        request_id, engine = RequestId(request.request_id), self._worker.engine
+        found = self.role.withdraw(request_id) or await engine.call(lambda: engine.core.abort(request_id))
         return worker_pb2.AbortResponse(found=found)
+
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
+        """Make an idle instance one of the other role; a drained one takes requests again.
+
+        Raises:
+            InvalidRequestError: There is no such role.
+            BusyError: The instance is not idle.
+        """
+        before = self.role.role
+        await self._change_role(role_from_pb(request.role))
+        return worker_pb2.SetRoleResponse(previous=role_to_pb(before))
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:
         """Tell who this is."""
         worker = self._worker
         return worker_pb2.GetInfoResponse(
             instance_id=worker.instance_id,
-            role=role_to_pb(worker.role),
+            role=role_to_pb(self.role.role),
             epoch=worker.arena.epoch,
             fingerprint=fingerprint_to_pb(worker.executor.fingerprint),
             num_blocks=worker.arena.num_blocks,
@@ -145,20 +147,19 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
         """Report the load, at once and then whenever it changed."""
         interval_s = (request.interval_ms or self._worker.config.load_interval_ms) / 1000
         last: common_pb2.LoadReport | None = None
-        while True:
+        role = self.role
+        while self.role is role:
             report = self._load_report()
             if report != last:
                 yield worker_pb2.StreamLoadResponse(load=report)
                 last = report
             await asyncio.sleep(interval_s)
+        raise UnavailableError(f"this is a {self.role.role} instance now")  # a router asks again who this is
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         """Stop admission and wait for running requests."""
         left = await self._worker.admission.drain(request.timeout_ms / 1000)
         return worker_pb2.DrainResponse(num_unfinished=left)
-
-    def _refuse(self, what: str) -> None:
-        raise InvalidRequestError(f"this is a {self._worker.role} instance: it does not {what}", field="role")
 
     async def _snapshot(self) -> tuple[int, list[KVEvent]]:
         engine, log = self._worker.engine, self._worker.events
@@ -194,19 +195,6 @@ class WorkerServicerBase(worker_pb2_grpc.WorkerServiceServicer):
             num_preemptions=stats.num_preemptions,
             draining=self._worker.admission.draining,
         )
-
-
-def require_request(request_id: str, num_tokens: int) -> RequestId:
-    """Check what every call with a request carries.
-
-    Raises:
-        InvalidRequestError: The id is missing or too long, or there are no tokens.
-    """
-    if not 1 <= len(request_id) <= 256:
-        raise InvalidRequestError("request_id must have 1 to 256 characters", field="request_id")
-    if not 1 <= num_tokens <= MAX_PROMPT_TOKENS_PER_CALL:
-        raise InvalidRequestError("prompt_token_ids must not be empty", field="prompt_token_ids")
-    return RequestId(request_id)
 
 
 def _store_nodes(kvstore: str) -> str:

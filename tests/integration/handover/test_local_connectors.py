@@ -18,7 +18,6 @@ from baton.errors import ConfigError
 from baton.rpc.channel import open_channel
 from baton.types import Role, SamplingParams
 from baton.worker.instance import WorkerInstance
-from baton_decode.main import DecodeParts
 
 BLOCK = 16
 NEW_TOKENS = 8
@@ -86,7 +85,7 @@ async def test_prefill_instances_load_files_too_and_damage_is_a_miss(
         await saving.settle()
     again = cluster(model, option)
     engine = EngineConfig(model=str(model), dtype="float32", kv_blocks=400)
-    again.decode = [WorkerInstance(Role.DECODE, WorkerConfig(instance_id="d"), engine, DecodeParts)]  # knows no files
+    again.decode = [WorkerInstance(Role.DECODE, WorkerConfig(instance_id="d"), engine)]  # knows no files
     async with again:
         result = await again.generate(again.decode[0], PROMPTS[0], GREEDY)
         assert result.token_ids == expected[0]

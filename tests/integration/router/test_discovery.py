@@ -22,8 +22,7 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 from baton.errors import ConfigError
 from baton.rpc.redis_client import end_task, instance_key, open_redis
 from baton.types import InstanceId, Role
-from baton.worker.redis_registration import RedisRegistration
-from baton.worker.registration import Identity
+from baton.worker.registration import Identity, RedisRegistration
 from baton_router.config import RouterConfig
 from baton_router.registry.discovery.sources import discoveries
 from baton_router.registry.registry import Registry

@@ -15,7 +15,6 @@ from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.types import Role, SamplingParams
 from baton.worker.instance import WorkerInstance
-from baton_decode.main import DecodeParts
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
@@ -104,7 +103,7 @@ async def test_a_prefill_instance_loads_what_decode_saved_instead_of_computing_i
         await before.settle()
     after = cluster(model, store)
     engine = EngineConfig(model=str(model), dtype="float32", kv_blocks=200)
-    after.decode = [WorkerInstance(Role.DECODE, WorkerConfig(instance_id="d"), engine, DecodeParts)]
+    after.decode = [WorkerInstance(Role.DECODE, WorkerConfig(instance_id="d"), engine)]
     async with after:
         result = await after.generate(after.decode[0], talk.second, GREEDY)
         assert result.token_ids == talk.expected

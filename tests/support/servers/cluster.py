@@ -20,8 +20,6 @@ from baton.rpc.convert import finish_from_pb, sampling_to_pb
 from baton.token_ids import pack_ids
 from baton.types import FinishReason, Role, SamplingParams
 from baton.worker.instance import WorkerInstance
-from baton_decode.main import DecodeParts
-from baton_prefill.main import PrefillParts
 
 _SETTLE_S = 30.0
 
@@ -63,7 +61,6 @@ class LocalCluster:
                 Role.PREFILL,
                 dataclasses.replace(base, instance_id=f"prefill-{i}", pipes=kinds),
                 engine_config,
-                PrefillParts,
                 memory=memory,
             )
             for i in range(num_prefill)
@@ -74,7 +71,6 @@ class LocalCluster:
                 Role.DECODE,
                 dataclasses.replace(base, instance_id=f"decode-{i}", pipes=pipes),
                 decode_config,
-                DecodeParts,
                 memory=memory,
             )
             for i, pipes in enumerate(decode_pipes)

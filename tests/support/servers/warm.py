@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from baton.cli.process import ProcessSpec, die_with_parent
-from baton.worker.leave import leave
+from baton.worker.process import leave
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import UnavailableError
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.types import BlockHash, Epoch
-from baton.worker.admission import Admission
+from baton.worker.context import Admission
 from baton.worker.events import KvEventLog
 
 EPOCH = Epoch(b"e" * 16)

@@ -74,6 +74,11 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.StreamLoadRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.StreamLoadResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.api.v1.WorkerService/SetRole',
+                request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/baton.api.v1.WorkerService/Drain',
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -142,6 +147,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
+        the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes no new requests and answers when the running ones ended or the time is up.
         """
@@ -191,6 +204,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.StreamLoad,
                     request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.StreamLoadRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.StreamLoadResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -414,6 +432,33 @@ class WorkerService(object):
             '/baton.api.v1.WorkerService/StreamLoad',
             baton_dot_api_dot_v1_dot_worker__pb2.StreamLoadRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_worker__pb2.StreamLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.WorkerService/SetRole',
+            baton_dot_api_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

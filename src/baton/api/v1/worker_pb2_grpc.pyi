@@ -51,6 +51,10 @@ class WorkerServiceStub:
     """KV events in order of their sequence number, replayed from the ring buffer where it reaches back far enough, else a snapshot first."""
     StreamLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamLoadRequest, _worker_pb2.StreamLoadResponse]
     """Load, at once and then whenever it changed (at most every interval)."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
+    """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
+    the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes no new requests and answers when the running ones ended or the time is up."""
 
@@ -77,6 +81,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """KV events in order of their sequence number, replayed from the ring buffer where it reaches back far enough, else a snapshot first."""
     StreamLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamLoadRequest, _worker_pb2.StreamLoadResponse]  # type: ignore[assignment]
     """Load, at once and then whenever it changed (at most every interval)."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
+    the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new requests and answers when the running ones ended or the time is up."""
 
@@ -148,6 +156,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StreamLoadResponse], _abc.AsyncIterator[_worker_pb2.StreamLoadResponse]]:
         """Load, at once and then whenever it changed (at most every interval)."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
+        """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
+        the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

@@ -113,12 +113,13 @@ class BackedConnector(KVConnector):
         """Leading blocks of running requests that came from the store, and need not go back there."""
         self._closed = False
 
-    def follow_steps(self, next_step: Callable[[], int]) -> None:
+    def follow_steps(self, next_step: Callable[[], int] | None) -> None:
         """Begin to save blocks when they begin to be computed, where the store can follow that.
 
         Args:
-            next_step: Returns the arena's progress before the first layer of the step that begins next. Whoever raises
-                that progress has to be told of a step after this.
+            next_step: Returns the arena's progress before the first layer of the step that begins next. The connector
+                that raises that progress has to be told of a step after this one. ``None``: blocks are saved when they
+                are complete.
         """
         self._next_step = next_step
 

@@ -1,9 +1,12 @@
-"""Log lines of a service: time, level, instance, logger, message."""
+"""How the process of a service logs and ends."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
+from typing import NoReturn
 
 
 def set_up_logging(level: str, name: str) -> None:
@@ -19,3 +22,19 @@ def set_up_logging(level: str, name: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "urllib3", "filelock", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without taking the interpreter apart.
+
+    What was registered for the end runs and what was printed is written. Then the kernel takes everything back. Python
+    would free torch and transformers module by module, 1.5 s of a processor whenever an instance ends; and once gRPC
+    has used TLS it would wait for 2 s.
+
+    Args:
+        code: The exit status.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,4 +1,4 @@
-"""A prefill instance's own calls: Prefill, whose stream is the lease, and PrefillFirst, whose prompts wait for one."""
+"""The prefill role: computes prompts and offers their KV. A Prefill stream is the lease of its blocks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,62 @@ from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import BatonError, DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
+from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.p2p.prefill_stream import Offer
 from baton.kv_transfer.connector.p2p.producer import Lease, P2PProducer
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks, P2PReuser
 from baton.kv_transfer.connector.p2p.unclaimed import UnclaimedPrompts
+from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
 from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
 from baton.token_ids import unpack_ids
-from baton.types import FinishReason, RequestId
+from baton.types import FinishReason, RequestId, Role
+from baton.worker.context import InstanceRole, WorkerContext, require_request
 from baton.worker.engine_thread import RequestStream
-from baton.worker.servicer import WorkerContext, WorkerServicerBase, require_request
 
 Prompts: TypeAlias = UnclaimedPrompts[worker_pb2.PrefillResult]
 
+_OFFER_BUFFER_BYTES = 64 * 1024 * 1024
 
-class PrefillServicer(WorkerServicerBase):
+
+class PrefillRole(InstanceRole):
     """Computes prompts and offers their KV."""
 
-    def __init__(self, context: WorkerContext, producer: P2PProducer, reuser: P2PReuser, unclaimed: Prompts) -> None:
-        super().__init__(context)
-        self._producer, self._reuser, self._unclaimed = producer, reuser, unclaimed
+    role = Role.PREFILL
 
-    async def Prefill(
-        self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+    def __init__(self, context: WorkerContext) -> None:
+        self._worker = context
+        config, fingerprint, block_size = context.config, context.executor.fingerprint, context.engine_config.block_size
+        self._buffer: LookupBuffer[Offer] = LookupBuffer(max_bytes=_OFFER_BUFFER_BYTES)
+        self._producer = producer = P2PProducer(
+            arena=context.arena,
+            buffer=self._buffer,
+            wake=context.wake,
+            block_size=block_size,
+            lease_s=config.lease_s,
+            max_leases=config.max_leases,
+            layers=len(fingerprint.layer_shapes) if config.layerwise else 0,
+        )
+        self._unclaimed: Prompts = UnclaimedPrompts(
+            max_blocks=int(config.unclaimed_share * context.arena.num_blocks),
+            block_bytes=fingerprint.block_bytes,
+            block_size=block_size,
+            lease_s=config.lease_s,
+            close_lease=producer.close_lease,
+        )
+        producer.on_poll = self._unclaimed.drop_expired
+        self._reuser = P2PReuser(
+            fetcher=context.fetcher,
+            loop=context.loop,
+            wake=context.wake,
+            block_size=block_size,
+            threshold=config.remote_prefill_threshold,
+            timeout_s=config.prefill_stall_s,
+        )
+        self.connector = MultiConnector([self._reuser, producer])
+        self.next_step = (lambda: producer.next_step) if config.layerwise else None
+
+    async def prefill(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
         """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
         worker = self._worker
         code = "cancelled"
@@ -103,9 +135,7 @@ class PrefillServicer(WorkerServicerBase):
         finally:
             self._producer.close_lease(prompt.lease)
 
-    async def PrefillFirst(
-        self, request: worker_pb2.PrefillFirstRequest, context: Any
-    ) -> worker_pb2.PrefillFirstResponse:
+    async def prefill_first(self, request: worker_pb2.PrefillFirstRequest) -> worker_pb2.PrefillFirstResponse:
         """Compute a prompt and let it wait for the decode instance that claims it."""
         worker = self._worker
         code = "cancelled"
@@ -146,12 +176,20 @@ class PrefillServicer(WorkerServicerBase):
         key = await self._unclaimed.put(lease, found, result, cache_salt=request.cache_salt, sampling=request.sampling)
         return worker_pb2.PrefillFirstResponse(key=key, lease_ms=round(1e3 * self._unclaimed.lease_s), result=result)
 
-    async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """End a request, or drop the prompt that waits under its id."""
-        if self._unclaimed.withdraw(RequestId(request.request_id)):
-            self._worker.metrics.leases.set(self._producer.num_leases())
-            return worker_pb2.AbortResponse(found=True)
-        return await super().Abort(request, context)
+    def withdraw(self, request_id: RequestId) -> bool:
+        """Drop a prompt that waits under this id; ``False``: there is none."""
+        found = self._unclaimed.withdraw(request_id)
+        self._worker.metrics.leases.set(self._producer.num_leases())
+        return found
+
+    def num_kept(self) -> int:
+        """Prompts whose blocks are kept for others."""
+        return self._producer.num_leases()
+
+    async def close(self) -> None:
+        """Forget the offers; the leases have ended with the connector."""
+        self._unclaimed.close()
+        self._buffer.close()
 
     def _accepted(self) -> worker_pb2.PrefillResponse:
         source = source_to_pb(self._worker.block_server.source)

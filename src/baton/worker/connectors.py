@@ -1,0 +1,288 @@
+"""The connectors of one instance: those that ``--kv-connectors`` names, its KV store, and its role's hand-over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from baton.engine.executor.memory import available_bytes
+from baton.errors import BusyError, ConfigError
+from baton.kv_cache.arena import arena_bytes
+from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
+from baton.kv_transfer.blocks import BlockFetcher
+from baton.kv_transfer.connector.multi import MultiConnector
+from baton.kv_transfer.connector.offload.block_folder import BlockFolder
+from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
+from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
+from baton.kv_transfer.connector.offload.staging import SideArena
+from baton.kv_transfer.connector.registry import ConnectorContext, make_connector, parse_options
+from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
+from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
+from baton.kv_transfer.connector.store.use import LocalOptions, StoreUse
+from baton.types import BlockHash, BlockId, InstanceId, RequestId, Tenant
+from baton.worker.context import InstanceContext, InstanceRole
+
+Options = Mapping[str, str]
+FIELD = "kv_connector_options"
+_MAX_BYTES = 1 << 60
+
+
+class InstanceConnectors:
+    """All of an instance's connectors, as one.
+
+    The named ones are asked first, then the KV store, then the role's own; all save.
+
+    Args:
+        context: The instance's parts.
+
+    Attributes:
+        connector: The engine's.
+        fetcher: Copies other instances' and the store's blocks into the pool.
+        store_use: What the store was used for; all zero without one.
+        uses: What Baton's own named ones were used for, by their names.
+
+    Raises:
+        ConfigError: One is not installed, does not start or does not want its options.
+    """
+
+    def __init__(self, context: InstanceContext) -> None:
+        self.fetcher = BlockFetcher(
+            context.shards,
+            context.executor.fingerprint,
+            kinds=context.config.pipes,
+            max_threads=context.config.fetch_threads,
+            links=context.links,
+        )
+        self._store: StoreConnector | None = None
+        if context.config.kvstore:
+            self._store = StoreConnector(
+                _store_options(context),
+                arena=context.arena,
+                fingerprint=context.executor.fingerprint,
+                fetcher=self.fetcher,
+                loop=context.loop,
+                wake=context.wake,
+                source=context.source,
+                follows_all=context.config.kvstore_decode_saves,
+            )
+        self._named = NamedConnectors(context)
+        self._role = RoleConnector()
+        self.store_use = StoreUse() if self._store is None else self._store.use
+        self.uses = self._named.uses
+        connectors = [*self._named.connectors, *([] if self._store is None else [self._store]), self._role]
+        self.connector: KVConnector = connectors[0] if len(connectors) == 1 else MultiConnector(connectors)
+
+    def enter(self, role: InstanceRole) -> None:
+        """Use a role's hand-over from now on; in the engine's thread, or before it runs.
+
+        Raises:
+            BusyError: The one before has something outstanding.
+        """
+        self._role.switch(role.connector)
+        if self._store is not None:
+            self._store.follow_steps(role.next_step)
+
+    async def close(self) -> None:
+        """End loads and saves and wait for them; ``connector`` was closed before."""
+        await self._named.close()
+        if self._store is not None:
+            await self._store.aclose()
+        await asyncio.to_thread(self.fetcher.close)
+
+
+class RoleConnector(KVConnector):
+    """Passes everything on to the hand-over of the role that the instance has now."""
+
+    def __init__(self) -> None:
+        self._now = KVConnector()
+
+    def switch(self, to: KVConnector) -> None:
+        """Exchange it.
+
+        Raises:
+            BusyError: It has something outstanding.
+        """
+        if self._now.has_pending():
+            raise BusyError("KV of this instance is being loaded, or kept for others", retry_after_s=1.0)
+        self._now = to
+
+    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
+        """See the base class; this holds for all methods here."""
+        return self._now.plan_load(request, num_local_tokens)
+
+    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:  # noqa: D102
+        self._now.start_load(request, num_local_tokens, block_ids)
+
+    def cancel_load(self, request_id: RequestId) -> None:  # noqa: D102
+        self._now.cancel_load(request_id)
+
+    def poll_loads(self) -> list[LoadUpdate]:  # noqa: D102
+        return self._now.poll_loads()
+
+    def request_finished(self, request_id: RequestId) -> bool:  # noqa: D102
+        return self._now.request_finished(request_id)
+
+    def poll_releases(self) -> list[RequestId]:  # noqa: D102
+        return self._now.poll_releases()
+
+    def has_pending(self) -> bool:  # noqa: D102
+        return self._now.has_pending()
+
+    def step_begins(self, saves: Sequence[PlannedSave]) -> None:  # noqa: D102
+        self._now.step_begins(saves)
+
+    def layer_computed(self, layer: int) -> None:  # noqa: D102
+        self._now.layer_computed(layer)
+
+    def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:  # noqa: D102
+        self._now.blocks_belong(request_id, tenant)
+
+    def blocks_computed(  # noqa: D102
+        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
+    ) -> None:
+        self._now.blocks_computed(request_id, block_ids, hashes, num_tokens)
+
+    def close(self) -> None:  # noqa: D102
+        self._now.close()
+
+
+def _store_options(context: InstanceContext) -> StoreOptions:
+    config = context.config
+    return StoreOptions(
+        config.kvstore,
+        token=context.token,
+        tls=context.tls,
+        replication=config.kvstore_replication,
+        hot_loads_per_s=config.kvstore_hot_loads,
+        redis_ttl_s=config.kvstore_ttl_s,
+        discovery=(config.redis, config.redis_prefix),
+    )
+
+
+class NamedConnectors:
+    """The connectors that the configuration names.
+
+    Args:
+        parts: The instance's context.
+
+    Attributes:
+        connectors: In the order of the configuration.
+        uses: What Baton's own ones were used for, by their names.
+
+    Raises:
+        ConfigError: One is not installed, does not start or does not want its options.
+    """
+
+    def __init__(self, context: InstanceContext) -> None:
+        config = context.config
+        options = parse_options(config.kv_connectors, config.kv_connector_options)
+        self.connectors: list[KVConnector] = []
+        self.uses: dict[str, StoreUse] = {}
+        try:
+            for name in config.kv_connectors:
+                if name in BUILT_IN:
+                    connector = BUILT_IN[name](context, options[name])
+                    self.uses[name] = connector.use
+                    self.connectors.append(connector)
+                else:
+                    self.connectors.append(make_connector(name, _connector_context(context, options[name])))
+        except BaseException:
+            for made in self.connectors:
+                made.close()
+            raise
+
+    async def close(self) -> None:
+        """Wait for what Baton's own ones do; all of them were closed before."""
+        for connector in self.connectors:
+            if isinstance(connector, BackedConnector):
+                await connector.aclose()
+
+
+def _connector_context(context: InstanceContext, options: Options) -> ConnectorContext:
+    return ConnectorContext(
+        instance_id=InstanceId(context.config.instance_id or str(context.role)),
+        role=context.role,
+        shards=context.shards,
+        fingerprint=context.executor.fingerprint,
+        loop=context.loop,
+        wake=context.wake,
+        options=options,
+    )
+
+
+def _shared_storage(context: InstanceContext, options: Options) -> BackedConnector:
+    """Files in a directory: ``path``, ``max_bytes`` (64 GiB), ``sync`` (off), ``threads`` (4)."""
+    known = _known("shared_storage", options, path="", max_bytes=str(64 << 30), sync="off", threads="4")
+    if not known["path"]:
+        raise ConfigError("the shared_storage connector needs shared_storage.path", field=FIELD)
+    if known["sync"] not in ("on", "off"):
+        raise ConfigError(f"shared_storage.sync must be on or off, got {known['sync']!r}", field=FIELD)
+    threads = _number("shared_storage.threads", known["threads"], most=256)
+    fingerprint = context.executor.fingerprint
+    folder = BlockFolder(
+        Path(known["path"]),
+        fingerprint.undivided(),
+        max_bytes=_number("shared_storage.max_bytes", known["max_bytes"], most=_MAX_BYTES),
+        sync=known["sync"] == "on",
+    )
+    limits = LocalOptions(known["path"])
+    files = SharedStorage(folder, context.shards, fingerprint, threads=threads, blocks_per_call=limits.blocks_per_call)
+    return BackedConnector(
+        files,
+        limits,
+        pool=_pool(context),
+        use=StoreUse(),
+        loop=context.loop,
+        wake=context.wake,
+        follows_all=True,
+    )
+
+
+def _offload(context: InstanceContext, options: Options) -> BackedConnector:
+    """Host memory: ``bytes`` (1 GiB)."""
+    known = _known("offload", options, bytes=str(1 << 30))
+    size = _number("offload.bytes", known["bytes"], most=_MAX_BYTES)
+    fingerprint = context.executor.fingerprint
+    block_bytes = fingerprint.undivided().block_bytes
+    num_blocks = size // block_bytes
+    if not num_blocks:
+        raise ConfigError(f"offload.bytes is {size}, less than a block of {block_bytes}", field=FIELD)
+    available = available_bytes()
+    if arena_bytes(num_blocks, block_bytes) > available:
+        raise ConfigError(f"offload.bytes is {size}, but only {available} bytes are free", field=FIELD)
+    side = SideArena(context.shards, fingerprint, num_blocks)
+    side.arena.touch()
+    host = HostMemory(side, context.tiers.tell)
+    context.tiers.add(host.snapshot)
+    return OffloadConnector(
+        host,
+        LocalOptions("host memory"),
+        pool=_pool(context),
+        use=StoreUse(),
+        loop=context.loop,
+        wake=context.wake,
+    )
+
+
+BUILT_IN: Mapping[str, Callable[[InstanceContext, Options], BackedConnector]] = {
+    "shared_storage": _shared_storage,
+    "offload": _offload,
+}
+
+
+def _pool(context: InstanceContext) -> SavedPool:
+    return SavedPool(context.arena, context.engine_config.block_size, context.source)
+
+
+def _known(name: str, options: Options, **defaults: str) -> dict[str, str]:
+    if unknown := sorted(set(options) - set(defaults)):
+        message = f"the {name} connector has no option {unknown[0]!r} (there are: {', '.join(defaults)})"
+        raise ConfigError(message, field=FIELD)
+    return {**defaults, **options}
+
+
+def _number(name: str, text: str, *, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
+        raise ConfigError(f"{name} must be from 1 to {most}, got {text!r}", field=FIELD)
+    return int(text)

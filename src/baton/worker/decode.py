@@ -1,0 +1,248 @@
+"""The decode role: owns each request from admission to its last token, and fetches KV from prefill instances."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
+from baton.errors import BatonError, InternalError, TransferError, UnavailableError
+from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
+from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
+from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Finished, Offer, PrefillEvent
+from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
+from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import (
+    fingerprint_to_pb,
+    finish_to_pb,
+    logprob_from_pb,
+    logprob_to_pb,
+    path_to_pb,
+    prompt_logprobs_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+    tenant_from_pb,
+    tenant_to_pb,
+)
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.tls import Tls
+from baton.token_ids import pack_ids, unpack_ids
+from baton.types import FinishReason, PrefillPath, RequestId, Role, TokenLogprob
+from baton.worker.context import InstanceRole, WorkerContext, require_request
+from baton.worker.engine_thread import RequestStream
+
+_MAX_CHANNELS = 256
+
+
+class DecodeRole(InstanceRole):
+    """Runs requests; their KV comes from prefill instances where that pays."""
+
+    role = Role.DECODE
+    connector: P2PConsumer
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._worker = context
+        config = context.config
+        self._dialer = _PrefillDialer(context.executor.fingerprint, context.token, context.tls)
+        self.connector = P2PConsumer(
+            pool=OwnPool(context.fetcher, context.arena, context.engine_config.block_size, context.source),
+            dialer=self._dialer,
+            loop=context.loop,
+            wake=context.wake,
+            threshold=config.remote_prefill_threshold,
+            stall_s=config.prefill_stall_s,
+        )
+
+    async def close(self) -> None:
+        """Close the connections to prefill instances."""
+        await self._dialer.close()
+
+    async def generate(self, request: worker_pb2.GenerateRequest) -> AsyncGenerator[worker_pb2.GenerateResponse, None]:
+        """Run a request and stream its tokens; one message per engine step."""
+        worker = self._worker
+        code = "cancelled"
+        try:
+            with worker.admission.admit():
+                stream = await worker.engine.submit(_engine_request(request))
+                try:
+                    async for response in self._responses(request, stream):
+                        yield response
+                finally:
+                    stream.close()
+                    self.connector.forget(RequestId(request.request_id))
+            code = "ok"
+        except BatonError as error:
+            code = error.code
+            raise
+        finally:
+            worker.metrics.requests.labels("generate", code).inc()
+
+    async def _responses(
+        self, request: worker_pb2.GenerateRequest, stream: RequestStream
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        first = True
+        async for outputs in stream.until_finished(request.sampling.n or 1):
+            response = worker_pb2.GenerateResponse(deltas=[_delta(output) for output in outputs])
+            for output in outputs:
+                _raise_if_failed(output)
+                if output.metrics is not None and output.index == 0:
+                    response.trace.CopyFrom(self._trace(RequestId(request.request_id), output.metrics))
+                if output.prompt_logprobs is not None:
+                    response.prompt_logprobs.extend(prompt_logprobs_to_pb(output.prompt_logprobs))
+            if first and response.HasField("trace"):
+                self._worker.metrics.trace(response.trace)
+                first = False
+            yield response
+
+    def _trace(self, request_id: RequestId, metrics: RequestMetrics) -> common_pb2.RequestTrace:
+        transfer = metrics.transfer
+        reason = transfer.local_reason
+        if transfer.path is PrefillPath.LOCAL and not reason:
+            reason = self.connector.local_reason(request_id) or "prompt_logprobs"
+        return common_pb2.RequestTrace(
+            path=path_to_pb(transfer.path),
+            prefill_instance=transfer.source if transfer.path is PrefillPath.REMOTE else "",
+            decode_instance=self._worker.instance_id,
+            pipe=transfer.pipe,
+            pipe_fallback=transfer.pipe_fallback,
+            kv_bytes=transfer.kv_bytes,
+            transfer_us=transfer.transfer_us,
+            exposed_us=transfer.exposed_us,
+            prompt_tokens=metrics.prompt_tokens,
+            cached_tokens=metrics.cached_tokens,
+            transferred_tokens=metrics.transferred_tokens,
+            recomputed_tokens=metrics.computed_tokens,
+            prefill_cached_tokens=transfer.source_cached_tokens,
+            queue_us=metrics.queue_us,
+            ttft_us=metrics.ttft_us,
+            failed_prefills=transfer.failures,
+            num_preemptions=metrics.num_preemptions,
+            local_reason=reason if transfer.path is PrefillPath.LOCAL else "",
+        )
+
+
+def _engine_request(request: worker_pb2.GenerateRequest) -> EngineRequest:
+    tokens = unpack_ids(request.prompt_token_ids).tolist()
+    return EngineRequest(
+        request_id=require_request(request.request_id, len(tokens)),
+        prompt_token_ids=tokens,
+        output_token_ids=list(request.output_token_ids),
+        sampling=sampling_from_pb(request.sampling),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        tenant=tenant_from_pb(request.tenant),
+        candidates=tuple(request.prefill_candidates),
+        threshold=request.remote_prefill_threshold if request.HasField("remote_prefill_threshold") else None,
+        prefilled=PrefilledPrompt(request.prefilled.address, request.prefilled.key)
+        if request.HasField("prefilled")
+        else None,
+    )
+
+
+def _delta(output: SequenceOutput) -> worker_pb2.SequenceDelta:
+    delta = worker_pb2.SequenceDelta(
+        index=output.index, token_ids=output.token_ids, finish_reason=finish_to_pb(output.finish_reason)
+    )
+    if output.logprobs is not None:
+        delta.logprobs.extend(logprob_to_pb(item) for item in output.logprobs)
+    if output.stop_token_id is not None:
+        delta.stop_token_id = output.stop_token_id
+    if output.error is not None:
+        delta.error = output.error
+    return delta
+
+
+def _raise_if_failed(output: SequenceOutput) -> None:
+    """End the stream with a status on an error or a foreign abort, so that the router can go on elsewhere."""
+    if output.finish_reason is FinishReason.ERROR:
+        raise InternalError(output.error or "the engine failed the request")
+    if output.finish_reason is FinishReason.ABORT:
+        raise UnavailableError("the request was aborted on this instance")
+
+
+class _PrefillDialer:
+    """Opens Prefill streams and keeps a channel per address.
+
+    Args:
+        fingerprint: Of this instance's pool; the prefill instance compares it with its own.
+        token: Shared token, if the services use one.
+        tls: Certificates, if they use some.
+    """
+
+    def __init__(self, fingerprint: Fingerprint, token: str | None, tls: Tls | None = None) -> None:
+        self._fingerprint = fingerprint_to_pb(fingerprint)
+        self._token, self._tls = token, tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @asynccontextmanager
+    async def open(
+        self, address: str, request: LoadRequest, held: HeldBlocks, claim: str | None = None
+    ) -> AsyncIterator[AsyncIterator[PrefillEvent]]:
+        """Open a stream; leaving the context cancels it, which is how a lease is given back."""
+        stub = worker_pb2_grpc.WorkerServiceStub(await self._channel(address))
+        call = stub.Prefill(
+            worker_pb2.PrefillRequest(
+                # Unique per attempt: a stream that broke may not be gone yet where the next one arrives.
+                request_id=f"{request.request_id}.{secrets.token_hex(4)}",
+                prompt_token_ids=pack_ids(request.token_ids),
+                num_output_tokens=request.num_output_tokens,
+                sampling=sampling_to_pb(request.sampling),
+                num_held_tokens=held.num_tokens,
+                held=worker_pb2.HeldBlocks(
+                    source=source_to_pb(held.source), block_ids=held.block_ids, generations=held.generations
+                ),
+                fingerprint=self._fingerprint,
+                cache_salt=request.cache_salt,
+                tenant=tenant_to_pb(request.tenant),
+                priority=request.priority,
+                claim=None if claim is None else worker_pb2.PrefillClaim(key=claim),
+            )
+        )
+        try:
+            yield _events(call)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close every channel."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close(None)
+
+    async def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.pop(address, None) or open_channel(address, token=self._token, tls=self._tls)
+        self._channels[address] = channel  # most recently used last
+        if len(self._channels) > _MAX_CHANNELS:
+            oldest = next(iter(self._channels))
+            await self._channels.pop(oldest).close(grace=60.0)
+        return channel
+
+
+async def _events(
+    call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
+) -> AsyncIterator[PrefillEvent]:
+    try:
+        async for response in call:
+            kind = response.WhichOneof("event")
+            if kind == "accepted":
+                yield Accepted(source_from_pb(response.accepted.source))
+            elif kind == "offer":
+                offer = response.offer
+                ready = offer.ready if offer.HasField("ready") else None
+                ids, generations = tuple(offer.block_ids), tuple(offer.generations)
+                yield Offer(offer.first_block, ids, generations, offer.num_tokens, ready)
+            elif kind == "result":
+                result = response.result
+                first = logprob_from_pb(result.logprob) if result.HasField("logprob") else None
+                token = first or TokenLogprob(result.first_token_id, 0.0, 0)
+                yield Finished(token, result.prefix_hit_tokens)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except grpc.aio.UsageError as error:  # the channel was closed under us
+        raise TransferError(f"the prefill stream broke: {error}") from error
