@@ -106,7 +106,10 @@ class RouterApp:
         self._token = token
         self._grpc: GrpcServer | None = None
         options = HttpOptions(
-            accounts=self._accounts, strict_fields=config.strict_fields, request_timeout_s=config.request_timeout_s
+            accounts=self._accounts,
+            strict_fields=config.strict_fields,
+            request_timeout_s=config.request_timeout_s,
+            cors_origins=config.cors_origins,
         )
         http = create_app(
             self.pipeline,

@@ -67,6 +67,9 @@ class RouterConfig:
         "", "file with the secret that keeps tenants' caches apart, the same for all routers; default: a random one"
     )
     open_http: bool = option(False, "serve HTTP off loopback although there are no API keys")
+    cors_origins: tuple[str, ...] = option(
+        (), "origins whose pages may call the HTTP interface from a browser, e.g. https://ui.example; *: all"
+    )
     http_tls: bool = option(True, "with --tls-cert, serve HTTP over TLS as well")
     ticket_key_file: str = option(
         "", "file with the key of placement tickets, by which clients reach decode instances; default: no tickets"

@@ -27,7 +27,12 @@ _FINISH_OF: dict[int, FinishReason] = {wire: reason for reason, wire in _FINISH.
 _PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
-_PLAIN = ("min_tokens", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+_PLAIN = tuple(
+    field.name
+    for field in common_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.name not in {*_OPTIONAL, *_WITH_DEFAULT, "n", "stop_token_ids", "logit_bias"}
+)
+"""Sampling fields whose default is 0 on both sides: all that are not named elsewhere."""
 
 
 def role_to_pb(role: Role) -> common_pb2.Role.ValueType:

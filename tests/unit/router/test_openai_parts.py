@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.scripted import MODEL, encode
 
 from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
-from baton.types import InstanceId, Role, TokenLogprob
+from baton.types import InstanceId, Role, SamplingParams, TokenLogprob
 from baton_router.frontend.http.errors import baton_error_object
 from baton_router.frontend.http.metrics import HttpMetrics
 from baton_router.frontend.openai.logprobs import LogprobWriter
@@ -147,6 +148,14 @@ def test_errors_of_types_name_their_place(body: dict[str, Any], field: str) -> N
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{field}: expected ")
     assert "null" not in caught.value.message
+
+
+def test_every_sampling_field_has_its_place_in_bodies_and_on_the_wire() -> None:
+    """A new one is a line in each of: SamplingParams, the body's schema, the proto."""
+    names = {field.name for field in fields(SamplingParams)}
+    for body in (ChatBody, CompletionBody):
+        assert names <= set(body.__struct_fields__)
+    assert names - {"stop"} == {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
 
 
 def test_whole_numbers_are_numbers() -> None:
