@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from baton.config.access import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
-from baton.config.flags import option
+from baton.config.flags import option, options_by_name
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
 
 _MIN_DISK_BYTES = 1 << 20
 _WRITE = ("evicted", "all")
+
+BUILT_IN_TIERS: Mapping[str, str] = MappingProxyType(
+    {
+        "disk": "baton_kvstore.tiers.open:open_disk",
+        "redis": "baton_kvstore.tiers.open:open_redis",
+        "object": "baton_kvstore.tiers.open:open_objects",
+    }
+)
+"""What opens each tier behind memory, as ``module:function``: a new one is a file and a line here."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,11 @@ class TierConfig:
         0.75, "share of --capacity-bytes above which the blocks unused for longest are written to the tier behind"
     )
     memory_spare: float = option(0.25, "share of --capacity-bytes kept free or evictable then")
+    tiers: tuple[str, ...] = option(
+        tuple(BUILT_IN_TIERS),
+        "tiers behind memory, the fastest first: those of Baton's own that are configured, and other packages' by name",
+    )
+    tier_options: tuple[str, ...] = option((), "options of other packages' tiers: TIER.KEY=VALUE,...")
     disk_path: str = option("", "directory, of its own, for blocks that memory has no room for; default: none")
     disk_bytes: int = option(16 << 30, "size of the files in --disk-path, all together")
     disk_write: str = option("evicted", "blocks that go to disk", choices=_WRITE)
@@ -60,10 +76,17 @@ class TierConfig:
     @property
     def has_back_tiers(self) -> bool:
         """Whether there is anything behind memory."""
-        return bool(self.disk_path or self.redis_url or self.object_url)
+        asked = {"disk": self.disk_path, "redis": self.redis_url, "object": self.object_url}
+        return any(asked.get(name, True) for name in self.tiers)
 
     def check_tiers(self) -> None:
         """Raise :class:`ConfigError` if a value cannot work."""
+        if len(set(self.tiers)) != len(self.tiers):
+            raise ConfigError(f"tiers names one twice: {','.join(self.tiers)}", field="tiers")
+        for name, url in (("disk", self.disk_path), ("redis", self.redis_url), ("object", self.object_url)):
+            if url and name not in self.tiers:
+                raise ConfigError(f"the {name} tier is configured, but tiers does not name it", field="tiers")
+        tier_options(self)
         for name in ("capacity_bytes", "disk_readers", "object_requests", "known_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
@@ -84,6 +107,15 @@ class TierConfig:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}", field=name)
         if self.redis_url and not self.redis_prefix:
             raise ConfigError("redis_prefix must not be empty", field="redis_prefix")
+
+
+def tier_options(config: TierConfig) -> dict[str, dict[str, str]]:
+    """Sort ``--tier-options`` by tier.
+
+    Raises:
+        ConfigError: One is malformed, or of a tier that is not asked for; names ``tier_options``.
+    """
+    return options_by_name(config.tiers, config.tier_options, field="tier_options")
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from baton.worker.events import KvEventLog
 from baton_kvstore.tiers.tiered_store import TieredStore
 from baton_kvstore.types import KvFormat
 
-LEVELS = {"memory": HOST, "disk": DISK, "redis": REMOTE, "object": REMOTE}
-"""What routers know the store's tiers as."""
+LEVELS = {"memory": HOST, "disk": DISK}
+"""What routers know the store's tiers as; all others are remote."""
 
 
 class StoreEvents:
@@ -48,7 +48,7 @@ class StoreEvents:
 
     def __call__(self, kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
         """Hear of a change; any thread, and the tier is locked: only takes note."""
-        self._changes.append((hashes, LEVELS[tier], present))
+        self._changes.append((hashes, LEVELS.get(tier, REMOTE), present))
         if not self._due and self._loop is not None:
             self._due = True
             self._loop.call_soon_threadsafe(self._flush)

@@ -137,7 +137,7 @@ class StoreMetrics(Collector):
         counts = self._tier_counts
         hits = CounterMetricFamily("baton_kvstore_tier_hits", "Blocks that Get found, by tier", labels=["tier"])
         misses = CounterMetricFamily("baton_kvstore_tier_misses", "Blocks that Get did not find there", labels=["tier"])
-        for tier in TIERS:
+        for tier in tier_names(self._tiers.chain):
             hits.add_metric([tier], counts.hits[tier])
             misses.add_metric([tier], counts.misses[tier])
         yield hits
@@ -205,10 +205,15 @@ _CHAIN: Final = {
 }
 
 
+def tier_names(chain: Chain | None) -> list[str]:
+    """Return every tier that metrics name: Baton's own, also those that this store does not have, and others' tiers."""
+    return list(dict.fromkeys([*TIERS, *(tier.name for tier in (chain.tiers if chain else ()))]))
+
+
 def chain_metrics(chain: Chain | None) -> Iterable[Metric]:
     """Yield what every tier tells, by tier, and what moves between them (any thread)."""
     stats = {tier.name: tier.back_stats() for tier in chain.tiers} if chain else {}
-    names = TIERS[1:]
+    names = tier_names(chain)[1:]
     for field, text in _GAUGES.items():
         gauge = GaugeMetricFamily(f"baton_kvstore_tier_{field.removeprefix('num_')}", text, labels=["tier"])
         for name in names:

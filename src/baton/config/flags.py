@@ -11,7 +11,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from baton.errors import ConfigError
@@ -76,6 +76,27 @@ def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str]
                 raise ConfigError(f"{variable} must be one of {', '.join(choices)}, got {value!r}", field=variable)
             values[item.name] = value
     return cls(**values)
+
+
+def options_by_name(names: Sequence[str], options: Sequence[str], *, field: str) -> dict[str, dict[str, str]]:
+    """Sort ``name.key=value`` by name.
+
+    Args:
+        names: Those that may have options.
+        options: Of all of them.
+        field: The configuration field, for errors.
+
+    Raises:
+        ConfigError: One is malformed, or of a name that is not asked for.
+    """
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for item in options:
+        left, equals, value = item.partition("=")
+        name, dot, key = left.partition(".")
+        if not (equals and dot and key) or name not in found:
+            raise ConfigError(f"{item!r} is not name.key=value for one of {', '.join(names) or 'none'}", field=field)
+        found[name][key] = value
+    return found
 
 
 def _parse(text: str, kind: type, variable: str) -> Any:

@@ -1,73 +1,91 @@
-"""Opens the tiers behind memory that a configuration asks for."""
+"""Opens the tiers behind memory that a configuration asks for: Baton's own, and those of other packages.
+
+A package registers a factory in the entry point group ``baton.store_tiers``::
+
+    [project.entry-points."baton.store_tiers"]
+    tape = "my_package.tape:open_tier"
+
+and a store started with ``--tiers disk,tape`` calls it once with a :class:`TierContext`. Most return
+:func:`remote_link` of a :class:`~baton_kvstore.tiers.remote.backend.Backend` of their own.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
 
-from baton.errors import ConfigError
-from baton_kvstore.config import TierConfig
+from baton.errors import BatonError, ConfigError
+from baton_kvstore.config import BUILT_IN_TIERS, TierConfig, tier_options
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier
-from baton_kvstore.tiers.remote.backend import HEADER_BYTES
-from baton_kvstore.tiers.remote.object_backend import ObjectBackend
-from baton_kvstore.tiers.remote.redis_backend import MAX_VALUE_BYTES, RedisBackend, RedisOptions
+from baton_kvstore.tiers.remote.backend import HEADER_BYTES, Backend
 from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
 
+log = logging.getLogger(__name__)
+
+GROUP = "baton.store_tiers"
+REDIS_BATCH_BYTES = 1 << 20
+"""More is slower: redis-py keeps the answers of a pipeline in one buffer, which it copies as it grows."""
 _QUEUE_BYTES = 64 << 20
+_OBJECT_BATCH_BYTES = 32 << 20
+"""Enough for many requests side by side."""
 _FIND_S = 1.0
 """A look-up that takes so long is a failure: a hung object store must be found out while Gets still wait for it."""
 _READERS = 2
-REDIS_BATCH_BYTES = 1 << 20
-"""More is slower: redis-py keeps the answers of a pipeline in one buffer, which it copies as it grows."""
-_OBJECT_BATCH_BYTES = 32 << 20
-"""Enough for many requests side by side."""
+
+
+@dataclass(frozen=True)
+class TierContext:
+    """What a tier's factory is given.
+
+    Attributes:
+        config: The store's configuration.
+        options: ``--tier-options``, as far as they are this tier's: ``tape.drive=/dev/st0`` is ``drive``.
+    """
+
+    config: TierConfig
+    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def queue_bytes(self) -> int:
+        """How many bytes of blocks may wait for the tier: they are pinned in memory."""
+        return min(_QUEUE_BYTES, max(1, self.config.capacity_bytes // 4))
+
+
+TierFactory = Callable[[TierContext], Link | None]
+"""Opens a tier; ``None``: the configuration does not ask for it."""
 
 
 def open_chain(config: TierConfig) -> Chain | None:
-    """Open disk, Redis and object store, in this order, as far as they are asked for; ``None``: none is.
+    """Open the tiers that ``config.tiers`` names, in its order; ``None``: none is asked for.
 
-    Neither Redis nor the object store need be there yet.
+    What a tier talks to, a Redis or an object store, need not be there yet.
 
     Raises:
-        ConfigError: A package is missing, a URL cannot be read, or the disk's directory cannot be used.
+        ConfigError: An unknown tier, a package is missing, a URL cannot be read, or the disk's directory cannot be
+            used.
     """
-    redis, objects = _redis(config), _objects(config)
-    disk = open_disk(config)
+    options = tier_options(config)
     links: list[Link] = []
-    if disk is not None:
-        links.append(Link(disk, config.disk_write == "all", config.disk_readers))
-    if redis is not None:
-        options = RemoteOptions(
-            "redis",
-            durable=False,
-            queue_bytes=queue_bytes(config),
-            index_blocks=config.known_blocks,
-            batch_bytes=REDIS_BATCH_BYTES,
-            max_block_bytes=MAX_VALUE_BYTES - HEADER_BYTES,
-            max_bytes=config.redis_bytes,
-            absent_s=config.lookup_again_s,
-        )
-        links.append(Link(RemoteTier(redis, options), config.redis_write == "all", _READERS))
-    if objects is not None:
-        options = RemoteOptions(
-            "object",
-            durable=True,
-            queue_bytes=queue_bytes(config),
-            index_blocks=config.known_blocks,
-            batch_bytes=_OBJECT_BATCH_BYTES,
-            absent_s=config.lookup_again_s,
-        )
-        links.append(Link(RemoteTier(objects, options), config.object_write == "all", _READERS))
+    try:
+        for name in config.tiers:
+            link = _open(name, TierContext(config, options.get(name, {})))
+            if link is not None:
+                links.append(link)
+    except BaseException:
+        for link in links:
+            link.tier.close()
+        raise
     if not links:
         return None
     return Chain(links, lookup_timeout_s=config.lookup_timeout_s, raise_after=config.raise_after)
-
-
-def queue_bytes(config: TierConfig) -> int:
-    """Return how many bytes of blocks may wait for a tier: they are pinned in memory."""
-    return min(_QUEUE_BYTES, max(1, config.capacity_bytes // 4))
 
 
 def disk_of(chain: Chain | None) -> DiskTier | None:
@@ -76,42 +94,45 @@ def disk_of(chain: Chain | None) -> DiskTier | None:
     return next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
 
 
-def _redis(config: TierConfig) -> RedisBackend | None:
-    if not config.redis_url:
-        return None
-    return RedisBackend(
-        RedisOptions(
-            config.redis_url,
-            config.redis_prefix,
-            cluster=config.redis_cluster,
-            ttl_s=config.redis_ttl_s,
-            timeout_s=config.redis_timeout_s,
-        )
+def remote_link(
+    name: str,
+    context: TierContext,
+    backend: Backend,
+    *,
+    durable: bool,
+    batch_bytes: int,
+    write_all: bool = False,
+    **more: Any,
+) -> Link:
+    """Make a tier of a backend that other nodes share.
+
+    Args:
+        name: The tier's, in metrics and logs.
+        context: As the factory got it.
+        backend: Keeps the blocks.
+        durable: Whether what it took survives a loss of power.
+        batch_bytes: Of blocks that are written or read with one call.
+        write_all: Every block goes there, not only those that leave memory.
+        more: Further fields of :class:`~baton_kvstore.tiers.remote.tier.RemoteOptions`.
+    """
+    options = RemoteOptions(
+        name,
+        durable=durable,
+        queue_bytes=context.queue_bytes,
+        index_blocks=context.config.known_blocks,
+        batch_bytes=batch_bytes,
+        **more,
     )
+    return Link(RemoteTier(backend, options), write_all, _READERS)
 
 
-def _objects(config: TierConfig) -> ObjectBackend | None:
-    if not config.object_url:
-        return None
-    return ObjectBackend(
-        config.object_url,
-        timeout_s=config.object_timeout_s,
-        requests=config.object_requests,
-        find_timeout_s=min(config.object_timeout_s, max(_FIND_S, 2 * config.lookup_timeout_s)),
-    )
-
-
-log = logging.getLogger(__name__)
-
-_QUEUE_BYTES = 64 << 20
-
-
-def open_disk(config: TierConfig) -> DiskTier | None:
-    """Open the disk tier; ``None`` if none is asked for.
+def open_disk(context: TierContext) -> Link | None:
+    """Open the tier on disk.
 
     Raises:
         ConfigError: Its directory cannot be used.
     """
+    config = context.config
     if not config.disk_path:
         return None
     started = time.monotonic()
@@ -132,10 +153,92 @@ def open_disk(config: TierConfig) -> DiskTier | None:
         disk.num_segments,
         time.monotonic() - started,
     )
-    return DiskTier(
+    tier = DiskTier(
         disk,
         capacity_bytes=config.disk_bytes,
-        queue_bytes=min(_QUEUE_BYTES, max(1, config.capacity_bytes // 4)),
+        queue_bytes=context.queue_bytes,
         sync_interval_s=config.disk_sync_s,
         checkpoint_interval_s=config.disk_checkpoint_s,
     )
+    return Link(tier, config.disk_write == "all", config.disk_readers)
+
+
+def open_redis(context: TierContext) -> Link | None:
+    """Open the tier in Redis.
+
+    Raises:
+        ConfigError: The package is missing, or the URL cannot be read.
+    """
+    config = context.config
+    if not config.redis_url:
+        return None
+    from baton_kvstore.tiers.remote.redis_backend import MAX_VALUE_BYTES, RedisBackend, RedisOptions
+
+    backend = RedisBackend(
+        RedisOptions(
+            config.redis_url,
+            config.redis_prefix,
+            cluster=config.redis_cluster,
+            ttl_s=config.redis_ttl_s,
+            timeout_s=config.redis_timeout_s,
+        )
+    )
+    return remote_link(
+        "redis",
+        context,
+        backend,
+        durable=False,
+        batch_bytes=REDIS_BATCH_BYTES,
+        write_all=config.redis_write == "all",
+        max_block_bytes=MAX_VALUE_BYTES - HEADER_BYTES,
+        max_bytes=config.redis_bytes,
+        absent_s=config.lookup_again_s,
+    )
+
+
+def open_objects(context: TierContext) -> Link | None:
+    """Open the tier in an object store.
+
+    Raises:
+        ConfigError: The package is missing, or the URL cannot be read.
+    """
+    config = context.config
+    if not config.object_url:
+        return None
+    from baton_kvstore.tiers.remote.object_backend import ObjectBackend
+
+    backend = ObjectBackend(
+        config.object_url,
+        timeout_s=config.object_timeout_s,
+        requests=config.object_requests,
+        find_timeout_s=min(config.object_timeout_s, max(_FIND_S, 2 * config.lookup_timeout_s)),
+    )
+    return remote_link(
+        "object",
+        context,
+        backend,
+        durable=True,
+        batch_bytes=_OBJECT_BATCH_BYTES,
+        write_all=config.object_write == "all",
+        absent_s=config.lookup_again_s,
+    )
+
+
+def _open(name: str, context: TierContext) -> Link | None:
+    target = BUILT_IN_TIERS.get(name) or {point.name: point.value for point in entry_points(group=GROUP)}.get(name)
+    if target is None:
+        raise ConfigError(f"there is no tier {name!r} (built in: {', '.join(BUILT_IN_TIERS)})", field="tiers")
+    module, _, attribute = target.partition(":")
+    try:
+        factory: TierFactory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the tier {name!r} cannot be imported: {error}", field="tiers") from error
+    try:
+        link = factory(context)
+    except BatonError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the tier {name!r} cannot be opened: {error}", field="tiers") from error
+    if name not in BUILT_IN_TIERS and not isinstance(link, Link):
+        raise ConfigError(f"the tier {name!r} made a {type(link).__name__}", field="tiers")
+    return link
