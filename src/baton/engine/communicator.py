@@ -143,7 +143,7 @@ class Communicator:
         return group
 
 
-def is_echo(error: BaseException) -> bool:
+def is_disconnect(error: BaseException) -> bool:
     """Whether an error only says that another rank has disconnected, not why."""
     text = str(error)
     return any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe"))

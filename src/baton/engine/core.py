@@ -205,11 +205,6 @@ class EngineCore:
         """
         return self._progressed and self.has_work()
 
-    @property
-    def wants_poll(self) -> bool:
-        """Whether loads or held blocks are outstanding: when the connector wakes the engine, call :meth:`step`."""
-        return self._bridge.pending
-
     def stats(self) -> EngineStats:
         """Return a view of this moment; may be called from any thread."""
         scheduler = self._scheduler

@@ -160,7 +160,7 @@ class LocalCluster:
         """
         async with asyncio.timeout(_SETTLE_S):
             for instance in (*self.prefill, *self.decode):
-                while await instance.context.engine.call(partial(_wants_poll, instance.context.engine.core)):
+                while await instance.context.engine.call(partial(_connector_pending, instance.context.engine.core)):
                     await asyncio.sleep(0.01)
 
     async def check_integrity(self) -> None:
@@ -178,5 +178,5 @@ class LocalCluster:
                 raise AssertionError(f"{instance.context.instance_id} is not idle: {stats}")
 
 
-def _wants_poll(core: EngineCore) -> bool:
-    return core.wants_poll
+def _connector_pending(core: EngineCore) -> bool:
+    return core._bridge.pending

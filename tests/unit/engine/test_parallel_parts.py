@@ -22,10 +22,10 @@ from baton.config import EngineConfig
 from baton.engine.communicator import Communicator, Rendezvous
 from baton.engine.executor.messages import (
     MAX_MESSAGE_BYTES,
-    LineClosedError,
+    ChannelClosedError,
     error_from_message,
     error_to_message,
-    open_line,
+    open_channel,
     recv_message,
     send_message,
 )
@@ -46,7 +46,7 @@ def soon() -> float:
 
 
 def test_messages_bring_values_and_descriptors() -> None:
-    ours, theirs = open_line()
+    ours, theirs = open_channel()
     read, write = os.pipe()
     with ours, theirs:
         send_message(ours, {"do": "this"}, deadline=soon())
@@ -61,13 +61,13 @@ def test_messages_bring_values_and_descriptors() -> None:
 
 
 def test_a_line_tells_that_the_other_end_is_gone_also_while_waiting() -> None:
-    ours, theirs = open_line()
+    ours, theirs = open_channel()
     closer = threading.Timer(0.05, ours.shutdown, (socket.SHUT_RDWR,))
     closer.start()
-    with pytest.raises(LineClosedError):
+    with pytest.raises(ChannelClosedError):
         recv_message(theirs, deadline=None)
     ours.close()
-    with pytest.raises(LineClosedError):
+    with pytest.raises(ChannelClosedError):
         send_message(theirs, {}, deadline=soon())
     theirs.close()
     closer.join()
@@ -75,7 +75,7 @@ def test_a_line_tells_that_the_other_end_is_gone_also_while_waiting() -> None:
 
 @pytest.mark.parametrize("body", [b"[1]", b"{", b"\xff", b'"' + b"a" * MAX_MESSAGE_BYTES + b'"'])
 def test_what_is_no_message_is_refused_and_leaks_no_descriptor(body: bytes) -> None:
-    ours, theirs = open_line()
+    ours, theirs = open_channel()
     with ours, theirs:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(ours, [body], [0])
@@ -85,7 +85,7 @@ def test_what_is_no_message_is_refused_and_leaks_no_descriptor(body: bytes) -> N
 
 
 def test_bounds_of_messages_and_waits() -> None:
-    ours, theirs = open_line()
+    ours, theirs = open_channel()
     with ours, theirs:
         with pytest.raises(InternalError, match="too long"):
             send_message(ours, {"text": "a" * MAX_MESSAGE_BYTES}, deadline=soon())

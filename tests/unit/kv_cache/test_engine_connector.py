@@ -219,7 +219,7 @@ def test_tokens_after_a_hand_over_are_those_of_one_engine(pair: tuple[Engine, En
     decode.add("a")
     decode.run()
     assert decode.core.stats().num_loading == 1
-    assert decode.core.wants_poll
+    assert decode.core._bridge.pending
     assert not decode.core.made_progress
     decode.link.finish("a")
     decode.run()
@@ -423,7 +423,7 @@ def test_progress_is_told_at_admission_and_after_each_chunk_and_blocks_are_held(
     assert engine.ends["a"].metrics is not None
     stats = engine.core.stats()
     assert (stats.num_running, stats.blocks_active) == (0, 8)
-    assert engine.core.wants_poll
+    assert engine.core._bridge.pending
     with pytest.raises(InvalidRequestError):
         engine.add("a", prefill_only=True)
     engine.prefill_side.let_go.append(RequestId("a"))

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.communicator import CONNECT_TIMEOUT_S, Communicator, is_echo
+from baton.engine.communicator import CONNECT_TIMEOUT_S, Communicator, is_disconnect
 from baton.engine.executor.messages import (
-    LineClosedError,
+    ChannelClosedError,
     Message,
     error_to_message,
     recv_message,
@@ -59,7 +59,7 @@ class Follower:
         except Exception as error:
             # Ranks that wait for this one in the middle of a step fail too, up to the leader.
             self.communicator.disconnect()
-            if not isinstance(error, BatonError) and not is_echo(error):
+            if not isinstance(error, BatonError) and not is_disconnect(error):
                 log.exception("rank %d failed", self.communicator.spec.index)
             return error_to_message(error)
 
@@ -92,31 +92,31 @@ class Follower:
 
 def main(argv: list[str]) -> int:
     """Serve the leader at the other end of an inherited socket; returns the exit status."""
-    line = socket.socket(fileno=int(argv[1]))
+    channel = socket.socket(fileno=int(argv[1]))
     # The leader alone decides when its followers end; it may be told to drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_leader, args=(line.fileno(),), name="leader", daemon=True).start()
+    threading.Thread(target=_end_with_leader, args=(channel.fileno(),), name="leader", daemon=True).start()
     try:
-        first, _ = recv_message(line, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
+        first, _ = recv_message(channel, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
         spec = ShardSpec(**first["shard"])
         logging.basicConfig(level=logging.WARNING, format=f"rank {spec.index} %(levelname)s %(name)s: %(message)s")
         try:
             follower = Follower(EngineConfig(**first["config"]), spec)
         except ConfigError as error:
-            _answer(line, first, error_to_message(error))
+            _answer(channel, first, error_to_message(error))
             return 0
-        _answer(line, first, {})
+        _answer(channel, first, {})
         while True:
-            message, descriptors = recv_message(line, deadline=None)
-            _answer(line, message, follower.answer(message, descriptors))
-    except LineClosedError:
+            message, descriptors = recv_message(channel, deadline=None)
+            _answer(channel, message, follower.answer(message, descriptors))
+    except ChannelClosedError:
         return 0
 
 
-def _answer(line: socket.socket, request: Message, answer: Message) -> None:
+def _answer(channel: socket.socket, request: Message, answer: Message) -> None:
     values = {"request": request.get("request"), **answer}
-    send_message(line, values, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
+    send_message(channel, values, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
 
 
 def _only(descriptors: list[int]) -> int:
@@ -125,10 +125,10 @@ def _only(descriptors: list[int]) -> int:
     return descriptors[0]
 
 
-def _end_with_leader(line: int) -> None:
+def _end_with_leader(channel: int) -> None:
     """End this process, whatever it is doing, once the leader is gone: also while it loads or computes."""
     poll = select.poll()
-    poll.register(line, select.POLLRDHUP)
+    poll.register(channel, select.POLLRDHUP)
     poll.poll()
     os._exit(0)
 

@@ -21,60 +21,60 @@ MAX_DESCRIPTORS = 1
 Message = dict[str, Any]
 
 
-class LineClosedError(Exception):
+class ChannelClosedError(Exception):
     """The other process is gone."""
 
 
-def open_line() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a line; neither is inherited by child processes unless passed on."""
+def open_channel() -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a channel; neither is inherited by child processes unless passed on."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send_message(line: socket.socket, message: Message, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
+def send_message(channel: socket.socket, message: Message, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
     """Send a message and copies of file descriptors.
 
     Args:
-        line: One end.
+        channel: One end.
         message: Of what JSON knows; at most ``MAX_MESSAGE_BYTES``.
         deadline: ``time.monotonic()`` seconds.
         descriptors: At most ``MAX_DESCRIPTORS``.
 
     Raises:
-        LineClosedError: The other process is gone.
+        ChannelClosedError: The other process is gone.
         InternalError: The message is too long, or the deadline passed.
     """
     body = json.dumps(message).encode()
     if len(body) > MAX_MESSAGE_BYTES or len(descriptors) > MAX_DESCRIPTORS:
-        raise InternalError(f"a message of {len(body)} bytes is too long for the line between ranks")
-    line.settimeout(_remaining(deadline))
+        raise InternalError(f"a message of {len(body)} bytes is too long for the channel between ranks")
+    channel.settimeout(_remaining(deadline))
     try:
-        socket.send_fds(line, [body], descriptors)
+        socket.send_fds(channel, [body], descriptors)
     except TimeoutError:
         raise InternalError("a rank does not listen any more") from None
     except OSError as error:
-        raise LineClosedError(str(error)) from error
+        raise ChannelClosedError(str(error)) from error
 
 
-def recv_message(line: socket.socket, *, deadline: float | None) -> tuple[Message, list[int]]:
+def recv_message(channel: socket.socket, *, deadline: float | None) -> tuple[Message, list[int]]:
     """Receive a message and file descriptors, which the caller owns.
 
     Args:
-        line: One end.
+        channel: One end.
         deadline: ``time.monotonic()`` seconds; ``None``: as long as the other process lives.
 
     Raises:
-        LineClosedError: The other process is gone.
+        ChannelClosedError: The other process is gone.
         InternalError: The deadline passed, or what came is no message.
     """
-    line.settimeout(None if deadline is None else _remaining(deadline))
+    channel.settimeout(None if deadline is None else _remaining(deadline))
     try:
-        body, descriptors, flags, _ = socket.recv_fds(line, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+        body, descriptors, flags, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
     except TimeoutError:
         raise InternalError("a rank does not answer") from None
     except OSError as error:
-        raise LineClosedError(str(error)) from error
+        raise ChannelClosedError(str(error)) from error
     if not body:
-        raise LineClosedError("the line was closed")
+        raise ChannelClosedError("the channel was closed")
     try:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ValueError("longer than allowed")

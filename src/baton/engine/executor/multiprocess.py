@@ -14,11 +14,11 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from baton.config import EngineConfig
-from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Communicator, Rendezvous, is_echo
+from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Communicator, Rendezvous, is_disconnect
 from baton.engine.executor.base import ExecutorLostError
 from baton.engine.executor.in_process import InProcessExecutor
 from baton.engine.executor.messages import (
-    LineClosedError,
+    ChannelClosedError,
     Message,
     error_from_message,
     recv_message,
@@ -84,7 +84,7 @@ class MultiprocessExecutor(InProcessExecutor):
         self._answers(LOAD_TIMEOUT_S)
         self._buffer = StepBuffer.create(self.config, max_model_len)
         self.ask({"do": "map_steps"}, descriptors=[(self._buffer.fd,)] * len(self._followers))
-        self._meet()
+        self._connect_ranks()
 
     def bind(self, shards: KVShards) -> None:
         """Bind this rank's arena, and give every follower its own."""
@@ -102,7 +102,7 @@ class MultiprocessExecutor(InProcessExecutor):
             ConfigError, InternalError: A follower could not.
             ExecutorLostError: A follower died.
         """
-        self._tell(message, descriptors)
+        self._send(message, descriptors)
         try:
             return self._answers(STEP_TIMEOUT_S)
         except BaseException:
@@ -123,23 +123,23 @@ class MultiprocessExecutor(InProcessExecutor):
         if self._buffer is None:
             raise InternalError("a step before the ranks have met")
         if not self.communicator.connected:
-            self._meet()
+            self._connect_ranks()
         self._buffer.write(batch)
         try:
-            self._tell({"do": "step", "scratch_blocks": scratch_blocks})
+            self._send({"do": "step", "scratch_blocks": scratch_blocks})
             output = super()._run(batch, scratch_blocks)
             self._answers(STEP_TIMEOUT_S)
         except Exception as error:
             self.communicator.disconnect()  # ranks that wait for this one fail now, and answer
-            raise self._blame(error) from error
+            raise self._cause_of(error) from error
         except BaseException:
             # Interrupted: answers that are still to come will be passed over by their number.
             self.communicator.disconnect()
             raise
         return output
 
-    def _blame(self, error: Exception) -> BatonError:
-        """Return what to tell of a step that failed: a death, else a cause, else what was noticed here."""
+    def _cause_of(self, error: Exception) -> BatonError:
+        """Return the error to raise for a step that failed: a death, else a cause, else what was noticed here."""
         mine = error if isinstance(error, BatonError) else InternalError(f"rank 0: {type(error).__name__}: {error}")
         if self._open_requests and not isinstance(error, ExecutorLostError):
             try:
@@ -169,11 +169,11 @@ class MultiprocessExecutor(InProcessExecutor):
         if self._buffer is not None:
             self._buffer.close()
 
-    def _meet(self) -> None:
+    def _connect_ranks(self) -> None:
         """Connect all ranks with each other, anew if they were before."""
         self._generation += 1
         rendezvous = Rendezvous()
-        self._tell({"do": "connect", "port": rendezvous.port, "generation": self._generation})
+        self._send({"do": "connect", "port": rendezvous.port, "generation": self._generation})
         try:
             self.communicator.connect(rendezvous, self._generation)
         except RuntimeError as error:
@@ -182,7 +182,7 @@ class MultiprocessExecutor(InProcessExecutor):
             raise InternalError(f"the ranks did not find each other: {error}") from error
         self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
 
-    def _tell(self, message: Message, descriptors: Sequence[Sequence[int]] = ()) -> None:
+    def _send(self, message: Message, descriptors: Sequence[Sequence[int]] = ()) -> None:
         if self._lost is not None:
             raise self._lost
         if self._closed:
@@ -194,8 +194,8 @@ class MultiprocessExecutor(InProcessExecutor):
                 follower.send(
                     {**message, "request": self._request}, STEP_TIMEOUT_S, descriptors[index] if descriptors else ()
                 )
-            except LineClosedError:
-                raise self._bury(follower.obituary()) from None
+            except ChannelClosedError:
+                raise self._note_loss(follower.death_error()) from None
 
     def _answers(self, timeout_s: float) -> list[Message]:
         """Take one answer of every follower, and raise the first error among them once all are there."""
@@ -205,10 +205,10 @@ class MultiprocessExecutor(InProcessExecutor):
         for follower in self._followers:
             try:
                 answer = self._answer_of(follower, deadline)
-            except LineClosedError:
-                errors.append(self._bury(follower.obituary()))
+            except ChannelClosedError:
+                errors.append(self._note_loss(follower.death_error()))
             except InternalError as error:
-                errors.append(self._bury(ExecutorLostError(f"{follower.name}: {error.message}")))
+                errors.append(self._note_loss(ExecutorLostError(f"{follower.name}: {error.message}")))
             else:
                 if "error" in answer:
                     errors.append(error_from_message(answer, follower.spec.index))
@@ -221,19 +221,19 @@ class MultiprocessExecutor(InProcessExecutor):
     def _answer_of(self, follower: FollowerProcess, deadline: float) -> Message:
         """Take the answer to the last request; those to earlier ones, which were interrupted, are passed over."""
         while True:
-            answer, _ = recv_message(follower.line, deadline=deadline)
+            answer, _ = recv_message(follower.channel, deadline=deadline)
             if answer.get("request") == self._request:
                 return answer
 
-    def _bury(self, lost: ExecutorLostError) -> ExecutorLostError:
+    def _note_loss(self, lost: ExecutorLostError) -> ExecutorLostError:
         """Note that a rank is gone; returns the first loss there was."""
         with self._lock:
             self._lost = self._lost or lost
             return self._lost
 
-    def found_dead(self, follower: FollowerProcess) -> None:
-        """Called by the watching thread."""
-        lost = self._bury(follower.obituary())
+    def follower_died(self, follower: FollowerProcess) -> None:
+        """Note that a follower has died; called by the watching thread."""
+        lost = self._note_loss(follower.death_error())
         with self._lock:
             on_lost, closed = self._on_lost, self._closed
         if not closed and on_lost is not None:
@@ -242,9 +242,9 @@ class MultiprocessExecutor(InProcessExecutor):
 
 def _weight(error: BatonError) -> int:
     """Order in which errors are reported: a death, a cause, then errors of ranks that only noticed."""
-    return 0 if isinstance(error, ExecutorLostError) else 2 if is_echo(error) else 1
+    return 0 if isinstance(error, ExecutorLostError) else 2 if is_disconnect(error) else 1
 
 
 def _report(executor: MultiprocessExecutor | None, dead: FollowerProcess) -> None:
     if executor is not None:
-        executor.found_dead(dead)
+        executor.follower_died(dead)

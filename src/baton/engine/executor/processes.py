@@ -1,4 +1,4 @@
-"""Followers as processes: how they start, how their end is noticed, how they are ended."""
+"""Followers as processes: start, notice of their death, end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Protocol
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.executor.messages import LineClosedError, Message, open_line, send_message
+from baton.engine.executor.messages import ChannelClosedError, Message, open_channel, send_message
 from baton.kv_cache.shards import ShardSpec
 
 END_TIMEOUT_S = 10.0
-"""How long (seconds) a process may take to end after its line was closed."""
+"""How long (seconds) a process may take to end after its channel was closed."""
 
 
 class Process(Protocol):
@@ -38,32 +38,34 @@ class Process(Protocol):
         """End it by SIGKILL."""
 
 
-def start_follower(line: socket.socket) -> Process:
+def start_follower(channel: socket.socket) -> Process:
     """Start a follower that serves the other end of a channel."""
-    command = [sys.executable, "-m", "baton.engine.executor.follower", str(line.fileno())]
+    command = [sys.executable, "-m", "baton.engine.executor.follower", str(channel.fileno())]
     # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
-    return subprocess.Popen(command, pass_fds=[line.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(command, pass_fds=[channel.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 class FollowerProcess:
-    """One follower's process and line; it begins to load at once.
+    """One follower's process and channel; it begins to load at once.
 
     Attributes:
         spec: Its rank.
-        line: The leader's end of the line to it.
+        channel: The leader's end of the channel to it.
     """
 
     def __init__(self, spec: ShardSpec, config: EngineConfig) -> None:
         self.spec = spec
-        self.line, theirs = open_line()
+        self.channel, theirs = open_channel()
         try:
             self.process = start_follower(theirs)
         except BaseException:
-            self.line.close()
+            self.channel.close()
             raise
         finally:
             theirs.close()
-        with contextlib.suppress(LineClosedError):  # then it died at once, which its first answer will tell
+        with contextlib.suppress(
+            ChannelClosedError
+        ):  # then it died at once, which the wait for its first answer reports
             values = {"config": dataclasses.asdict(config), "shard": dataclasses.asdict(spec)}
             self.send({"request": 0, **values}, CONNECT_TIMEOUT_S)
 
@@ -75,10 +77,10 @@ class FollowerProcess:
 
     def send(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
         """Send a message; see :func:`baton.engine.executor.messages.send_message`."""
-        send_message(self.line, message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
+        send_message(self.channel, message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
 
-    def obituary(self) -> ExecutorLostError:
-        """Say how it ended; waits a moment for its end, which a closed line announces."""
+    def death_error(self) -> ExecutorLostError:
+        """Return an error that says how it ended; a closed channel announces its end."""
         try:
             code = self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -91,7 +93,7 @@ def watch_followers(followers: Sequence[FollowerProcess], stop: int, dead: Calla
     """Wait until a follower dies, or the other end of a pipe is closed; without using the processor.
 
     Args:
-        followers: Whom to watch.
+        followers: The processes to watch.
         stop: The pipe's end to read from, which this function closes.
         dead: Called with the first one that dies.
     """
@@ -100,7 +102,7 @@ def watch_followers(followers: Sequence[FollowerProcess], stop: int, dead: Calla
         poll = select.poll()
         poll.register(stop, select.POLLIN)
         for follower in followers:
-            with contextlib.suppress(ProcessLookupError):  # dead already: its line tells
+            with contextlib.suppress(ProcessLookupError):  # dead already: its channel reports it
                 descriptor = os.pidfd_open(follower.process.pid)
                 waits[descriptor] = follower
                 poll.register(descriptor, select.POLLIN)
@@ -113,16 +115,16 @@ def watch_followers(followers: Sequence[FollowerProcess], stop: int, dead: Calla
 
 
 def end_followers(followers: Sequence[FollowerProcess], stop_watching: int | None = None) -> None:
-    """Kill followers, who have nothing to save and may be in the middle of anything, and wait for their end.
+    """Kill followers, which have nothing to save and may be in the middle of a step, and wait for their end.
 
     Args:
-        followers: Whom to end.
+        followers: The processes to end.
         stop_watching: The pipe's end whose other one :func:`watch_followers` has; closed first.
     """
     if stop_watching is not None:
         os.close(stop_watching)
     for follower in followers:
-        follower.line.close()
+        follower.channel.close()
         follower.process.kill()
     for follower in followers:
         follower.process.wait()

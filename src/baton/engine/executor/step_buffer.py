@@ -1,7 +1,7 @@
 """A step's arrays in memory that leader and followers map: written once, read in place by every rank.
 
 One slot is enough: the leader writes the next step only after all followers have answered for the last one. A message
-on the line of each follower says that a step is there.
+on the channel of each follower says that a step is there.
 """
 
 from __future__ import annotations

@@ -36,11 +36,6 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
 
 
-def configure_threads(config: EngineConfig) -> None:
-    """Set this process's intra-op threads; services call it once, before the model is loaded."""
-    torch.set_num_threads(config.threads)
-
-
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load a decoder-only model whose attention can be replaced.
 
