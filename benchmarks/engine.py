@@ -169,7 +169,7 @@ def make_baton(folder: str, args: argparse.Namespace) -> tuple[Measure, dict[str
                 times[output.request_id] += [time.perf_counter() - begin] * len(output.token_ids)
         return list(times.values())
 
-    return measure, {"version": __version__, "path": getattr(engine.runner, "description", "")}
+    return measure, {"version": __version__, "path": engine.executor.description}
 
 
 def load_hf(folder: str) -> Any:
