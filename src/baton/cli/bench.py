@@ -7,11 +7,8 @@ command.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from importlib.metadata import entry_points
-
-from baton.errors import BatonError, ConfigError
 
 GROUP = "baton.benchmarks"
 EXIT_CODES = """exit status:
@@ -93,18 +90,7 @@ def add_kv_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def run_kv(args: argparse.Namespace) -> int:
     """Run the benchmark; returns the exit status, see ``EXIT_CODES``."""
     # Imported here: other commands need none of it.
+    from baton.bench.core.report import guarded
     from baton.bench.kv.command import run
 
-    try:
-        return run(args)
-    except ConfigError as error:
-        print(f"baton bench kv: error: {error.message}", file=sys.stderr)
-        return 2
-    except BatonError as error:
-        print(f"baton bench kv: {error.message}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # who reads our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return guarded("kv", lambda: run(args))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
-
-from baton.errors import BatonError, ConfigError
 
 _EPILOG = """exit status:
   0  everything asked for was measured, and every byte was right
@@ -62,20 +59,9 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     """Measure; returns the exit status, see ``--help``."""
     # Imported here: other commands need none of it.
+    from baton.bench.core.report import guarded
     from baton_kvstore.bench.replay import replay_all
     from baton_kvstore.bench.report import measure
 
     command = shlex.join(["baton", *sys.argv[1:]])
-    try:
-        return replay_all(args, command) if args.trace else measure(args)
-    except ConfigError as error:
-        print(f"baton bench store: error: {error.message}", file=sys.stderr)  # noqa: T201
-        return 2
-    except BatonError as error:
-        print(f"baton bench store: {error.message}", file=sys.stderr)  # noqa: T201
-        return 1
-    except BrokenPipeError:  # who reads our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return guarded("store", lambda: replay_all(args, command) if args.trace else measure(args))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
-from collections.abc import Callable
-
-from baton.errors import BatonError, ConfigError
 
 _EPILOG = """exit status:
   0  every policy was replayed
@@ -51,7 +47,12 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_hardware(parser.add_argument_group("simulated instances"))
     out = parser.add_argument_group("answers")
     out.add_argument("--json", action="store_true", help="one JSON object on standard output instead of a table")
-    out.add_argument("--plot", default="", metavar="FILE", help="draw hits, balance and TTFT into a .svg file")
+    out.add_argument(
+        "--plot",
+        default="",
+        metavar="FILE",
+        help="draw the policies into a .png or .svg file (needs matplotlib)",
+    )
     out.add_argument("--require-hit-rate", type=float, default=None, help="exit status 3 below this, in percent")
     out.add_argument("--require-balance", type=float, default=None, help="exit status 3 if load max/mean is above this")
     parser.set_defaults(run=run)
@@ -71,24 +72,8 @@ def add_hardware(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay; returns the exit status, see ``--help``."""
     # Imported here: other commands need none of it.
-    from baton_router.bench.bench import replay_all
+    from baton.bench.core.report import guarded
+    from baton_router.bench.replay import replay_all
 
     command = shlex.join(["baton", *sys.argv[1:]])
     return guarded("router", lambda: replay_all(args, command))
-
-
-def guarded(name: str, action: Callable[[], int]) -> int:
-    """Turn errors into messages and an exit status."""
-    try:
-        return action()
-    except ConfigError as error:
-        print(f"baton bench {name}: error: {error.message}", file=sys.stderr)  # noqa: T201
-        return 2
-    except BatonError as error:
-        print(f"baton bench {name}: {error.message}", file=sys.stderr)  # noqa: T201
-        return 1
-    except BrokenPipeError:  # who reads our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130

@@ -1,18 +1,19 @@
-"""What a replay found: one record per policy, as a table and as JSON."""
+"""What a replay found: one record per policy, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from baton_router.bench.simulate import Run, Setup
-from baton_router.bench.trace import TraceRequest
+from baton.bench.core.report import make_table
+from baton_router.bench.simulation import Run, Setup
+from baton_router.bench.workload import TraceRequest
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,9 @@ def print_table(found: dict[str, Any], console: Console) -> None:
         f"best possible block hit rate {found['best_hit_rate']:.2%}",
         markup=False,
     )
-    table = Table()
-    names = ("policy", "beta", "block hits", "of best", "from decode", "load max/mean", "requests max/mean", "local")
-    for name in (*names, "TTFT p50 ms", "p90", "p99", "mean", "decision µs"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
+    columns = ("policy", "beta", "block hits", "of best", "from decode", "load max/mean", "requests max/mean", "local")
+    table = make_table("", (*columns, "TTFT p50 ms", "p90", "p99", "mean", "decision µs"), left=("policy",))
+    table.columns[0].no_wrap = True
     for row in found["policies"]:
         ttft = row["ttft_ms"]
         table.add_row(
@@ -117,6 +117,33 @@ def print_table(found: dict[str, Any], console: Console) -> None:
             f"{row['decision_us']:.0f}",
         )
     console.print(table)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw a document's block hits, balance and predicted TTFT, a bar per policy, and write the file."""
+    from matplotlib.figure import Figure  # a figure of its own: no window system, no global state
+
+    rows = found["policies"]
+    names = [row["policy"] + ("" if row["beta"] is None else f" β={row['beta']:g}") for row in rows]
+    figure = Figure(figsize=(15, 1.5 + 0.4 * len(rows)), layout="constrained")
+    figure.suptitle(f"{found['requests']:,} requests on {found['instances']} instances")
+    hits, balance, ttft = figure.subplots(1, 3, sharey=True)
+    hits.barh(
+        names, [100 * (row["hit_rate"] + row["reused_rate"]) for row in rows], color="#9fb9dc", label="from decode"
+    )
+    hits.barh(names, [100 * row["hit_rate"] for row in rows], label="block hits")
+    best = found["best_hit_rate"]
+    hits.axvline(100 * best, color="#c0392b", linestyle="--", label=f"best possible, {best:.2%}")
+    hits.set_xlabel("%")
+    balance.barh(names, [row["load_max_over_mean"] for row in rows])
+    balance.set_xlabel("load: busiest over mean")
+    for name, color in (("p90", "#9fb9dc"), ("p50", None)):
+        ttft.barh(names, [row["ttft_ms"][name] for row in rows], color=color, label=name)
+    ttft.set_xlabel("predicted TTFT, ms")
+    hits.legend(fontsize="small")
+    ttft.legend(fontsize="small")
+    hits.invert_yaxis()
+    figure.savefig(path, dpi=150)
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -1,9 +1,11 @@
-"""What the benchmarks' commands have in common: lists in flags, warnings, tables, pictures."""
+"""What the benchmarks' commands have in common: errors, lists in flags, warnings, tables, pictures."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench.core.records import Record, ResultRecord
-from baton.errors import ConfigError, shown
+from baton.errors import BatonError, ConfigError, shown
 
 R = TypeVar("R", bound=Record)
 PLOT_SUFFIXES = (".png", ".svg")
@@ -19,6 +21,23 @@ BUSY_SHARE = 0.5
 """Load per CPU before a run from which on its figures come with a warning."""
 MET = {True: "yes", False: "[red]no[/red]", None: ""}
 """Whether an aim was met, as tables show it."""
+
+
+def guarded(name: str, action: Callable[[], int]) -> int:
+    """Run ``baton bench NAME``; errors become messages on standard error and an exit status (1, 2 or 130)."""
+    try:
+        return action()
+    except ConfigError as error:
+        sys.stderr.write(f"baton bench {name}: error: {error.message}\n")
+        return 2
+    except BatonError as error:
+        sys.stderr.write(f"baton bench {name}: {error.message}\n")
+        return 1
+    except BrokenPipeError:  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from rich.console import Console
 
+from baton.bench.core.report import check_plot, result_console
 from baton.errors import ConfigError, shown
-from baton_router.bench.generate import Workload, generate
-from baton_router.bench.machine import Hardware
-from baton_router.bench.plot import check_plot, draw
-from baton_router.bench.report import PolicyRecord, document, print_table, record
-from baton_router.bench.simulate import Replay, Setup
-from baton_router.bench.trace import TraceRequest, read_trace, with_sessions, write_trace
+from baton_router.bench.report import PolicyRecord, document, draw, print_table, record
+from baton_router.bench.simulation import Hardware, Replay, Setup
+from baton_router.bench.workload import TraceRequest, Workload, generate, read_trace, with_sessions, write_trace
 from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
 
 FILE_WIDTH = 160
@@ -43,14 +40,11 @@ def replay_all(args: argparse.Namespace, command: str) -> int:
         records.append(record(setup, Replay(setup).run(requests), requests))
     found = document(command, source, requests, setups[0], records)
     if args.plot:
-        Path(args.plot).write_text(draw(found), encoding="utf-8")
+        draw(found, Path(args.plot))
     if args.json:
         sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = FILE_WIDTH
-        print_table(found, console)
+        print_table(found, result_console(FILE_WIDTH))
     return _verdict(args, records)
 
 
