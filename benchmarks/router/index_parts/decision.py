@@ -23,7 +23,8 @@ from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest
+from baton_router.scheduler.placer import Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 
 BLOCK, SIDE, IN_FLIGHT = 16, 16, 64

@@ -25,7 +25,8 @@ from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest
+from baton_router.scheduler.placer import LowerTiers, Placer
 from baton_router.scheduler.policies import POLICIES, Policy, PolicyContext, make_policy
 from baton_router.scheduler.speeds import ServedRequest, Speeds
 
@@ -232,7 +233,7 @@ async def test_a_prompt_is_hashed_once_per_block_size(
         calls.append(args[1])
         return hash_chain(*args)
 
-    monkeypatch.setattr("baton_router.scheduler.placement.hash_chain", counted)
+    monkeypatch.setattr("baton_router.scheduler.placer.hash_chain", counted)
     assert cluster.placer.place(PlacementRequest(PROMPT), reserve=False) is not None
     assert len(calls) == len(set(calls)) == chains
     await cluster.registry.close()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.types import PrefillPath, Role
 from baton_router.admission.room import Ready
 from baton_router.registry.instance import Instance
-from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest, Places
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import RoutedRequest
 
@@ -103,7 +103,7 @@ class Estimates:
         fleet: The instances.
     """
 
-    def __init__(self, placer: Placer, speeds: Speeds, fleet: Ready) -> None:
+    def __init__(self, placer: Places, speeds: Speeds, fleet: Ready) -> None:
         self._placer, self._speeds, self._fleet = placer, speeds, fleet
 
     def output_tokens(self, request: RoutedRequest) -> float:

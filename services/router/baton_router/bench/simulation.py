@@ -1,6 +1,6 @@
 """Replays a workload against the router's own placement, index and policies, on virtual time.
 
-Per request: the real :class:`~baton_router.scheduler.placement.Placer` chooses among simulated instances, whose load
+Per request: the real :class:`~baton_router.scheduler.placer.Placer` chooses among simulated instances, whose load
 and KV events it gets as from real ones. The prompt waits in its instance's queue, is computed as far as nothing was
 cached, its KV travels, and decode generates. What a worker would report is reported, so policies that learn do learn.
 """
@@ -30,7 +30,8 @@ from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest
+from baton_router.scheduler.placer import Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 from baton_router.scheduler.speeds import Speeds
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from baton.api.v1 import worker_pb2
+from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import QueueFullError, UnavailableError
-from baton_router.admission import Admission, Limits, Ticket
 from baton_router.admission.estimates import Estimates
+from baton_router.admission.gate import Admission, Limits, Ticket
 from baton_router.admission.room import Room
 from baton_router.config import RouterConfig
 from baton_router.dispatch.chunk_queue import ChunkQueue
@@ -26,7 +26,8 @@ from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
 from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placement import LowerTiers, Placement, PlacementRequest, Placer, parse_tier_weights
+from baton_router.scheduler.placement import Placement, PlacementRequest
+from baton_router.scheduler.placer import LowerTiers, Placer, parse_tier_weights
 from baton_router.scheduler.policies.registry import configured_policy
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import ModelInfo, RoutedRequest
@@ -161,6 +162,10 @@ class PlacingDispatcher:
         self.admission.close()
         for run in list(self._running):
             run.fail(_shutting_down())
+
+    def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
+        """Count how a request that its client ran came to its KV."""
+        self.metrics.observe_trace(trace)
 
     async def reserve(self, request: RoutedRequest) -> Reserved:
         """Place a request that its client runs, and hold its shares until :meth:`Reserved.end`.

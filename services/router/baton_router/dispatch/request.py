@@ -34,7 +34,7 @@ from baton.rpc.multiplex import Call, CallEnded
 from baton.seeds import sequence_seed
 from baton.token_ids import pack_ids, token_ids
 from baton.types import FinishReason, Role, SamplingParams
-from baton_router.admission import Admission, Ticket
+from baton_router.admission.gate import Admission, Ticket
 from baton_router.config import RouterConfig
 from baton_router.dispatch.deadlines import Deadlines
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
@@ -46,7 +46,8 @@ from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
-from baton_router.scheduler.placement import Placement, PlacementRequest, Placer
+from baton_router.scheduler.placement import Placement, PlacementRequest
+from baton_router.scheduler.placer import Placer
 from baton_router.types import RoutedRequest
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -163,3 +164,8 @@ class Instance:
             in_flight=self.load.requests,
             indexed_blocks=self.events.num_blocks,
         )
+
+
+def epochs_by_applier(instances: Iterable[Instance]) -> dict[EventApplier, Epoch]:
+    """Return which process each instance is, by its part of the index."""
+    return {x.events: x.info.epoch for x in instances if x.info is not None}

@@ -16,18 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.hashing import HASH_BYTES, HashChain
-from baton.types import BlockHash, Epoch
+from baton.types import BlockHash
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PendingChain
 from baton_router.metrics.fast_metrics import Counter
-from baton_router.registry.instance import Instance
+from baton_router.registry.instance import Instance, epochs_by_applier
 from baton_router.registry.registry import Registry
-from baton_router.replication.wire import MAX_CHAIN_BLOCKS, MAX_CHAINS, Expected, ExpectedNews
+from baton_router.replication.wire import LIFETIME_S, MAX_BYTES, MAX_CHAIN_BLOCKS, MAX_CHAINS, Expected, ExpectedNews
 
-LIFETIME_S = 120.0
-"""Longest that a chain counts: as long as a prompt counts as cached where no events tell. Prefills take seconds."""
-MAX_BYTES = 2**20
-"""Of the chains of one replica that count at a time, on either side."""
 MAX_ENTRY_CHAIN_BYTES = 16 * 2**10
 """Of the chains in one entry: at an entry each 10 ms 50,000 blocks a second, and 90 MB if all of the stream's entries
 are that large."""
@@ -53,11 +49,6 @@ class _Told:
         while self.requests and self.requests[-1].over:
             self.requests.pop()
         return not self.requests or self.until <= now
-
-
-def epochs_by_applier(registry: Registry) -> dict[EventApplier, Epoch]:
-    """Return which process each instance is, by its feed: a chain that another one was to hold is over."""
-    return {x.events: x.info.epoch for x in registry.instances() if x.info is not None}
 
 
 class PendingPublisher:
@@ -111,7 +102,7 @@ class PendingPublisher:
         ended = [number for number, x in self._told.items() if x.is_over(now)]
         for number in ended:
             self._drop(number)
-        epochs = epochs_by_applier(self._registry) if self._unchecked else {}
+        epochs = epochs_by_applier(self._registry.instances()) if self._unchecked else {}
         for _ in range(min(_CHECKED, len(self._unchecked))):
             number = self._unchecked.popleft()
             item = self._told.get(number)

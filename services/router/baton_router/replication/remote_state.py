@@ -14,9 +14,9 @@ from baton.hashing import HashChain
 from baton.types import Epoch
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PendingChain
+from baton_router.registry.instance import epochs_by_applier
 from baton_router.registry.registry import Registry
-from baton_router.replication.publish import LIFETIME_S, MAX_BYTES, epochs_by_applier
-from baton_router.replication.wire import MAX_CHAINS, Entry
+from baton_router.replication.wire import LIFETIME_S, MAX_BYTES, MAX_CHAINS, Entry
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,7 @@ class RemotePending:
     def tick(self) -> None:
         """Forget what lasted too long, and what instances were to hold that restarted or left."""
         now = self._now()
-        epochs = epochs_by_applier(self._registry)
+        epochs = epochs_by_applier(self._registry.instances())
         for book in self._books.values():
             for number, item in list(book.taken.items()):
                 if epochs.get(item.events) != item.epoch:

@@ -29,6 +29,10 @@ MAX_CHAINS = 1024
 """Chains of one replica that count at a time: a thousand requests a second, each a second from being computed."""
 MAX_CHAIN_BLOCKS = 512
 """Leading blocks of a chain that are told: 8192 tokens in blocks of 16. Who shares those shares the costly part."""
+LIFETIME_S = 120.0
+"""Longest that a chain counts: as long as a prompt counts as cached where no events tell. Prefills take seconds."""
+MAX_BYTES = 2**20
+"""Of the chains of one replica that count at a time, on either side."""
 _MAX_EPOCH_BYTES = 64
 
 

@@ -1,12 +1,9 @@
-"""Select and reserve: one synchronous step from a prompt to the instances that will serve it."""
+"""What is to be placed, and what came of it: a request's shares of its instances, from placement to its end."""
 
 from __future__ import annotations
 
-import math
-import random
-import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -14,59 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
-from baton.errors import ConfigError
-from baton.hashing import HashChain, hash_chain, root_hash
-from baton.types import PrefillPath, Role
-from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexState
+from baton.types import PrefillPath
 from baton_router.indexer.pending_blocks import PendingChain
-from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, in_flight
-from baton_router.scheduler.candidates import Candidates, RoleCandidates, only_compatible
+from baton_router.registry.load import LoadReservation
 from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.policy import Policy, Request, Side, choose, prefill_order
 from baton_router.scheduler.speeds import ServedRequest, Speeds
 
-_WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
-_TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
 _NEVER_REMOTE = 2**31 - 1
 """As threshold: no prompt is so long that decode would ask a prefill instance."""
-
-
-class Fleet(Protocol):
-    """The instances that can be chosen; the registry is one."""
-
-    index: PrefixIndex
-
-    def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that take new requests: the same list object until one comes or goes."""
-
-
-class StoreTiers(Protocol):
-    """The KV stores whose contents are indexed."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def tiers(self, kvstore: str) -> Sequence[tuple[str, int]]:
-        """Return the tiers that an instance with this ``--kvstore`` can load from, nearest first.
-
-        Each comes with the index slots of it and of all nearer ones.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class LowerTiers:
-    """Tiers from which KV is loaded before it is used.
-
-    Attributes:
-        weights: What a block there counts beside one in the instance's own memory, by tier.
-        stores: KV stores that instances may load from; ``None``: none is known.
-    """
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    stores: StoreTiers | None = None
 
 
 class PlacementRequest(msgspec.Struct):
@@ -176,242 +129,8 @@ class Placement:
         )
 
 
-class _PromptChain:
-    """The prompt in one format's blocks, and how many leading ones each index slot in question holds."""
-
-    __slots__ = ("block_size", "depths", "hashes", "slots")
-
-    def __init__(self, hashes: HashChain, block_size: int) -> None:
-        self.hashes = hashes
-        self.block_size = block_size
-        self.slots = 0
-        self.depths: dict[int, int] = {}
-
-
-class Placer:
-    """Chooses instances for requests, by the registry, the index and a policy.
-
-    Args:
-        fleet: Instances and index.
-        policy: Scores them.
-        metrics: Counts placements.
-        max_prefills: Prefill instances named per request.
-        threshold: Missing tokens below which the decode instance prefills by itself; ``None``: the policy decides, or
-            else the decode instance by its own threshold.
-        speeds: Learns from every request that was served; ``None``: unused.
-        tiers: Tiers outside the instances' device memory.
-        seed: Of ties and draws; ``None``: from the operating system.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        policy: Policy,
-        metrics: SchedulerMetrics,
-        *,
-        max_prefills: int,
-        threshold: int | None,
-        speeds: Speeds | None = None,
-        tiers: LowerTiers | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self._fleet = fleet
-        self._policy = policy
-        self._metrics = metrics
-        self._max_prefills = max_prefills
-        self._threshold = threshold
-        self._speeds = speeds
-        tiers = tiers or LowerTiers()
-        self._tier_weights, self._stores = tiers.weights, tiers.stores
-        self._rng = random.Random(seed)
-        self._candidates: Candidates | None = None
+class Places(Protocol):
+    """Places requests; :class:`~baton_router.scheduler.placer.Placer` does."""
 
     def place(self, request: PlacementRequest, *, reserve: bool = True) -> Placement | None:
         """Choose instances and, unless told not to, reserve a share of them; ``None``: no decode instance is free."""
-        began = time.perf_counter()
-        decodes = self._fleet.ready(Role.DECODE)
-        prefills = () if request.local_only else self._fleet.ready(Role.PREFILL)
-        if request.exclude:
-            decodes = [x for x in decodes if x.identity not in request.exclude]
-        if reserve:
-            free = [x for x in decodes if x.load.requests + request.num_sequences <= x.load.limit]
-            if len(free) < len(decodes):
-                decodes = free
-        if not decodes:
-            return None
-        candidates = self._candidates
-        if candidates is None or not candidates.is_of(prefills, decodes):
-            candidates = self._candidates = Candidates(prefills, decodes)
-        chains = self._look_up(request, candidates)
-        prefill, decode, policy_request = self._policy_input(request, candidates, chains)
-        placement = self._choose(policy_request, prefill, decode, candidates)
-        if reserve:
-            self._reserve(policy_request, placement, candidates, chains)
-            self._metrics.decision_time.observe(time.perf_counter() - began)
-            self._metrics.observe(placement.decision)
-        return placement
-
-    def _look_up(self, request: PlacementRequest, candidates: Candidates) -> list[_PromptChain]:
-        """Return the prompt in every format's blocks, looked up among the slots of the format's instances."""
-        chains = []
-        for block_format in candidates.formats:
-            root = root_hash(block_format.content_key, request.cache_salt)
-            hashes = hash_chain(request.token_ids, block_format.block_size, root)
-            chains.append(_PromptChain(hashes, block_format.block_size))
-        for side in (candidates.prefill, candidates.decode):
-            for events, at in side.indexed:
-                if events.usable:
-                    chains[at].slots |= 1 << events.slot
-        for chain in chains:
-            chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
-        return chains
-
-    def _policy_input(
-        self, request: PlacementRequest, candidates: Candidates, chains: list[_PromptChain]
-    ) -> tuple[Side, Side, Request]:
-        total = len(request.token_ids)
-        prefill = _side(candidates.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
-        decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * request.num_sequences)
-        for side, own in ((prefill, candidates.prefill), (decode, candidates.decode)):
-            if self._stores or any(events.is_tiered for events, _ in own.indexed):
-                tiers = [self._lower_tiers(x) for x in own.instances]
-                if any(tiers):
-                    self._count_tiers(side, [chains[at] for at in own.formats], tiers, max(1, total))
-        source = candidates.formats[0]  # what travels is the source's KV
-        return (
-            prefill,
-            decode,
-            Request(
-                tokens=total,
-                sequences=request.num_sequences,
-                session=request.session,
-                max_tokens=request.max_tokens,
-                kv_bytes_per_token=source.block_bytes / source.block_size,
-                threshold=self._threshold,
-            ),
-        )
-
-    def _lower_tiers(self, instance: Instance) -> list[tuple[str, int]]:
-        """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
-
-        Each comes with the slots of it and of all nearer ones.
-        """
-        stores = self._stores.tiers(instance.info.kvstore) if self._stores and instance.info else ()
-        if not stores:
-            return list(instance.events.tiers[1:]) if instance.events.is_tiered else []
-        own = instance.events.tiers if instance.events.usable else ()
-        slots = own[-1][1] if own else 0
-        return [*own[1:], *((tier, slots | more) for tier, more in stores)]
-
-    def _count_tiers(
-        self, side: Side, chains: list[_PromptChain], tiers: list[list[tuple[str, int]]], total: int
-    ) -> None:
-        """Add what instances can load from slower tiers: by weight to their match rates, whole to ``loadable``."""
-        side.loadable, side.tiers = list(side.matched), [{} for _ in side.matched]
-        depths = self._tier_depths(chains, tiers)
-        for at, (lower, chain) in enumerate(zip(tiers, chains, strict=True)):
-            nearer, more = side.matched[at] // chain.block_size, 0.0
-            for (tier, _), depth in zip(lower, depths[at], strict=True):
-                if depth > nearer:
-                    side.tiers[at][tier] = (depth - nearer) * chain.block_size
-                    more += self._tier_weights.get(tier, 0.0) * (depth - nearer)
-                    nearer = depth
-            side.loadable[at] = nearer * chain.block_size
-            side.match_rates[at] += more * chain.block_size / total
-
-    def _tier_depths(self, chains: list[_PromptChain], tiers: list[list[tuple[str, int]]]) -> list[list[int]]:
-        """Return how many leading blocks each instance has in each of its tiers or nearer: one look-up per chain."""
-        depths: list[list[int]] = [[] for _ in tiers]
-        for chain in dict.fromkeys(chains):
-            members = [at for at, own in enumerate(chains) if own is chain and tiers[at]]
-            groups = [slots for at in members for _, slots in tiers[at]]
-            answers = iter(self._fleet.index.match_any(chain.hashes, groups) if groups else ())
-            for at in members:
-                depths[at] = [next(answers) for _ in tiers[at]]
-        return depths
-
-    def _choose(self, request: Request, prefill: Side, decode: Side, candidates: Candidates) -> Placement:
-        ratings, compat = self._policy.score(request, prefill, decode), candidates.compat
-        if compat is None:
-            choice = choose(ratings, self._rng)
-            order = prefill_order(ratings, choice, self._max_prefills, self._rng)
-        else:
-            ratings = only_compatible(ratings, compat)
-            choice = choose(ratings, self._rng)
-            order = prefill_order(ratings, choice, len(prefill), self._rng)
-            order = [p for p in order if compat[choice.decode][p]][: self._max_prefills]
-        path = choice.path
-        if self._threshold is not None and order and path is not PrefillPath.STORE:
-            missing = request.tokens - decode.matched[choice.decode]
-            path = PrefillPath.LOCAL if missing < self._threshold else PrefillPath.REMOTE
-        target = candidates.decode.instances[choice.decode]
-        chosen = [candidates.prefill.instances[at] for at in order]
-        state = target.events.state
-        if chosen and (other := chosen[0].events.state) is not state:
-            state = next(x for x in _WORST_FIRST if x in (state, other))
-        decision = Decision(
-            prompt_tokens=request.tokens,
-            policy=self._policy.name,
-            prefill=prefill,
-            decode=decode,
-            ratings=ratings,
-            choice=choice,
-            path=path,
-            prefill_order=order,
-            prefill_addresses=[x.address for x in chosen],
-            index_state=state,
-        )
-        return Placement(target, chosen, decision, self._threshold)
-
-    def _reserve(
-        self, request: Request, placement: Placement, candidates: Candidates, chains: list[_PromptChain]
-    ) -> None:
-        decision = placement.decision
-        prefill, decode = decision.prefill, decision.decode
-        at, total = decision.choice.decode, request.tokens
-        load = placement.decode.load
-        placement.speeds, placement.running = self._speeds, load.requests + request.sequences
-        own = total - decode.matched[at] if decision.path is PrefillPath.LOCAL else 0
-        placement.decode_reservation = LoadReservation(load, total, request.sequences, own)
-        placement.decode_pending = placement.decode.events.add_pending(chains[candidates.decode.formats[at]].hashes)
-        used = [decode.ids[at]]
-        if placement.prefill and decision.path in (None, PrefillPath.REMOTE):
-            first, at = placement.prefill[0], decision.prefill_order[0]
-            placement.ahead = first.load.work
-            placement.prefill_reservation = LoadReservation(first.load, max(0, total - prefill.matched[at]))
-            placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.formats[at]].hashes)
-            used.append(prefill.ids[at])
-        self._policy.chosen(request, used)
-
-
-def _side(role: RoleCandidates, chains: list[_PromptChain], total: int, cost: float) -> Side:
-    """Return one role's instances as a policy sees them."""
-    if not role.indexed:
-        return Side(role.role, [], [], [], [], [], cost)
-    work, loads = in_flight(role.trackers)
-    matched = []
-    for events, at in role.indexed:
-        chain = chains[at]
-        matched.append(chain.depths.get(events.slot, 0) * chain.block_size)
-    rates = [tokens / max(1, total) for tokens in matched]
-    return Side(role.role, role.ids, matched, rates, work, loads, cost, role.trackers)
-
-
-def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
-    """Read ``tier=weight`` pairs.
-
-    Raises:
-        ConfigError: No such tier, or the weight is not from 0 to 1; names ``tier_weights``.
-    """
-    found = {}
-    for pair in weights:
-        tier, _, text = pair.partition("=")
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if tier not in _TIERS or not 0.0 <= weight <= 1.0:
-            message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(_TIERS)}"
-            raise ConfigError(message, field="tier_weights")
-        found[tier] = weight
-    return found

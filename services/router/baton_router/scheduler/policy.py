@@ -15,7 +15,6 @@ from typing import Protocol
 import msgspec
 
 from baton.types import InstanceId, PrefillPath, Role
-from baton_router.registry.load import LoadTracker
 
 _SMOOTHING = 0.25
 """Share of a request's own work in the relative load. In simulations 0.1 to 0.5 gave the lowest time to first token:
@@ -42,6 +41,24 @@ class Request(msgspec.Struct):
     threshold: int | None = None
 
 
+class InstanceLoad(Protocol):
+    """What is known of one instance's load (:class:`baton_router.registry.load.LoadTracker`).
+
+    Attributes:
+        requests: Sequences that this router has in flight there.
+    """
+
+    requests: int
+
+    @property
+    def work(self) -> float:
+        """Everything in flight, in tokens."""
+
+    @property
+    def prompts_waiting(self) -> int:
+        """Prompt tokens that it has yet to compute."""
+
+
 class Side(msgspec.Struct):
     """The instances of one role that can be chosen, as parallel lists: entry ``i`` of each is of instance ``i``.
 
@@ -66,7 +83,7 @@ class Side(msgspec.Struct):
     work: list[float]
     loads: list[float]
     cost: float
-    trackers: Sequence[LoadTracker] = ()
+    trackers: Sequence[InstanceLoad] = ()
     loadable: list[int] | None = None
     tiers: list[dict[str, int]] | None = None
 
