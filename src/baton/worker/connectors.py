@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from baton.config.flags import options_by_name
 from baton.engine.executor.memory import available_bytes
 from baton.errors import BusyError, ConfigError
 from baton.kv_cache.arena import arena_bytes
@@ -16,7 +17,7 @@ from baton.kv_transfer.connector.offload.block_folder import BlockFolder
 from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
 from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
 from baton.kv_transfer.connector.offload.staging import SideArena
-from baton.kv_transfer.connector.registry import ConnectorContext, make_connector, parse_options
+from baton.kv_transfer.connector.registry import ConnectorContext, make_connector
 from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
 from baton.kv_transfer.connector.store.use import LocalOptions, StoreUse
@@ -176,7 +177,7 @@ class NamedConnectors:
 
     def __init__(self, context: InstanceContext) -> None:
         config = context.config
-        options = parse_options(config.kv_connectors, config.kv_connector_options)
+        options = options_by_name(config.kv_connectors, config.kv_connector_options, field="kv_connector_options")
         self.connectors: list[KVConnector] = []
         self.uses: dict[str, StoreUse] = {}
         try:

@@ -11,7 +11,7 @@ and a service started with ``--kv-connectors files`` calls it once. ``examples/b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
@@ -64,25 +64,6 @@ def find_factory(name: str) -> ConnectorFactory:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"KV connector {name!r} cannot be imported: {error}", field="kv_connectors") from error
     return factory
-
-
-def parse_options(names: Sequence[str], options: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Sort ``name.key=value`` by connector.
-
-    Raises:
-        ConfigError: Malformed, or of a connector that is not asked for; names ``kv_connector_options``.
-    """
-    found: dict[str, dict[str, str]] = {name: {} for name in names}
-    for option in options:
-        left, equals, value = option.partition("=")
-        name, dot, key = left.partition(".")
-        if not (equals and dot and key) or name not in found:
-            raise ConfigError(
-                f"{option!r} is not connector.key=value for one of {', '.join(names) or 'no connectors'}",
-                field="kv_connector_options",
-            )
-        found[name][key] = value
-    return found
 
 
 def make_connector(name: str, context: ConnectorContext) -> KVConnector:
