@@ -163,7 +163,7 @@ def test_layers_that_are_there_are_read_at_once_and_the_next_are_asked_for_meanw
     pipe = next(iter(rig.fetcher._links._links.values())).pipe
     assert isinstance(pipe, FollowingReadPipe)
     progress, rows, asked = rig.source_arena.progress, list[int](), list[int]()
-    real_read, real_ask = NixlAgent.read, nixl.ask_progress
+    real_read, real_ask = NixlAgent.read, nixl.request_progress
 
     def read(agent: NixlAgent, peer: str, where: Any, *args: Any) -> None:
         rows.append(int(where[0][:, 1].sum()))
@@ -176,7 +176,7 @@ def test_layers_that_are_there_are_read_at_once_and_the_next_are_asked_for_meanw
         real_ask(stream, value, wait)
 
     monkeypatch.setattr(NixlAgent, "read", read)
-    monkeypatch.setattr(nixl, "ask_progress", ask)
+    monkeypatch.setattr(nixl, "request_progress", ask)
     progress.advance(3)
     (valid,), waited_s = pipe.follow([followed(rig, 8)], Wait(soon()))
     assert valid.all()

@@ -20,9 +20,9 @@ from baton.kv_transfer.pipes.nixl_agent import (
     NixlAgent,
     Region,
     Rows,
-    attend,
     describe_agent,
     parse_agent,
+    progress_until_readable,
 )
 from baton.kv_transfer.pipes.options import MemoryNetwork, PipeOptions
 from baton.kv_transfer.pipes.registry import obstacle, resolve_kinds
@@ -51,7 +51,7 @@ def test_one_agent_reads_anothers_memory_while_that_attends() -> None:
     source.memories[0][:] = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
     mine, theirs = streams()
     reader.connect(owner.name, source.metadata)
-    attending = threading.Thread(target=attend, args=(owner, theirs, Wait(soon()), "attending"))
+    attending = threading.Thread(target=progress_until_readable, args=(owner, theirs, Wait(soon()), "attending"))
     attending.start()
     reader.read(owner.name, rows(target, source, 1 << 20), target, mine, Wait(soon()))
     assert np.array_equal(target.memories[0], source.memories[0])

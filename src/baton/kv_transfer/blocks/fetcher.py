@@ -25,7 +25,7 @@ from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.reshard import ReshardPlan
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks.links import Link, LinkCache, LinkOptions, PipeDialer
+from baton.kv_transfer.blocks.links import LinkCache, LinkOptions, PeerConnection, PipeDialer
 from baton.kv_transfer.blocks.plan import Part, SequenceBlocks, followed_parts, parts_of
 from baton.kv_transfer.blocks.server import check_shards
 from baton.kv_transfer.blocks.staging import StagedReader, Staging
@@ -70,7 +70,7 @@ class BlockFetcher:
         self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
         check_shards(fingerprint, self._shards)
         self._fingerprint = fingerprint
-        self._plan: tuple[Fingerprint, _Way] | None = None  # of the latest source; most are alike
+        self._plan: tuple[Fingerprint, _SourcePlan] | None = None  # of the latest source; most are alike
         self._staging, self._device_staging = Staging(), Staging()
         self._mapped = all(arena.mapped for arena in self._shards.arenas)
         self._links = LinkCache(PipeDialer(wanted, options), idle_s=options.idle_s)
@@ -126,7 +126,7 @@ class BlockFetcher:
             cancelled: Set by another thread to give up.
 
         Returns:
-            What came, per block of the source; blocks that are not ``valid`` must not be used.
+            What arrived, per block of the source; blocks that are not ``valid`` must not be used.
 
         Raises:
             InvalidRequestError: Ids out of range or of different numbers.
@@ -139,26 +139,26 @@ class BlockFetcher:
         start = time.perf_counter()
         wait = Wait(deadline, EitherFlag(cancelled, self._closing))
         _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
-        way = self._way_from(source.fingerprint)
+        source_plan = self._plan_for(source.fingerprint)
         if self._closing.is_set():
             raise PipeClosedError("the fetcher was closed")
         wait.check("starting a fetch")
         if len(blocks) == 0:
             return FetchResult("", 0, time.perf_counter() - start, np.zeros(0, dtype=np.bool_))
         try:
-            link, came = self._read(source, way, blocks, wait)
+            link, fetched = self._read(source, source_plan, blocks, wait)
         except CancelledError as error:
             if self._closing.is_set():
                 raise PipeClosedError("the fetcher was closed") from error
             raise
         return FetchResult(
             pipe_kind=link.pipe.kind,
-            num_bytes=came.num_bytes,
+            num_bytes=fetched.num_bytes,
             seconds=time.perf_counter() - start,
-            valid=came.valid,
+            valid=fetched.valid,
             fallback_reason=link.fallback_reason,
-            waited_s=came.waited_s,
-            num_out_of_range=came.num_out_of_range(),
+            waited_s=fetched.waited_s,
+            num_out_of_range=fetched.num_out_of_range(),
         )
 
     async def fetch_async(
@@ -203,25 +203,27 @@ class BlockFetcher:
             raise
 
     def close(self) -> None:
-        """Close all connections; fetches under way fail. Returns when their threads have ended."""
+        """Close all connections; fetches under source_plan fail. Returns when their threads have ended."""
         self._closing.set()
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _way_from(self, source: Fingerprint) -> _Way:
+    def _plan_for(self, source: Fingerprint) -> _SourcePlan:
         known = self._plan
         if known is None or (known[0] is not source and known[0] != source):
             plan, mine = self._fingerprint.plan_from(source), self._fingerprint
             reader = StagedReader(source, mine, self._staging, self._device_staging)
-            known = self._plan = source, _Way(plan, reader, direct=self._mapped and not reader.casts)
+            known = self._plan = source, _SourcePlan(plan, reader, direct=self._mapped and not reader.casts)
         return known[1]
 
-    def _read(self, source: BlockSource, way: _Way, blocks: SequenceBlocks, wait: Wait) -> tuple[Link, _Came]:
+    def _read(
+        self, source: BlockSource, source_plan: _SourcePlan, blocks: SequenceBlocks, wait: Wait
+    ) -> tuple[PeerConnection, _Fetched]:
         facts = Facts(source.epoch, self._fingerprint, source.num_blocks, source.fingerprint)
         while True:
             link, fresh = self._links.take(source, facts, wait)
             try:
-                return link, self._copy(link.pipe, way, blocks, wait)
+                return link, self._copy(link.pipe, source_plan, blocks, wait)
             except PipeClosedError as error:
                 self._links.drop(link)
                 if fresh:
@@ -234,24 +236,30 @@ class BlockFetcher:
             finally:
                 self._links.give(link)
 
-    def _copy(self, pipe: ReadPipe, way: _Way, blocks: SequenceBlocks, wait: Wait) -> _Came:
+    def _copy(self, pipe: ReadPipe, source_plan: _SourcePlan, blocks: SequenceBlocks, wait: Wait) -> _Fetched:
         """Copy everything, or the layers as they are computed."""
-        came, plan = _Came.all_of(len(blocks)), way.plan
+        fetched, plan = _Fetched.all_of(len(blocks)), source_plan.plan
         if blocks.ready is None:
-            self._copy_parts(pipe, way, parts_of(plan, blocks), came, wait)
-            return came
+            self._copy_parts(pipe, source_plan, parts_of(plan, blocks), fetched, wait)
+            return fetched
         # What is staged is read group by group: a read that followed all layers would need room for all at once.
-        if way.direct and isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
-            self._follow(pipe, plan, blocks, blocks.ready, came, wait)
-            return came
+        if source_plan.direct and isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
+            self._follow(pipe, plan, blocks, blocks.ready, fetched, wait)
+            return fetched
         layers = _Layers(pipe, blocks.ready, self._group_of(pipe, len(blocks)), len(self._fingerprint.layer_shapes))
         while (some := layers.take(wait)) is not None:
-            self._copy_parts(pipe, way, parts_of(plan, blocks, some), came, wait)
-        came.waited_s = layers.waited_s
-        return came
+            self._copy_parts(pipe, source_plan, parts_of(plan, blocks, some), fetched, wait)
+        fetched.waited_s = layers.waited_s
+        return fetched
 
     def _follow(
-        self, pipe: FollowingReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, ready: int, came: _Came, wait: Wait
+        self,
+        pipe: FollowingReadPipe,
+        plan: ReshardPlan,
+        blocks: SequenceBlocks,
+        ready: int,
+        fetched: _Fetched,
+        wait: Wait,
     ) -> None:
         """Have the source send the layers as it computes them."""
         count, group = len(self._fingerprint.layer_shapes), self._group_of(pipe, len(blocks))
@@ -260,9 +268,9 @@ class BlockFetcher:
         reads = [LayerRead(part.reads, self._shards.arenas[part.target].blocks) for part in parts]
         start = time.perf_counter()
         valid, waited_s = pipe.follow(reads, wait)
-        came.waited_s = min(waited_s, time.perf_counter() - start)  # the source says how long
+        fetched.waited_s = min(waited_s, time.perf_counter() - start)  # the source says how long
         for part, each, good in zip(parts, reads, valid, strict=True):
-            came.take(part, good, each.local.shape[1])
+            fetched.take(part, good, each.local.shape[1])
 
     def _group_of(self, pipe: ReadPipe, num_blocks: int) -> int:
         """Layers to read at once: several where one is small, yet a quarter at most, or nothing would overlap."""
@@ -270,20 +278,22 @@ class BlockFetcher:
         layer_bytes = max(1, num_blocks * self._fingerprint.block_bytes // count)
         return max(1, min(count // 4, -(-pipe.group_bytes // layer_bytes)))
 
-    def _copy_parts(self, pipe: ReadPipe, way: _Way, parts: Iterable[Part], came: _Came, wait: Wait) -> None:
+    def _copy_parts(
+        self, pipe: ReadPipe, source_plan: _SourcePlan, parts: Iterable[Part], fetched: _Fetched, wait: Wait
+    ) -> None:
         for part in parts:
             target = self._shards.arenas[part.target]
-            if way.direct:
+            if source_plan.direct:
                 valid = pipe.read(part.reads, target.blocks, wait)
             else:
-                cast = way.reader.read(pipe, part.reads, target, wait)
+                cast = source_plan.reader.read(pipe, part.reads, target, wait)
                 valid = cast.valid
-                came.lose(part.blocks[cast.out_of_range])
-            came.take(part, valid, target.block_bytes)
+                fetched.mark_out_of_range(part.blocks[cast.out_of_range])
+            fetched.take(part, valid, target.block_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Way:
+class _SourcePlan:
     """How one source's blocks become this instance's; ``direct``: pipes read into the arenas as they are."""
 
     plan: ReshardPlan
@@ -292,7 +302,7 @@ class _Way:
 
 
 @dataclass(eq=False, slots=True)
-class _Came:
+class _Fetched:
     """What a fetch has brought so far."""
 
     valid: Valid
@@ -301,7 +311,7 @@ class _Came:
     out_of_range: Valid | None = None
 
     @classmethod
-    def all_of(cls, count: int) -> _Came:
+    def all_of(cls, count: int) -> _Fetched:
         """Of so many blocks nothing is known to be wrong."""
         return cls(np.ones(count, dtype=np.bool_))
 
@@ -312,7 +322,7 @@ class _Came:
             self.valid[part.blocks] &= valid
         self.num_bytes += good * part.reads.bytes_per_block(block_bytes)
 
-    def lose(self, blocks: npt.NDArray[np.intp]) -> None:
+    def mark_out_of_range(self, blocks: npt.NDArray[np.intp]) -> None:
         """Note blocks that have numbers out of range."""
         if len(blocks):
             if self.out_of_range is None:

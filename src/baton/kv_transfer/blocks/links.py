@@ -74,7 +74,7 @@ class PipeDialer:
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class PeerConnection:
     """An open pipe to a source. ``users`` counts reads under way."""
 
     key: _Key
@@ -91,12 +91,12 @@ class LinkCache:
     def __init__(self, dialer: PipeDialer, *, idle_s: float) -> None:
         self._dialer, self._idle_s = dialer, idle_s
         self._changed = threading.Condition()
-        self._links: dict[_Key, Link] = {}
+        self._links: dict[_Key, PeerConnection] = {}
         self._connecting: set[_Key] = set()
         self._closed = False
         self._reaper: threading.Thread | None = None
 
-    def take(self, source: BlockSource, facts: Facts, wait: Wait) -> tuple[Link, bool]:
+    def take(self, source: BlockSource, facts: Facts, wait: Wait) -> tuple[PeerConnection, bool]:
         """Return a link for one read, and whether it was made for it; :meth:`give` it back.
 
         Raises:
@@ -123,13 +123,13 @@ class LinkCache:
             self._connecting.add(key)
         return self._connect(key, source, facts, wait), True
 
-    def give(self, link: Link) -> None:
+    def give(self, link: PeerConnection) -> None:
         """End a read."""
         with self._changed:
             link.users -= 1
             link.last_used = time.monotonic()
 
-    def drop(self, link: Link) -> None:
+    def drop(self, link: PeerConnection) -> None:
         """Close a link that failed."""
         with self._changed:
             self._forget(link)
@@ -149,14 +149,14 @@ class LinkCache:
     def __len__(self) -> int:
         return len(self._links)
 
-    def _use(self, link: Link, facts: Facts) -> Link:
+    def _use(self, link: PeerConnection, facts: Facts) -> PeerConnection:
         if link.facts != facts:
             # The ids were checked against what the caller says of the source, which is not what the source said.
             raise FingerprintMismatchError("the source was described otherwise before", field="num_blocks")
         link.users += 1
         return link
 
-    def _connect(self, key: _Key, source: BlockSource, facts: Facts, wait: Wait) -> Link:
+    def _connect(self, key: _Key, source: BlockSource, facts: Facts, wait: Wait) -> PeerConnection:
         pipe: ReadPipe | None = None
         try:
             pipe, reason = self._dialer.connect(source, facts, wait)
@@ -167,7 +167,7 @@ class LinkCache:
                 if pipe is not None and not closed:
                     for old in [other for other in self._links.values() if other.key[0] == key[0] and not other.users]:
                         self._forget(old)  # an epoch that is over
-                    link = self._links[key] = Link(key, pipe, facts, reason, users=1)
+                    link = self._links[key] = PeerConnection(key, pipe, facts, reason, users=1)
                     self._start_reaper()
                 self._changed.notify_all()
         if closed:
@@ -183,7 +183,7 @@ class LinkCache:
             raise QueueFullError(f"{MAX_LINKS} sources are being read from", retry_after_s=1.0)
         self._forget(min(unused, key=lambda link: link.last_used))
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, link: PeerConnection) -> None:
         if self._links.get(link.key) is link:
             del self._links[link.key]
         link.pipe.close()

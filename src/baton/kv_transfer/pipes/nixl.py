@@ -32,13 +32,13 @@ from baton.kv_transfer.pipes.nixl_agent import (
     NixlAgent,
     Region,
     Rows,
-    attend,
     describe_agent,
     nixl_obstacle,
     parse_agent,
+    progress_until_readable,
 )
 from baton.kv_transfer.pipes.options import PipeOptions, Served, ServeLimits
-from baton.kv_transfer.pipes.pool import WORD, PooledReadPipe, ask_progress, hear_progress
+from baton.kv_transfer.pipes.pool import WORD, PooledReadPipe, recv_progress, request_progress
 from baton.kv_transfer.pipes.read_server import send_progress, serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader
 from baton.kv_transfer.protocol.deadline import Wait
@@ -183,7 +183,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
         if most > MAX_BLOCKS_PER_READ:
             raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
         connection = self._take(wait)
-        source = _Computation(connection.stream, wait)
+        source = _SourceProgress(connection.stream, wait)
         try:
             valid = [self._follow(connection, each.reads, each.local, source, wait) for each in reads]
         except BaseException:
@@ -193,19 +193,19 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
         return valid, source.waited_s
 
     def _follow(
-        self, connection: NixlConnection, reads: BlockReads, local: Bytes, source: _Computation, wait: Wait
+        self, connection: NixlConnection, reads: BlockReads, local: Bytes, source: _SourceProgress, wait: Wait
     ) -> Valid:
         sent = _ask(connection, dataclasses.replace(reads, steps=None), wait)
         good = reads if sent.all() else reads.take(sent)
         steps = good.segments_by_step(local.shape[1]) if len(good) else []
         if steps:
-            source.ask(steps[0][0])
+            source.request(steps[0][0])
         while steps:
-            now = source.hear()
+            now = source.recv()
             there = sum(ready <= now for ready, _ in steps)
             some, steps = steps[:there], steps[there:]
             if steps:
-                source.ask(steps[0][0])  # its answer comes meanwhile
+                source.request(steps[0][0])  # its answer comes meanwhile
             segments = merge_segments(np.concatenate([each for _, each in some]))
             self._fetch(connection, dataclasses.replace(good, segments=segments, steps=None), local, wait)
         return sent & _finish(connection, len(reads), wait)
@@ -282,7 +282,9 @@ class NixlServer(TcpServer):
         _send_bits(stream, before, limits)
         while True:
             # The reader has a deadline of its own, and its connection ends with it.
-            attend(self._agent, stream, Wait(time.monotonic() + limits.idle_s), "letting blocks be read")
+            progress_until_readable(
+                self._agent, stream, Wait(time.monotonic() + limits.idle_s), "letting blocks be read"
+            )
             wait = Wait(time.monotonic() + limits.frame_s)
             kind, length = recv_header(stream, {FrameKind.READ_DONE: 0, FrameKind.WAIT: WORD.size}, wait)
             if kind is FrameKind.READ_DONE:
@@ -328,7 +330,7 @@ class NixlKind(PipeKind):
         self._targets.close()
 
 
-class _Computation:
+class _SourceProgress:
     """The source's computation, as a reader hears of it.
 
     Attributes:
@@ -337,20 +339,20 @@ class _Computation:
 
     def __init__(self, stream: Stream, wait: Wait) -> None:
         self._stream, self._wait = stream, wait
-        self._now, self._asked = 0, False
+        self._now, self._requested = 0, False
         self.waited_s = 0.0
 
-    def ask(self, value: int) -> None:
+    def request(self, value: int) -> None:
         """Ask to be told when it has come so far."""
-        self._asked = self._now < value
-        if self._asked:
-            ask_progress(self._stream, value, self._wait)
+        self._requested = self._now < value
+        if self._requested:
+            request_progress(self._stream, value, self._wait)
 
-    def hear(self) -> int:
+    def recv(self) -> int:
         """Wait until it has come as far as was asked; returns how far it is."""
-        if self._asked:
+        if self._requested:
             start = time.perf_counter()
-            self._now = hear_progress(self._stream, self._wait)
+            self._now = recv_progress(self._stream, self._wait)
             self.waited_s += time.perf_counter() - start
         return self._now
 

@@ -47,7 +47,7 @@ _SPINS = 200
 _PAUSE_S = (20e-6, 500e-6)
 """Shortest and longest pause between two looks at a read under way, after the first ``_SPINS`` looks without any."""
 
-_ATTEND_S = 1e-3
+_PROGRESS_PAUSE_S = 1e-3
 """Pause between two looks at what a peer's read needs, where it needs anything. Looking oftener was measured to slow
 reads down between processes (they need nothing but the processor), and not to speed them up over sockets."""
 
@@ -296,14 +296,14 @@ def nixl_obstacle() -> str:
     return ""
 
 
-def attend(agent: NixlAgent, line: Stream, wait: Wait, what: str) -> None:
+def progress_until_readable(agent: NixlAgent, line: Stream, wait: Wait, what: str) -> None:
     """Serve a peer's reads until the line has something to say (or ends).
 
     Raises:
         DeadlineError, CancelledError, PipeClosedError: As their names say.
     """
     agent.progress()
-    while not line.readable_within(_ATTEND_S):
+    while not line.readable_within(_PROGRESS_PAUSE_S):
         agent.progress()
         wait.check(what)
 

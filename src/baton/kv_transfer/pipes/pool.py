@@ -94,8 +94,8 @@ class PooledReadPipe(ReadPipe, Generic[C]):
         """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
         connection = self._take(wait)
         try:
-            ask_progress(connection.stream, value, wait)
-            now = hear_progress(connection.stream, wait)
+            request_progress(connection.stream, value, wait)
+            now = recv_progress(connection.stream, wait)
         except BaseException:
             self._drop(connection)
             raise
@@ -165,8 +165,8 @@ class PooledReadPipe(ReadPipe, Generic[C]):
             self._changed.notify()
 
 
-def ask_progress(stream: Stream, value: int, wait: Wait) -> None:
-    """Ask a block server to say when its computation has come so far; see :func:`hear_progress`.
+def request_progress(stream: Stream, value: int, wait: Wait) -> None:
+    """Ask a block server to say when its computation has come so far; see :func:`recv_progress`.
 
     Raises:
         BadFrameError: The value is no progress at all.
@@ -177,8 +177,8 @@ def ask_progress(stream: Stream, value: int, wait: Wait) -> None:
     stream.send_all([pack_header(FrameKind.WAIT, WORD.size), WORD.pack(value)], wait, "asking for progress")
 
 
-def hear_progress(stream: Stream, wait: Wait) -> int:
-    """Wait for the answer to :func:`ask_progress`; returns how far the computation is.
+def recv_progress(stream: Stream, wait: Wait) -> int:
+    """Wait for the answer to :func:`request_progress`; returns how far the computation is.
 
     Raises:
         BadFrameError: The answer is malformed.
