@@ -17,6 +17,7 @@ run with the least is reported (what else goes on on the machine can only add to
 A token's delay is the time from the step that made it to the arrival at the client.
 
     python benchmarks/http.py --write
+    python benchmarks/http.py --tls      the same with certificates: HTTPS before the router, mTLS behind it; no rival
     python benchmarks/http.py --kill     20,000 requests while one of four workers is killed
 """
 
@@ -37,6 +38,7 @@ import platform
 import random
 import re
 import socket
+import ssl
 import statistics
 import subprocess
 import tempfile
@@ -46,6 +48,8 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
+
+from tests.support.servers.certificates import Authority, Certificate
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "http.json"
@@ -69,6 +73,12 @@ class Case:
     prompt: str
     mode: str
     requests: int
+    tls: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in the results."""
+        return f"{self.router}-{self.prompt}-{self.mode}{'-tls' if self.tls else ''}"
 
     @property
     def tokens(self) -> int:
@@ -87,6 +97,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=6000, help="unary requests per case; a tenth is streamed")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each unary case")
     parser.add_argument("--without-rival", action="store_true")
+    parser.add_argument("--tls", action="store_true", help="with certificates, and without the rival")
     parser.add_argument("--only", default="", help="cases whose name has this, e.g. baton-text-stream")
     parser.add_argument("--kill", action="store_true", help="kill one of four workers under load instead")
     parser.add_argument("--kill-requests", type=int, default=20_000)
@@ -95,17 +106,17 @@ def main() -> int:
     if args.kill:
         return kill(args.kill_requests, write=args.write)
     cases = [
-        Case("baton", prompt, mode, args.requests // (1 if mode == "unary" else 10))
+        Case("baton", prompt, mode, args.requests // (1 if mode == "unary" else 10), args.tls)
         for prompt in ("text", "ids")
         for mode in ("unary", "stream", "paced")
     ]
-    if not args.without_rival:
+    if not (args.without_rival or args.tls):
         install_rival()
         cases += [Case("sglang", "text", case.mode, case.requests) for case in cases[:3]]
     results: dict[str, Any] = {}
     for turn in range(args.repeats):
         for case in cases:
-            name = f"{case.router}-{case.prompt}-{case.mode}"
+            name = case.name
             if args.only in name and (turn == 0 or case.mode == "unary"):
                 result = measure(case)
                 say(name, result)
@@ -113,7 +124,7 @@ def main() -> int:
     report = summary(results)
     print(json.dumps(report, indent=2))
     if args.write:
-        write(report)
+        write(report, tls=args.tls)
     return 0
 
 
@@ -121,11 +132,16 @@ def measure(case: Case) -> dict[str, Any]:
     """Run one case and return what it took."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         folder = Path(directory)
-        workers = start_workers(stack, folder, "baton" if case.router == "baton" else "openai", case.step_ms)
-        start = start_baton if case.router == "baton" else start_rival
-        router, port = start(stack, [worker.port for worker in workers])
+        certificate = Authority(folder / "certificates").issue("bench") if case.tls else None
+        kind = "baton" if case.router == "baton" else "openai"
+        workers = start_workers(stack, folder, kind, case.step_ms, certificate)
+        ports = [worker.port for worker in workers]
+        if case.router == "baton":
+            router, port = start_baton(stack, ports, certificate)
+        else:
+            router, port = start_rival(stack, ports)
         bodies = write_bodies(folder, case.prompt, case.tokens, case.requests + WARM_UP, stream=case.mode != "unary")
-        with load(port, folder, bodies, case.tokens, case.requests) as generator:
+        with load(port, folder, bodies, case.tokens, case.requests, certificate=certificate) as generator:
             before = cpu_s(router.pid)
             result = generator.go()
             seconds = cpu_s(router.pid) - before
@@ -151,8 +167,9 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
         "prompt_bytes": PROMPT_BYTES,
         "cases": results,
     }
+    tls = "-tls" if any(name.endswith("-tls") for name in results) else ""
     for router, prompt in (("baton", "text"), ("baton", "ids"), ("sglang", "text")):
-        unary, stream = results.get(f"{router}-{prompt}-unary"), results.get(f"{router}-{prompt}-stream")
+        unary, stream = results.get(f"{router}-{prompt}-unary{tls}"), results.get(f"{router}-{prompt}-stream{tls}")
         if unary and stream:
             more = stream["cpu_us_per_request"] - unary["cpu_us_per_request"]
             report[f"{router}-{prompt}"] = {
@@ -205,11 +222,18 @@ def kill(requests: int, *, write: bool) -> int:
     return 0
 
 
-def metric(port: int, name: str) -> float:
+def metric(port: int, name: str, certificate: Certificate | None = None) -> float:
     """Return the sum of a metric's series."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        text = answer.read().decode()
+    text = get(port, "/metrics", certificate)
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def get(port: int, path: str, certificate: Certificate | None = None) -> str:
+    """Return what a router answers."""
+    context = ssl.create_default_context(cafile=certificate.ca) if certificate else None
+    with urllib.request.urlopen(f"http{'s' if context else ''}://127.0.0.1:{port}{path}", context=context) as answer:
+        text: str = answer.read().decode()
+        return text
 
 
 # --- processes ---
@@ -223,7 +247,9 @@ class Worker:
     port: int
 
 
-def start_workers(stack: contextlib.ExitStack, folder: Path, kind: str, step_ms: float) -> list[Worker]:
+def start_workers(
+    stack: contextlib.ExitStack, folder: Path, kind: str, step_ms: float, certificate: Certificate | None = None
+) -> list[Worker]:
     """Start the workers; they end with the stack."""
     times = folder / "times"
     times.write_bytes(bytes(SLOT_BYTES * CONCURRENCY))
@@ -231,20 +257,23 @@ def start_workers(stack: contextlib.ExitStack, folder: Path, kind: str, step_ms:
     for at in range(WORKERS):
         command = [sys.executable, str(PARTS / "worker.py"), kind, "--name", f"w{at}", "--model", str(MODEL)]
         command += ["--times", str(times), "--step-ms", str(step_ms)]
+        command += ["--tls", certificate.cert, certificate.key, certificate.ca] if certificate else []
         process = spawn(stack, command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         workers.append(Worker(process, int(process.stdout.readline())))
     return workers
 
 
-def start_baton(stack: contextlib.ExitStack, ports: list[int]) -> tuple[subprocess.Popen[str], int]:
+def start_baton(
+    stack: contextlib.ExitStack, ports: list[int], certificate: Certificate | None = None
+) -> tuple[subprocess.Popen[str], int]:
     """Start Baton's router and wait until all workers are ready."""
     port = free_port()
     command = [sys.executable, "-m", "baton_router.main", "--port", str(port), "--grpc-port", "0"]
     command += ["--decode", ",".join(f"127.0.0.1:{item}" for item in ports), "--log-level", "error"]
-    router = spawn(stack, command)
-    wait_for(f"http://127.0.0.1:{port}/readyz")
-    while metric(port, "baton_router_instance_healthy") < len(ports):
+    router = spawn(stack, [*command, *(certificate.flags if certificate else ())])
+    wait_for(port, "/readyz", certificate)
+    while metric(port, "baton_router_instance_healthy", certificate) < len(ports):
         time.sleep(0.05)
     return router, port
 
@@ -255,7 +284,7 @@ def start_rival(stack: contextlib.ExitStack, ports: list[int]) -> tuple[subproce
     command = [str(RIVAL_HOME / "bin" / "python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(free_port()), "--log-level", "error", "--worker-urls"]
     router = spawn(stack, [*command, *(f"http://127.0.0.1:{item}" for item in ports)], stdout=subprocess.DEVNULL)
-    wait_for(f"http://127.0.0.1:{port}/readiness")
+    wait_for(port, "/readiness")
     return router, port
 
 
@@ -282,15 +311,15 @@ def free_port() -> int:
         return port
 
 
-def wait_for(url: str, limit_s: float = 60.0) -> None:
-    """Wait until a URL answers with 200."""
+def wait_for(port: int, path: str, certificate: Certificate | None = None, limit_s: float = 60.0) -> None:
+    """Wait until a router answers with 200."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            urllib.request.urlopen(url).close()
+            get(port, path, certificate)
             return
         time.sleep(0.1)
-    raise TimeoutError(f"{url} does not answer")
+    raise TimeoutError(f"{path} does not answer")
 
 
 def cpu_s(pid: int) -> float:
@@ -335,12 +364,20 @@ class Generator:
 
 @contextlib.contextmanager
 def load(
-    port: int, folder: Path, bodies: Path, tokens: int, requests: int, tell_after: int | None = None
+    port: int,
+    folder: Path,
+    bodies: Path,
+    tokens: int,
+    requests: int,
+    *,
+    tell_after: int | None = None,
+    certificate: Certificate | None = None,
 ) -> Iterator[Generator]:
     """Start the load generator and warm up."""
     command = [sys.executable, str(PARTS / "load.py"), "--port", str(port), "--bodies", str(bodies)]
     command += ["--times", str(folder / "times"), "--concurrency", str(CONCURRENCY), "--warm-up", str(WARM_UP)]
     command += ["--tokens", str(tokens), "--requests", str(requests)]
+    command += ["--ca", certificate.ca] if certificate else []
     if tell_after is not None:
         command += ["--tell-after", str(tell_after)]
     with contextlib.ExitStack() as stack:
@@ -394,11 +431,12 @@ def say(name: str, result: dict[str, Any]) -> None:
         print("   ", failure)
 
 
-def write(report: dict[str, Any]) -> None:
-    """Write the results, and keep those of the other mode."""
+def write(report: dict[str, Any], *, tls: bool) -> None:
+    """Write the results, and keep those of the other modes."""
     known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    kept = {"kill": known["kill"]} if "kill" in known else {}
-    RESULT.write_text(json.dumps({**report, **kept}, indent=2) + "\n", encoding="utf-8")
+    kept = {mode: known[mode] for mode in ("kill", "tls") if mode in known}
+    written = {**known, "tls": report} if tls else {**report, **kept}
+    RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

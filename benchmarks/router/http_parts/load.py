@@ -11,6 +11,7 @@ import asyncio
 import json
 import mmap
 import re
+import ssl
 import struct
 import sys
 import time
@@ -147,6 +148,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--warm-up", type=int, default=256)
     parser.add_argument("--tokens", type=int, required=True, help="tokens that each answer must have")
+    parser.add_argument("--ca", help="authority of the router's certificate; default: no TLS")
     parser.add_argument("--tell-after", type=int, help="requests after which `tell` is printed")
     args = parser.parse_args()
     load = Load(args)
@@ -154,7 +156,12 @@ async def main() -> None:
     connections = []
     for slot in range(args.concurrency):
         connection = Connection(load, slot)
-        await loop.create_connection(lambda made=connection: made, "127.0.0.1", args.port)  # type: ignore[misc]
+        await loop.create_connection(
+            lambda made=connection: made,  # type: ignore[misc]
+            "127.0.0.1",
+            args.port,
+            ssl=ssl.create_default_context(cafile=args.ca) if args.ca else None,
+        )
         connections.append(connection)
     await load.run(connections, args.warm_up)
     say("warm")

@@ -30,6 +30,7 @@ from baton.kv_cache.layout import LayerShape
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.multiplex import Outbox
 from baton.rpc.server import GrpcServer
+from baton.rpc.tls import Tls
 from baton.tokenizer import Tokenizer
 
 TOKENS_PER_SLOT = 1024
@@ -285,10 +286,11 @@ async def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--times", required=True)
     parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"))
     args = parser.parse_args()
     clock = Clock(args.times, args.step_ms / 1000)
     if args.kind == "baton":
-        server = GrpcServer(host="127.0.0.1", port=0, services=[])
+        server = GrpcServer(host="127.0.0.1", port=0, services=[], tls=Tls(*args.tls) if args.tls else None)
         kind: Any = BatonWorker  # the calls that it lacks nobody makes
         worker = kind(args.name, args.model, clock)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.server)

@@ -101,8 +101,10 @@ class RouterApp:
             lambda: self._tokenizers.num_slow,
         )
         self._preload = _TokenizerPreload(self._tokenizers, self.registry)
-        self.pipeline = InputProcessor(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics), decisions)
-        self.tickets = TicketDesk(read_ticket_key(config.ticket_key_file), self.pipeline, self.dispatcher, self.metrics)
+        self.processor = InputProcessor(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics), decisions)
+        self.tickets = TicketDesk(
+            read_ticket_key(config.ticket_key_file), self.processor, self.dispatcher, self.metrics
+        )
         self._token = token
         self._grpc: GrpcServer | None = None
         options = HttpOptions(
@@ -112,7 +114,7 @@ class RouterApp:
             cors_origins=config.cors_origins,
         )
         http = create_app(
-            self.pipeline,
+            self.processor,
             self.dispatcher,
             registry=self.metrics,
             options=options,
@@ -188,7 +190,7 @@ class RouterApp:
             tls=self._tls,
             admits=admits_clients(self._token, self._accounts),
         )
-        servicer = RouterServicer(self.pipeline, self.registry, self.tickets, self._accounts)
+        servicer = RouterServicer(self.processor, self.registry, self.tickets, self._accounts)
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
         self.grpc_port = await server.start()
         return server

@@ -55,7 +55,7 @@ async def test_a_stream_that_moved_shows_both_placements(watched: Watched) -> No
     first = next(worker for worker in decodes if worker.state.running)
     (seen,) = (await watched.get("/debug/decisions?id=moving"))["decisions"]
     assert (seen["outcome"], seen["decode"]) == ("running", first.instance_id)
-    await watched.until(lambda: watched.app.pipeline._decisions.find("moving")[0].clock.generated == 2)  # type: ignore[union-attr]
+    await watched.until(lambda: watched.app.processor.decisions.find("moving")[0].clock.generated == 2)  # type: ignore[union-attr]
     for worker in decodes:
         worker.state.pause_after = None
     await first.stop()

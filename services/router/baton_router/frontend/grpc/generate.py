@@ -16,12 +16,12 @@ from baton_router.types import Account
 
 
 async def generate(
-    pipeline: InputProcessor, request: router_pb2.RouterGenerateRequest, account: Account | None
+    processor: InputProcessor, request: router_pb2.RouterGenerateRequest, account: Account | None
 ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
     """Serve ``RouterService.Generate``; a call that is cancelled cancels the request everywhere.
 
     Args:
-        pipeline: Does the work.
+        processor: Does the work.
         request: The call's request.
         account: Whose API key the call showed, if any.
 
@@ -29,8 +29,8 @@ async def generate(
         BatonError: Whatever :meth:`InputProcessor.prepare` and :meth:`InputProcessor.stream` raise.
     """
     asked = text_request(request, account)
-    prepared = await pipeline.prepare(asked)
-    async with aclosing(pipeline.stream(prepared)) as chunks:
+    prepared = await processor.prepare(asked)
+    async with aclosing(processor.stream(prepared)) as chunks:
         async for chunk in chunks:
             yield _response(asked.request_id, chunk)
 
@@ -73,7 +73,7 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
 
 
 async def route(
-    pipeline: InputProcessor, request: router_pb2.RouteRequest, account: Account | None
+    processor: InputProcessor, request: router_pb2.RouteRequest, account: Account | None
 ) -> router_pb2.RouteResponse:
     """Serve ``RouterService.Route``.
 
@@ -90,17 +90,17 @@ async def route(
         session=request.session_id,
         prompt_field=request.WhichOneof("prompt") or "prompt",
     )
-    prepared = await pipeline.prepare(asked)
-    return router_pb2.RouteResponse(decision=(await pipeline.route(prepared)).to_pb())
+    prepared = await processor.prepare(asked)
+    return router_pb2.RouteResponse(decision=(await processor.route(prepared)).to_pb())
 
 
-def list_models(pipeline: InputProcessor) -> router_pb2.ListModelsResponse:
+def list_models(processor: InputProcessor) -> router_pb2.ListModelsResponse:
     """Serve ``RouterService.ListModels``.
 
     Raises:
         UnavailableError: No instance is ready.
     """
-    info = pipeline.model_info()
+    info = processor.model_info()
     model = router_pb2.ModelDescription(
         name=info.name,
         max_model_len=info.max_model_len,

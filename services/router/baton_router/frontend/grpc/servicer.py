@@ -23,18 +23,18 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """Answers ``baton.api.v1.RouterService``; the server's interceptors turn errors into statuses.
 
     Args:
-        pipeline: For Generate and Route.
+        processor: For Generate and Route.
         registry: For everything about instances.
         tickets: For requests that run without this router between.
         accounts: Whose API keys clients show; ``None``: there are none.
     """
 
     def __init__(
-        self, pipeline: InputProcessor, registry: Registry, tickets: TicketDesk, accounts: Accounts | None = None
+        self, processor: InputProcessor, registry: Registry, tickets: TicketDesk, accounts: Accounts | None = None
     ) -> None:
         self._accounts = accounts
         self._tickets = tickets
-        self._pipeline = pipeline
+        self._pipeline = processor
         self._registry = registry
 
     async def Generate(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton_router.metrics import fast_metrics as tally
+from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
 
 BUCKETS = (0.0, 0.5, 1.0, 30.0)
 
@@ -25,11 +25,11 @@ def shown(registry: CollectorRegistry) -> list[str]:
 @settings(deadline=None)
 def test_what_is_scraped_is_the_same(counts: list[tuple[str, int]], values: list[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    counter = tally.Counter("things", "Things", ["kind"], ours)
-    gauge = tally.Gauge("level", "Level", ["kind"], ours)
-    histogram = tally.Histogram("sizes", "Sizes", ["kind"], ours, buckets=BUCKETS)
-    bare = tally.Counter("bare", "Bare", [], ours)
-    total = tally.Histogram("whole", "Whole", [], ours, buckets=BUCKETS)
+    counter = Counter("things", "Things", ["kind"], ours)
+    gauge = Gauge("level", "Level", ["kind"], ours)
+    histogram = Histogram("sizes", "Sizes", ["kind"], ours, buckets=BUCKETS)
+    bare = Counter("bare", "Bare", [], ours)
+    total = Histogram("whole", "Whole", [], ours, buckets=BUCKETS)
     their_counter = prometheus_client.Counter("things", "Things", ["kind"], registry=theirs)
     their_gauge = prometheus_client.Gauge("level", "Level", ["kind"], registry=theirs)
     their_histogram = prometheus_client.Histogram("sizes", "Sizes", ["kind"], registry=theirs, buckets=BUCKETS)
@@ -52,8 +52,8 @@ def test_what_is_scraped_is_the_same(counts: list[tuple[str, int]], values: list
 
 def test_series_are_found_by_their_names() -> None:
     registry = CollectorRegistry()
-    tally.Histogram("sizes", "Sizes", [], registry, buckets=BUCKETS).observe(0.7)
-    tally.Counter("things", "Things", ["kind"], registry).labels("a").inc(3)
+    Histogram("sizes", "Sizes", [], registry, buckets=BUCKETS).observe(0.7)
+    Counter("things", "Things", ["kind"], registry).labels("a").inc(3)
     assert registry.get_sample_value("things_total", {"kind": "a"}) == 3
     assert registry.get_sample_value("sizes_bucket", {"le": "1.0"}) == 1
     names = {family.name for family in registry.restricted_registry(["sizes_bucket"]).collect()}
@@ -61,7 +61,7 @@ def test_series_are_found_by_their_names() -> None:
 
 
 def test_labels_must_be_those_that_were_named() -> None:
-    counter = tally.Counter("things", "Things", ["kind"], CollectorRegistry())
+    counter = Counter("things", "Things", ["kind"], CollectorRegistry())
     with pytest.raises(ValueError, match="kind"):
         counter.labels("a", "b")
     with pytest.raises(KeyError):
