@@ -46,6 +46,12 @@ class RouterConfig:
     remote_prefill_threshold: int | None = option(
         None, "missing prompt tokens from which a prefill instance is used; default: the decode instance's own"
     )
+    order: str = option(
+        "decode_first",
+        "which instance gets a request first; with prefill_first the decode instance is chosen when the prompt is "
+        "computed; the header x-baton-order goes before it",
+        choices=("decode_first", "prefill_first"),
+    )
     prefill_candidates: int = option(3, "prefill instances that a request may try, one after the other")
     kv_events: bool = option(True, "keep an exact index from the instances' KV events")
     index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 40 bytes each")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import msgspec
 
@@ -82,6 +83,15 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
 
 
+class Order(StrEnum):
+    """Which instance a request is sent to first."""
+
+    DECODE_FIRST = "decode_first"
+    """The decode instance, which has a prefill instance compute the prompt."""
+    PREFILL_FIRST = "prefill_first"
+    """A prefill instance; the decode instance is chosen when the prompt is computed, and claims its KV."""
+
+
 class RoutedRequest(msgspec.Struct):
     """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated.
 
@@ -92,6 +102,7 @@ class RoutedRequest(msgspec.Struct):
         account: Whose API key it showed, if it had to.
         arrived: When it came, by ``time.perf_counter()``; 0: just now.
         output_token_ids: Generated so far, elsewhere; with ``n`` = 1.
+        order: In which it is to be served; ``None``: in the router's own.
     """
 
     request_id: RequestId
@@ -106,3 +117,4 @@ class RoutedRequest(msgspec.Struct):
     arrived: float = 0.0
     output_token_ids: Sequence[int] = ()
     account: Account | None = None
+    order: Order | None = None

@@ -48,6 +48,10 @@ class FakeWorkerState:
     Attributes:
         pause_after: Generate sends so many tokens per sequence, then waits until this is raised; ``None``: no pause.
         refuse: Raised by every new Generate.
+        hold_prefills: Every PrefillFirst waits until this is false.
+        refuse_prefills: Raised by every PrefillFirst.
+        unclaimed: What PrefillFirst was asked for, by the key that it answered with, until it is aborted.
+        aborted: Request ids that Abort named.
         abort_all: Raised by every running Generate at its next token.
         break_after: The next GenerateMany ends with INTERNAL, as when its connection dies, after so many messages.
         silent_end: Generate ends without its last message.
@@ -64,6 +68,10 @@ class FakeWorkerState:
 
     pause_after: int | None = None
     refuse: BatonError | None = None
+    hold_prefills: bool = False
+    refuse_prefills: BatonError | None = None
+    unclaimed: dict[str, worker_pb2.PrefillFirstRequest] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
     abort_all: BatonError | None = None
     break_after: int | None = None
     silent_end: bool = False
@@ -261,8 +269,31 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """Only says whether the request is there."""
-        return worker_pb2.AbortResponse(found=request.request_id in self.state.running)
+        """Drop what waits under the id; of others it only says whether they are there."""
+        self.state.aborted.append(request.request_id)
+        found = self.state.unclaimed.pop(request.request_id, None) is not None
+        self.changed()
+        return worker_pb2.AbortResponse(found=found or request.request_id in self.state.running)
+
+    async def PrefillFirst(
+        self, request: worker_pb2.PrefillFirstRequest, context: Any
+    ) -> worker_pb2.PrefillFirstResponse:
+        """Say that a prompt is computed and waits."""
+        kept = worker_pb2.PrefillFirstRequest()
+        kept.CopyFrom(request)
+        self.state.running.add(request.request_id)
+        self.changed()
+        try:
+            while self.state.hold_prefills:
+                await self._changed.wait()
+            if self.state.refuse_prefills is not None:
+                raise self.state.refuse_prefills
+            self.store(unpack_ids(request.prompt_token_ids).tolist(), request.cache_salt)
+        finally:
+            self.state.running.discard(request.request_id)
+            self.changed()
+        self.state.unclaimed[request.request_id] = kept
+        return worker_pb2.PrefillFirstResponse(key=request.request_id, lease_ms=1000)
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         """Take no new requests and say so in the load report."""

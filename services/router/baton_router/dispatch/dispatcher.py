@@ -18,6 +18,7 @@ from baton_router.dispatch.chunk_queue import ChunkQueue
 from baton_router.dispatch.deadlines import Deadlines
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, Running
 from baton_router.dispatch.metrics import DispatchMetrics
+from baton_router.dispatch.prefill_first import PrefillFirstCalls
 from baton_router.dispatch.request import RequestContext, RequestRun
 from baton_router.dispatch.retry import Breakers, RetryBudget
 from baton_router.dispatch.turn_batching import Steps
@@ -122,6 +123,7 @@ class PlacingDispatcher:
             deadlines=Deadlines(config.request_timeout_s),
             steps=steps,
             left=self._left,
+            prefill_first=PrefillFirstCalls(self.metrics.prefill_first),
             slow=estimates.slow,
         )
         self._running: set[RequestRun] = set()

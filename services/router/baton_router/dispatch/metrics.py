@@ -41,6 +41,9 @@ class DispatchMetrics:
         self.retries = Counter(
             _NAME + "retries", "Requests placed again before their first token", ["reason"], registry
         )
+        self.prefill_first = Counter(
+            _NAME + "prefill_first", "Prompts in the order prefill_first, by what came of them", ["outcome"], registry
+        )
         self.failures = Counter(_NAME + "request_failures", "Requests that failed, by error code", ["code"], registry)
         self.closed_early = Counter(
             _NAME + "streams_closed_early", "Streams closed by their reader: disconnects, stop strings", [], registry

@@ -39,6 +39,7 @@ from baton_router.config import RouterConfig
 from baton_router.dispatch.deadlines import Deadlines
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.dispatch.metrics import DispatchMetrics
+from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
 from baton_router.dispatch.retry import Breakers, RetryBudget
 from baton_router.dispatch.turn_batching import PLACE, SEND, Steps
 from baton_router.dispatch.worker_stream import AttemptFailed, Lost, Message, WorkerStreams, failed, read_response
@@ -48,7 +49,7 @@ from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.decision_log import DecisionLog
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import Placer
-from baton_router.types import RoutedRequest
+from baton_router.types import Order, RoutedRequest
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -81,6 +82,7 @@ class RequestContext:
     streams: WorkerStreams
     deadlines: Deadlines
     steps: Steps
+    prefill_first: PrefillFirstCalls
     left: Callable[[RequestRun], None]
     slow: Callable[[RoutedRequest], Iterable[Instance]]
     decisions: DecisionLog = field(default_factory=DecisionLog)
@@ -251,7 +253,7 @@ class RequestRun:
 
     __slots__ = (
         *("_attempts", "_begun", "_calls", "_context", "_deadline", "_ended", "_held"),
-        *("_num_open", "_request", "_sequences", "_sink", "_tasks", "_ticket", "_traces"),
+        *("_num_open", "_prefill_first", "_request", "_sequences", "_sink", "_tasks", "_ticket", "_traces"),
     )
 
     def __init__(self, context: RequestContext, request: RoutedRequest, sink: ChunkSink | None = None) -> None:
@@ -263,6 +265,9 @@ class RequestRun:
         self._num_open = len(self._sequences)
         self._calls = 0
         self._begun = self._ended = self._held = False
+        self._prefill_first: PrefillFirst | None = None
+        if (request.order or context.config.order) == Order.PREFILL_FIRST and not request.output_token_ids:
+            self._prefill_first = PrefillFirst(context.prefill_first, request)
         self._attempts: set[Attempt] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -296,6 +301,7 @@ class RequestRun:
     async def place(self, ticket: Ticket) -> tuple[Placement, worker_pb2.GenerateRequest]:
         """Select and reserve for a client that runs the request itself; returns what it is to send."""
         self._admit(ticket)
+        self._prefill_first = None  # a ticket names a decode instance: that comes first
         group = Group(self._sequences)
         placement = self._choose(group) or await self._place(group)
         return placement, self._message(group, placement)
@@ -361,6 +367,8 @@ class RequestRun:
             attempt.close()
         for task in self._tasks:
             task.cancel()
+        if self._prefill_first is not None:
+            self._prefill_first.abandon()
         for trace in self._traces.attempts():
             context.metrics.observe_trace(trace)
         context.left(self)
@@ -379,15 +387,30 @@ class RequestRun:
                 self._check_time()
                 placement = self._choose(group)
                 if placement is not None:
-                    self._launch(group, placement)
+                    self._serve(group, placement)
                 else:
-                    self._wait_for(self._place(group), lambda placement: self._launch(group, placement))
+                    self._wait_for(self._place(group), lambda placement: self._serve(group, placement))
                 return
         except Exception as error:
             self._finish(error)
             return
         if not self._num_open and not self._attempts:
             self._finish(None)
+
+    def _serve(self, group: Group, placement: Placement) -> None:
+        """Send a group to its decode instance, or its prompt to a prefill instance if that comes first."""
+        first = self._prefill_first
+        if first is None or not first.pending:
+            self._launch(group, placement)
+            return
+        self._context.breakers.ended(placement.decode, well=False)  # it gets nothing yet
+        if first.applies(placement):
+            left_s = self._deadline - time.monotonic()
+            computing = first.compute(placement, self._sampling(group), left_s)
+            self._wait_for(computing, lambda _: self._go_on(group))
+        else:
+            placement.release()
+            self._go_on(group)
 
     async def _place(self, group: Group) -> Placement:
         """Wait a little for an instance after :meth:`_choose` found none; select and reserve.
@@ -441,6 +464,7 @@ class RequestRun:
         tokens = self._request.prompt_token_ids
         if len(group.sequences) == 1 and group.sequences[0].token_ids:
             tokens = token_ids([*tokens, *group.sequences[0].token_ids])
+        first = self._prefill_first
         return PlacementRequest(
             token_ids=tokens,
             cache_salt=self._request.cache_salt,
@@ -449,6 +473,8 @@ class RequestRun:
             max_tokens=self._request.sampling.max_tokens,
             local_only=self._wants_prompt_logprobs(),
             exclude=exclude,
+            prefill_only=first is not None and first.pending,
+            prefilled=None if first is None else first.prefilled,
         )
 
     def _wants_prompt_logprobs(self) -> bool:
@@ -500,6 +526,8 @@ class RequestRun:
             message.tenant.CopyFrom(request.account.message)
         if (threshold := placement.remote_threshold) is not None:
             message.remote_prefill_threshold = threshold
+        if self._prefill_first is not None:
+            self._prefill_first.fill(message)
         return message
 
     def _sampling(self, group: Group) -> SamplingParams:
@@ -518,6 +546,8 @@ class RequestRun:
         group, placement = attempt.group, attempt.placement
         group.full = None
         if message.trace is not None:  # the first message, and the last
+            first = self._prefill_first
+            message.trace.order = Order.DECODE_FIRST if first is None else first.answered(message.trace)
             self._traces.update(attempt.number, message.trace)
             placement.trace = message.trace
             self._context.breakers.answered(placement.decode)
@@ -534,6 +564,8 @@ class RequestRun:
         if attempt.group.has_open():
             if failure is None:
                 failure = AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
+            if self._prefill_first is not None:
+                self._prefill_first.failed(failure.error)
             self._note_failure(attempt, failure)
 
     def on_left(self, attempt: Attempt) -> None:

@@ -199,6 +199,7 @@ class InputProcessor:
             tenant=self._tenants.name(request.account, request.cache_salt, request.user),
             arrived=arrived,
             account=request.account,
+            order=request.order,
         )
         return PreparedRequest(request, routed, info, text_model, stops, arrived)
 

@@ -12,7 +12,7 @@ from baton.token_ids import TokenIds
 from baton.tokenizer import SequenceText, StopStrings, TextDelta, TextModel
 from baton.types import SamplingParams, TokenLogprob
 from baton_router.scheduler.decision import Decision
-from baton_router.types import Account, ModelInfo, RoutedRequest
+from baton_router.types import Account, ModelInfo, Order, RoutedRequest
 
 __all__ = ["ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest"]
 
@@ -56,6 +56,7 @@ class TextRequest(msgspec.Struct):
         user: Whose request it is, as the caller says.
         account: Whose API key it showed; ``None``: there are no keys, or it came from a service. ``cache_salt`` is then
             the one that the account gave it.
+        order: In which it is to be served; ``None``: in the router's own.
         output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -77,6 +78,7 @@ class TextRequest(msgspec.Struct):
     itl_ms: float | None = None
     user: str = ""
     account: Account | None = None
+    order: Order | None = None
     output_token_ids: Sequence[int] = ()
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"

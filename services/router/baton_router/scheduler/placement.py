@@ -33,6 +33,9 @@ class PlacementRequest(msgspec.Struct):
         exclude: Identities of decode instances that must not be used.
         session: The conversation it belongs to; empty: unknown.
         max_tokens: Tokens that it may generate; ``None``: unknown.
+        prefill_only: The decode instance will be chosen again, when the prompt is computed: nothing is reserved there.
+        prefilled: Where the prompt is computed already: the prefill instance's address, and the KV match rate that it
+            had before.
     """
 
     token_ids: Sequence[int] | npt.NDArray[np.uint32]
@@ -42,6 +45,8 @@ class PlacementRequest(msgspec.Struct):
     exclude: Collection[tuple[str, int]] = ()
     session: str = ""
     max_tokens: int | None = None
+    prefill_only: bool = False
+    prefilled: tuple[str, float] | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from baton.errors import ConfigError
 from baton.hashing import HashChain, hash_chain, root_hash
-from baton.types import PrefillPath, Role
+from baton.types import InstanceId, PrefillPath, Role
 from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance
@@ -117,6 +117,8 @@ class Placer:
         began = time.perf_counter()
         decodes = self._fleet.ready(Role.DECODE)
         prefills = () if request.local_only else self._fleet.ready(Role.PREFILL)
+        if request.prefilled is not None:
+            prefills = [x for x in prefills if x.address == request.prefilled[0]]
         if request.exclude:
             decodes = [x for x in decodes if x.identity not in request.exclude]
         if reserve:
@@ -130,11 +132,19 @@ class Placer:
             candidates = self._candidates = Candidates(prefills, decodes)
         chains = self._look_up(request, candidates)
         prefill, decode, policy_request = self._policy_input(request, candidates, chains)
+        if request.prefilled is not None and prefill.match_rates:
+            prefill.match_rates[0] = request.prefilled[1]
         placement = self._choose(policy_request, prefill, decode, candidates)
+        if request.prefilled is not None:
+            placement.decision.path = PrefillPath.REMOTE
         if reserve:
-            self._reserve(policy_request, placement, candidates, chains)
+            used = [] if request.prefill_only else [self._reserve_decode(request, placement, candidates, chains)]
+            if request.prefilled is None and placement.decision.path in (None, PrefillPath.REMOTE):
+                used += self._reserve_prefill(placement, candidates, chains)
+            self._policy.chosen(policy_request, used)
             self._metrics.decision_time.observe(time.perf_counter() - began)
-            self._metrics.observe(placement.decision)
+            if not request.prefill_only:
+                self._metrics.observe(placement.decision)
         return placement
 
     def _look_up(self, request: PlacementRequest, candidates: Candidates) -> list[_PromptChain]:
@@ -249,25 +259,33 @@ class Placer:
         )
         return Placement(target, chosen, decision, self._threshold)
 
-    def _reserve(
-        self, request: Request, placement: Placement, candidates: Candidates, chains: list[_PromptChain]
-    ) -> None:
-        decision = placement.decision
-        prefill, decode = decision.prefill, decision.decode
-        at, total = decision.choice.decode, request.tokens
-        load = placement.decode.load
-        placement.speeds, placement.running = self._speeds, load.requests + request.sequences
-        own = total - decode.matched[at] if decision.path is PrefillPath.LOCAL else 0
-        placement.decode_reservation = LoadReservation(load, total, request.sequences, own)
+    def _reserve_decode(
+        self, request: PlacementRequest, placement: Placement, candidates: Candidates, chains: list[_PromptChain]
+    ) -> InstanceId:
+        """Reserve a share of the decode instance; returns its name."""
+        decision, load = placement.decision, placement.decode.load
+        at, total = decision.choice.decode, decision.prompt_tokens
+        # From a request whose prompt was computed beforehand nothing is learnt of how long the usual order takes.
+        placement.speeds = self._speeds if request.prefilled is None else None
+        placement.running = load.requests + request.num_sequences
+        own = total - decision.decode.matched[at] if decision.path is PrefillPath.LOCAL else 0
+        placement.decode_reservation = LoadReservation(load, total, request.num_sequences, own)
         placement.decode_pending = placement.decode.events.add_pending(chains[candidates.decode.formats[at]].hashes)
-        used = [decode.ids[at]]
-        if placement.prefill and decision.path in (None, PrefillPath.REMOTE):
-            first, at = placement.prefill[0], decision.prefill_order[0]
-            placement.ahead = first.load.work
-            placement.prefill_reservation = LoadReservation(first.load, max(0, total - prefill.matched[at]))
-            placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.formats[at]].hashes)
-            used.append(prefill.ids[at])
-        self._policy.chosen(request, used)
+        return decision.decode.ids[at]
+
+    def _reserve_prefill(
+        self, placement: Placement, candidates: Candidates, chains: list[_PromptChain]
+    ) -> list[InstanceId]:
+        """Reserve a share of the first prefill instance, if there is one; returns its name."""
+        if not placement.prefill:
+            return []
+        decision, first = placement.decision, placement.prefill[0]
+        at = decision.prefill_order[0]
+        placement.ahead = first.load.work
+        missing = max(0, decision.prompt_tokens - decision.prefill.matched[at])
+        placement.prefill_reservation = LoadReservation(first.load, missing)
+        placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.formats[at]].hashes)
+        return [decision.prefill.ids[at]]
 
 
 def _side(role: RoleCandidates, chains: list[_PromptChain], total: int, cost: float) -> Side:

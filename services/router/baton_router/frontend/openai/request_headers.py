@@ -11,13 +11,15 @@ from msgspec.structs import replace
 from baton.errors import InvalidRequestError, shown
 from baton_router.frontend.http.middleware import account_of
 from baton_router.processor.text_request import TextRequest
+from baton_router.types import Order
 
 SESSION_HEADER = b"x-baton-session"
 """Names the conversation, for the policy ``session``; goes before the field ``session_id``."""
 TTFT_HEADER = b"x-baton-ttft-ms"
 ITL_HEADER = b"x-baton-itl-ms"
 PRIORITY_HEADER = b"x-baton-priority"
-_HEADERS = frozenset((SESSION_HEADER, TTFT_HEADER, ITL_HEADER, PRIORITY_HEADER))
+ORDER_HEADER = b"x-baton-order"
+_HEADERS = frozenset((SESSION_HEADER, TTFT_HEADER, ITL_HEADER, PRIORITY_HEADER, ORDER_HEADER))
 
 
 def with_headers(scope: MutableMapping[str, Any], items: list[TextRequest]) -> list[TextRequest]:
@@ -45,6 +47,11 @@ def _read(name: bytes, value: str, changes: dict[str, Any]) -> None:
         changes["ttft_ms"] = _milliseconds(name, value)
     elif name == ITL_HEADER:
         changes["itl_ms"] = _milliseconds(name, value)
+    elif name == ORDER_HEADER:
+        if value not in list(Order):
+            message = f"{name.decode()} must be {' or '.join(Order)}, got {shown(value)}"
+            raise InvalidRequestError(message, field=name.decode())
+        changes["order"] = Order(value)
     elif name == PRIORITY_HEADER:
         digits = value.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 11):

@@ -45,7 +45,7 @@ class Route:
         return (
             *(_name(prefill), _name(decode), rate, _PATHS.get(trace.path, NONE), _name(trace.pipe), trace.kv_bytes),
             *(trace.transfer_us / 1000, trace.exposed_us / 1000, self.cached_tokens, _name(state)),
-            *(_name(trace.local_reason), trace.router_queue_us / 1000, trace.num_migrations),
+            *(_name(trace.order), _name(trace.local_reason), trace.router_queue_us / 1000, trace.num_migrations),
         )
 
 
@@ -86,6 +86,7 @@ _HEADERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("x-baton-exposed-ms", "%.3f", sum),
     ("x-baton-cached-tokens", "%d", sum),
     ("x-baton-index-state", "%s", _names),
+    ("x-baton-order", "%s", _names),
     ("x-baton-local-reason", "%s", _names),
     ("x-baton-queue-ms", "%.3f", sum),
     ("x-baton-migrations", "%d", sum),
