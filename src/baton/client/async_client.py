@@ -14,9 +14,8 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.client.call_state import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
+from baton.client.call_state import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.direct import DirectCall, DirectLinks
-from baton.client.portal import CLOSED
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
     Chunk,

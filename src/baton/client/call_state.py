@@ -22,6 +22,7 @@ from baton.types import FinishReason, TokenLogprob
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_RETRIES = 2
+CLOSED = "this client is closed"
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 

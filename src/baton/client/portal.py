@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from baton.client.call_state import CLOSED
 from baton.errors import DeadlineError, UnavailableError
 
 T = TypeVar("T")
 
-CLOSED = "this client is closed"
 _FORKED = "this client was used before the process was forked: make one client in each process"
 _START_S = 30.0
 _CLOSE_S = 5.0

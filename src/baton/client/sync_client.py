@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
 from baton.client.async_client import AsyncClient, AsyncStream
-from baton.client.call_state import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S
-from baton.client.portal import CLOSED, Portal
+from baton.client.call_state import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S
+from baton.client.portal import Portal
 from baton.client.request import Options, Prompt
 from baton.client.types import Chunk, Generation, Instance, Model, RouteDecision, Trace
 from baton.errors import UnavailableError
