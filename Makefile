@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
 
-.PHONY: help install native demo up test lint format protos bench test-gpu clean
+.PHONY: help install native wheel-check demo up test lint format protos bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module; as root: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+wheel-check: ## build the wheel, install it elsewhere, run the demo from it read-only and without a compiler
+	@PYTHON=$(PYTHON) scripts/wheel_check.sh
 
 demo: native ## 1P1D, router and KV store; a chat answer; tokens compared with Hugging Face
 	@$(BIN)/baton demo

@@ -180,14 +180,15 @@ def _compile(tools: Compilers, library: Library, source: Path, to: Path) -> None
     language = "c" if source.suffix == ".c" else "c++"
     flags = library.flags if language == library.language else COMMON
     define = f'-DBATON_DIGEST="{library.mark().decode().removeprefix("baton-build:")}"'
-    _run([*tools.commands[language], *flags, *tools.target(library), define, "-c", str(source), "-o", str(to)])
+    target = [*tools.target(library), "-Wno-unknown-warning-option"]  # clang does not know all of GCC's
+    _run([*tools.commands[language], *flags, *target, define, "-c", str(source), "-o", str(to)])
 
 
 def _link(tools: Compilers, library: Library, objects: Sequence[Path]) -> None:
     # Beside the target, so that it can be put in its place in one step: never is half a library there.
     made = library.target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        flags = [*tools.target(library), "-shared", "-Wl,-Bsymbolic"]
+        flags = [*tools.target(library), "-shared", "-s", "-Wl,-Bsymbolic"]
         _run([*tools.commands[library.language], *flags, *map(str, objects), "-o", str(made)])
         os.replace(made, library.target)
     finally:
