@@ -94,21 +94,21 @@ def test_units_grow_only_when_granted_and_shrink_before_redis_is_told() -> None:
     units, part, freed = make_units()
     peers = Peers("a", 3.0, lambda: 0.0)
     (claim,) = units.claims(peers, waiting=0)
-    assert (claim.units, claim.held, part.book.limit) == (12, 0, 0), "nothing before it was granted"
+    assert (claim.units, claim.held, part.tracker.limit) == (12, 0, 0), "nothing before it was granted"
     units.granted(claim, 9)
-    assert (part.held, part.book.limit, freed) == (9, 9, [9])
-    part.book.requests = 9
+    assert (part.held, part.tracker.limit, freed) == (9, 9, [9])
+    part.tracker.requests = 9
     peers.apply(Entry("b", "1", 1, {"d0": Totals(wants=50)}))
     assert units.claims(peers, waiting=0) == [], "what is in use stays written down"
-    assert part.book.limit == 6, "takes effect at once"
-    part.book.requests = 4
+    assert part.tracker.limit == 6, "takes effect at once"
+    part.tracker.requests = 4
     (claim,) = units.claims(peers, waiting=0)
-    assert claim.units == part.book.limit == 6
+    assert claim.units == part.tracker.limit == 6
 
 
 def test_units_given_up_are_gone_although_the_answer_was_lost() -> None:
     units, part, _ = make_units()
-    part.held = part.book.limit = 12
+    part.held = part.tracker.limit = 12
     peers = Peers("a", 3.0, lambda: 0.0)
     peers.apply(Entry("b", "1", 1, {"d0": Totals(wants=50)}))
     (claim,) = units.claims(peers, waiting=0)
@@ -117,18 +117,18 @@ def test_units_given_up_are_gone_although_the_answer_was_lost() -> None:
     peers.apply(Entry("b", "1", 2, left=True))
     (claim,) = units.claims(peers, waiting=0)
     assert claim.units == 12, "wanted back"
-    assert part.book.limit == given_up, "but not used before it is granted"
+    assert part.tracker.limit == given_up, "but not used before it is granted"
     (held,) = units.holdings(sure=True)
     assert (held.units, held.used) == (given_up, given_up)
 
 
 def test_alone_a_router_keeps_to_an_equal_part_and_nothing_unheard_of() -> None:
     units, part, _ = make_units()
-    part.held = part.book.limit = 9
+    part.held = part.tracker.limit = 9
     units.alone(3)
-    assert part.book.limit == 4
+    assert part.tracker.limit == 4
     units.alone(2)
-    assert part.book.limit == 4, "it never grows without Redis"
+    assert part.tracker.limit == 4, "it never grows without Redis"
 
 
 async def test_room_wakes_in_order_and_passes_on_a_turn_that_is_not_used() -> None:

@@ -35,10 +35,10 @@ class EventStream(AsyncIterable[_Answer], Protocol):
 
 
 class EventSubscriber:
-    """Puts streams of events into a feed.
+    """Reads streams of events into an instance's part of the index.
 
     Args:
-        feed: Where they go.
+        events: The instance's part of the index.
         metrics: Where events and gaps are counted.
         beat_s: Seconds between the heartbeats that are asked for; 0: none are.
     """

@@ -1,4 +1,4 @@
-"""The KV stores whose contents the router knows, from their own events: whoever uses one can load what lies there.
+"""The KV stores whose contents the router knows, from their own events; instances that use a store load from it.
 
 A store's blocks are in the same index as the instances', in slots of its own, one per tier. For an instance that was
 started with that store they count as one more lower tier, beyond its own.
@@ -93,7 +93,7 @@ class Stores(Collector):
             self.set(self._config.kvstore)
 
     async def _discover(self, membership: RedisMembership) -> None:
-        with contextlib.suppress(UnavailableError):  # nobody waits for Redis; it is looked for until the end
+        with contextlib.suppress(UnavailableError):  # start does not wait for Redis; the search goes on until the end
             await membership.start(self, deadline=time.monotonic())
 
     def set(self, names: Iterable[str]) -> None:
@@ -122,7 +122,7 @@ class Stores(Collector):
         )
 
     async def close(self) -> None:
-        """End every link and channel."""
+        """End every stream and channel."""
         if self._starting is not None:
             await self._starting
         if self._membership is not None:
@@ -157,7 +157,7 @@ class Stores(Collector):
         while True:
             epoch = await self._ask(store)
             if epoch is None:
-                # Gone: what lay in its memory is lost, and what is on its disk nobody can load now.
+                # Gone: what lay in its memory is lost, and what is on its disk cannot be loaded now.
                 store.events.lost()
             elif not await self._follow(store, epoch, follower):
                 log.warning("the KV store %s tells no events: its blocks count nowhere", store.name)

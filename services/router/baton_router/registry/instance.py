@@ -93,7 +93,7 @@ class Lost(Protocol):
 class Instance:
     """One instance: address, identity, health, load and its part of the index.
 
-    Changed only by its link (health, identity), by placements (load) and by the registry (removal).
+    Changed only by its monitor (health, identity), by placements (load) and by the registry (removal).
     """
 
     def __init__(self, address: str, role: Role, channel: grpc.aio.Channel, events: EventApplier) -> None:

@@ -73,7 +73,7 @@ class InstanceMonitor:
                 try:
                     await self._session(backoff)
                 except Exception:
-                    log.exception("the link to %s failed", self._instance.address)
+                    log.exception("the monitor of %s failed", self._instance.address)
                     self._set(Status.DOWN, "internal error")
                 await asyncio.sleep(backoff.next_s())
         finally:

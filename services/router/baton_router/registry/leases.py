@@ -70,7 +70,7 @@ class Leases:
             self.end(lease.lease_id)
 
     def extend(self, seconds: float) -> None:
-        """Move every lease's end back: for a time in which nobody here could hear a heartbeat."""
+        """Move every lease's end back: for a time in which this router could hear no heartbeat."""
         for lease in self._by_id.values():
             lease.ends_at += seconds
 

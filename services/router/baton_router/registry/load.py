@@ -46,7 +46,7 @@ class LoadTracker:
     foreign: float = 0.0
     """Work placed here by others, from the last report."""
     shared: float = 0.0
-    """Work placed here by routers that share their books."""
+    """Work placed here by routers that share their load."""
     shared_requests: int = 0
     shared_tokens: int = 0
     limit: int = NO_LIMIT
@@ -111,12 +111,12 @@ class LoadTracker:
         self.draining, self.prompts_reported, self._done = False, 0, 0.0
 
 
-def in_flight(books: Sequence[LoadTracker]) -> tuple[list[float], list[float]]:
-    """Return every book's :attr:`~LoadBook.work` and :attr:`~LoadBook.load`, by the first one's clock."""
+def in_flight(trackers: Sequence[LoadTracker]) -> tuple[list[float], list[float]]:
+    """Return each tracker's :attr:`~LoadTracker.work` and :attr:`~LoadTracker.load`, by the first one's clock."""
     work, loads = [], []
-    if books:
-        now, exp = books[0].now(), math.exp
-        for x in books:  # every request comes through here: no call per instance that can be done without
+    if trackers:
+        now, exp = trackers[0].now(), math.exp
+        for x in trackers:
             own = x.tokens + REQUEST_OVERHEAD_TOKENS * x.requests + x.foreign + x.shared
             work.append(own)
             lately = x._done
@@ -132,36 +132,36 @@ class LoadReservation:
         prompt: Prompt tokens that a decode instance is to compute by itself, until :meth:`prefilled`.
     """
 
-    book: LoadTracker
+    tracker: LoadTracker
     tokens: int
     requests: int = 1
     prompt: int = 0
     released: bool = False
 
     def __post_init__(self) -> None:
-        self.book.tokens += self.tokens
-        self.book.requests += self.requests
-        self.book.prompts += self.prompt
+        self.tracker.tokens += self.tokens
+        self.tracker.requests += self.requests
+        self.tracker.prompts += self.prompt
 
     def prefilled(self) -> None:
         """The prompt was computed."""
-        self.book.prompts -= self.prompt
+        self.tracker.prompts -= self.prompt
         self.prompt = 0
 
     def grow(self, tokens: int) -> None:
         """Add tokens that the request generated."""
         if not self.released:
             self.tokens += tokens
-            self.book.tokens += tokens
+            self.tracker.tokens += tokens
 
     def release(self) -> None:
         """Give the share back."""
         if not self.released:
             self.released = True
             self.prefilled()
-            self.book.tokens -= self.tokens
-            self.book.requests -= self.requests
-            self.book.ended += self.requests
-            self.book.done(self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests)
-            if self.book.freed is not None:
-                self.book.freed()
+            self.tracker.tokens -= self.tokens
+            self.tracker.requests -= self.requests
+            self.tracker.ended += self.requests
+            self.tracker.done(self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests)
+            if self.tracker.freed is not None:
+                self.tracker.freed()

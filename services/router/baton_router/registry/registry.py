@@ -122,9 +122,9 @@ class Registry:
         return list(self._instances.values())
 
     def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that take new requests; the list is nobody's to change.
+        """Return the instances of a role that take new requests; callers must not change the list.
 
-        It is the same list until somebody becomes more or less usable: this is asked several times per request.
+        It is the same list object until some instance becomes more or less usable.
         """
         ready = self._ready.get(role)
         if ready is None:
@@ -175,7 +175,7 @@ class Registry:
         return [(x, known[x].role) for x in self.leases.addresses() if x in known]
 
     def found(self, source: str, instances: Mapping[str, Role]) -> None:
-        """Know the instances that a source of discovery names now; forget what it named before and nobody else names.
+        """Know the instances that a source of discovery names now; forget what it alone named before.
 
         Args:
             source: Its name.
@@ -356,7 +356,7 @@ class Registry:
             await asyncio.sleep(_TICK_S)
             late = loop.time() - due
             if late > _STALL_S:
-                # Heartbeats that came meanwhile are still unread: nobody may lose a lease for our own standstill.
+                # Heartbeats that came meanwhile are still unread: no lease may end because this router stood still.
                 log.warning("the router stood still for %.1f s", late)
                 self.leases.extend(late)
                 for x in self.instances():

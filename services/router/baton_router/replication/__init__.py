@@ -1,12 +1,10 @@
-"""Several routers over the same instances: what each has placed and expects, who registered, who may place how much.
+"""Several routers over the same instances: what each has placed, which instances registered, who may place how much.
 
-- ``wire``: what a replica tells the others, and the checks of what it hears.
+- ``wire``: entries of the stream, and the checks of what is read.
+- ``redis_log``: the Redis side: the stream, and one script that keeps the sum of all shares below the capacity.
 - ``peers``: the other replicas, as far as is known.
-- ``telling``: which blocks this replica's requests make instances compute, for the others.
-- ``taken``: what the others tell of that, counted like this replica's own.
-- ``shares``: how a capacity is divided; a pure function.
-- ``units``: this replica's part of each instance's capacity.
-- ``store``: the Redis side: a stream, and one script that keeps the sum of all parts below the capacity.
+- ``publish``: which blocks this replica's requests make instances compute, for the others.
+- ``remote_state``: the same of the others, counted like this replica's own.
+- ``capacity``: this replica's share of each instance's capacity, and how a capacity is divided.
 - ``replica``: the tasks that tie these to the registry.
-- ``room``: requests that wait for an instance with room.
 """

@@ -2,7 +2,7 @@
 
 The order of steps is what makes the bound hold: a smaller part takes effect here before Redis is told, a larger one
 after Redis has granted it. So what Redis has written down for a replica is never less than what it uses, and the sum of
-that never exceeds the capacity. While Redis is away nobody's part grows. After half of ``LEASE_S`` without Redis a
+that never exceeds the capacity. While Redis is away no part grows. After half of ``LEASE_S`` without Redis a
 replica places no more than an equal part (capacity / replicas that it knew); so the others, who wait the whole of it,
 may take back what a silent replica held beyond that, once the instance itself reports nothing that they cannot account
 for. After ``forget_s`` they take back the rest in the same way.
@@ -44,7 +44,7 @@ class CapacityShare:
     """
 
     capacity: int
-    book: LoadTracker
+    tracker: LoadTracker
     held: int = 0
     wants: int = 0
 
@@ -83,7 +83,7 @@ class InstanceCapacity:
             part.held = capacity
         if not self._shared or instance.load.freed is None:  # one that came back keeps the limit that it had
             instance.load.limit, instance.load.freed = part.held, self._free_one
-        part.capacity, part.book = capacity, instance.load
+        part.capacity, part.tracker = capacity, instance.load
 
     def part(self, instance: str) -> CapacityShare | None:
         """Return the part of an instance; ``None``: it is not limited."""
@@ -96,7 +96,7 @@ class InstanceCapacity:
     def keep_only(self, instances: Iterable[str]) -> list[str]:
         """Drop the parts of instances that left and hold nothing of ours; returns whose."""
         known = set(instances)
-        gone = [name for name, part in self._parts.items() if name not in known and not part.book.requests]
+        gone = [name for name, part in self._parts.items() if name not in known and not part.tracker.requests]
         for name in gone:
             del self._parts[name]
         return gone
@@ -111,7 +111,7 @@ class InstanceCapacity:
         claims = []
         each = -(-waiting // len(self._parts)) if self._parts else 0
         for name, part in self._parts.items():
-            used = part.book.requests
+            used = part.tracker.requests
             part.wants = used + each + 1 + used // 4
             others = {x.name: x.totals[name].wants if name in x.totals else 0 for x in peers.live()}
             target = self._shares(name, part, others)[self.name]
@@ -126,14 +126,14 @@ class InstanceCapacity:
         """Return what is in use or may be as claims: for a Redis that may know nothing of it.
 
         Args:
-            sure: Whether nobody can have taken it back meanwhile; else what is not in use is not used until granted.
+            sure: Whether no other replica can have taken it back meanwhile; else what is not in use waits for a grant.
         """
         claims = []
         for name, part in self._parts.items():
-            used = part.book.requests
+            used = part.tracker.requests
             if not sure:
-                part.book.limit = min(part.book.limit, used)
-            may = max(part.book.limit, used)
+                part.tracker.limit = min(part.tracker.limit, used)
+            may = max(part.tracker.limit, used)
             part.held = may
             claims.append(Claim(name, part.capacity, may, may, may if sure else used))
         return claims
@@ -152,11 +152,11 @@ class InstanceCapacity:
             count: Replicas that were known last, this one included.
         """
         for part in self._parts.values():
-            self._limit(part, min(part.book.limit, part.capacity // max(count, self._expected, 1)))
+            self._limit(part, min(part.tracker.limit, part.capacity // max(count, self._expected, 1)))
 
     def _limit(self, part: CapacityShare, limit: int) -> None:
-        more = limit - part.book.limit
-        part.book.limit = limit
+        more = limit - part.tracker.limit
+        part.tracker.limit = limit
         if more > 0:
             self._freed(more)
 
@@ -173,8 +173,8 @@ class InstanceCapacity:
 def fair_shares(capacity: int, wants: Mapping[str, int]) -> dict[str, int]:
     """Divide ``capacity`` among replicas by what each could use.
 
-    Everybody is sure of half of an equal part (at least 1 if there is enough for all), so that nobody is left with
-    nothing when Redis goes away. Of the rest, nobody gets more than he wants while another wants more and has less;
+    Each replica is sure of half of an equal part (at least 1 if there is enough for all), so that none is left with
+    nothing when Redis goes away. Of the rest, none gets more than it wants while another wants more and has less;
     what is left when all have what they want is divided equally. The result depends on the arguments alone, so that
     all replicas come to the same; it adds up to ``capacity``.
 
@@ -192,7 +192,7 @@ def fair_shares(capacity: int, wants: Mapping[str, int]) -> dict[str, int]:
     hungry = sorted((name for name in names if wants[name] > floor), key=lambda name: (wants[name], name))
     while hungry and left:
         part = left // len(hungry)
-        name = hungry.pop(0)  # who wants least; the others share what he leaves
+        name = hungry.pop(0)  # wants least; the others share what it leaves
         more = min(wants[name] - floor, part)
         shares[name] += more
         left -= more

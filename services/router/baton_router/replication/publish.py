@@ -2,8 +2,8 @@
 
 A placement only appends to a queue (``PrefixIndex.news``); what is worth telling is decided here, once per entry. Most
 is not: a request that ended meanwhile, or one of whose chain the instance already holds all but a small part, as its
-own events told everybody. Requests of one chain on one instance are told once. A chain is over when all of them are,
-when the instance's events have told of its blocks, or after ``LIFETIME_S``.
+own events have said to all routers. Requests of one chain on one instance are told once. A chain is over when all of
+them are, when the instance's events have told of its blocks, or after ``LIFETIME_S``.
 
 All of it is bounded, at a thousand requests a second too: the queue, the chains that count, the bytes of an entry. What
 goes beyond is not told, the oldest first, and costs the other routers a hint.
@@ -76,7 +76,7 @@ class PendingPublisher:
         self._index.news = deque(maxlen=_WAITING)
 
     def stop(self) -> None:
-        """Forget everything: nobody can be told."""
+        """Forget everything: the other routers cannot be told."""
         self._index.news = None
         self._told.clear()
         self._by_chain.clear()

@@ -1,12 +1,12 @@
 """The Redis side: one stream of entries, and per instance a hash of who holds how many units of its capacity.
 
-Why units are leased instead of reserved one by one: a reservation per request would put a round trip to Redis
+Units are leased, not reserved one by one: a reservation per request would put a round trip to Redis
 (0.2 ms on one host, more over a network) before every placement and make requests depend on Redis. With units in hand a
 placement is a comparison of two numbers. One script gives units out, and it alone, so their sum never exceeds the
 capacity however many replicas ask at a time.
 
 A Redis that comes back empty knows of no units. For ``SETTLE_MS`` it gives out none beyond what each replica says it
-holds; and whoever comes first also writes down what it remembers of the others.
+holds; and the first replica to come also writes down what it remembers of the others.
 """
 
 from __future__ import annotations

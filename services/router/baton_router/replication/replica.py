@@ -1,8 +1,8 @@
 """One of several routers: tells the others what it has placed, hears what they have, keeps its part of capacities.
 
-No request ever waits for Redis. Placements read two numbers of the instance's book, which tasks here keep up to date:
+No request ever waits for Redis. Placements read two numbers of the instance's load, which tasks here keep up to date:
 what the other replicas have in flight there, and how much this one may have; and they look up what the others expect
-of instances with their own. When Redis is away the router goes on with its own books and with what the instances
+of instances with their own. When Redis is away the router goes on with its own counts and with what the instances
 themselves report.
 """
 
@@ -94,7 +94,7 @@ class Replica(Collector):
         self._tasks: list[asyncio.Task[None]] = []
         GaugeFunction(
             "baton_router_replicas",
-            "Routers that share their books, this one included",
+            "Routers that share their load, this one included",
             metrics,
             lambda: 1 + len(self.peers.live()),
         )
@@ -148,8 +148,8 @@ class Replica(Collector):
                 name: {
                     "capacity": part.capacity,
                     "held": part.held,
-                    "limit": part.book.limit,
-                    "in_flight": part.book.requests,
+                    "limit": part.tracker.limit,
+                    "in_flight": part.tracker.requests,
                 }
                 for name, part in self._capacity.all().items()
             },
@@ -186,7 +186,7 @@ class Replica(Collector):
             except* errors as group:
                 if self.state is not SharedState.ALONE:
                     log.warning(
-                        "Redis is away, this router goes by its own books and the instances' reports: %s",
+                        "Redis is away, this router goes by its own counts and the instances' reports: %s",
                         group.exceptions[0],
                     )
                     self._metrics.losses.inc()
@@ -204,7 +204,7 @@ class Replica(Collector):
         await self._write_once(rejoin=True)
 
     def _forget_expectations(self) -> None:
-        """Without Redis only what this router itself expects counts: nobody would say when the rest is over."""
+        """Without Redis only this router's own pending chains count: it would not hear when the others' are over."""
         self.remote_pending.clear()
         if self.publisher is not None:
             self.publisher.stop()
@@ -234,7 +234,7 @@ class Replica(Collector):
         while True:
             news = await self._write_once()
             if self.state is not SharedState.SHARED:
-                log.info("this router shares its books with others as %s", self.name)
+                log.info("this router shares its load with others as %s", self.name)
                 self.state = SharedState.SHARED
                 backoff.reset()
             await asyncio.sleep(interval_s if news else _IDLE * interval_s)
@@ -300,7 +300,7 @@ class Replica(Collector):
     # --- what is heard ---
 
     def _spread(self) -> None:
-        """Put what the others have in flight into the instances' books."""
+        """Put what the others have in flight into the instances' load."""
         for x in self._registry.instances():
             x.load.share(*self.peers.in_flight(x.instance_id))
 
@@ -330,7 +330,7 @@ class Replica(Collector):
             self.remote_pending.tick()
             self._spread()
             self._capacity.keep_only(x.instance_id for x in self._registry.instances())
-            free = sum(max(0, part.book.limit - part.book.requests) for part in self._capacity.all().values())
+            free = sum(max(0, part.tracker.limit - part.tracker.requests) for part in self._capacity.all().values())
             self._registry.waiters.wake(free)
 
     async def _reclaim(self) -> None:
@@ -358,8 +358,8 @@ class Replica(Collector):
         keep = 0 if gone else part.capacity // max(1, peer.count)
         if totals.held <= keep:
             return totals.held > 0
-        running = part.book.report.num_running + part.book.report.num_waiting + part.book.report.num_loading
-        if running > part.book.requests + part.book.shared_requests + keep:
+        running = part.tracker.report.num_running + part.tracker.report.num_waiting + part.tracker.report.num_loading
+        if running > part.tracker.requests + part.tracker.shared_requests + keep:
             return True  # some of its requests may still run there
         silent_ms = int(1000 * (self._config.replica_forget_s if gone else LEASE_S))
         await self._store.reclaim(peer.name, instance, silent_ms=silent_ms, keep=keep)

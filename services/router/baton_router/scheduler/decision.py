@@ -1,4 +1,4 @@
-"""A placement and what spoke for it: kept as the policy's own numbers, written out when somebody reads it.
+"""A placement and what spoke for it: kept as the policy's own numbers, written out only when it is read.
 
 A decision over 16 x 16 instances has 32 candidates with several terms each. As a protobuf message that costs more than
 the decision itself, and most are never looked at. So this has the message's fields under the message's names, and
@@ -123,7 +123,7 @@ class Decision(msgspec.Struct, eq=False):
 
     @property
     def candidates(self) -> list[DecisionCandidate]:
-        """Everybody who was looked at, prefill instances first."""
+        """All instances that were scored, prefill instances first."""
         if self._candidates is None:
             self._candidates = [
                 DecisionCandidate(self, side, at) for side in (self.prefill, self.decode) for at in range(len(side))

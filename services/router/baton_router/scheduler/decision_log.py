@@ -1,7 +1,7 @@
 """The latest decisions and what became of them: what ``/debug/decisions``, ``baton explain`` and the console show.
 
 Kept per request: a reference to each placement's ``RouteDecision``, to the latest trace and to its clock, so that a
-request pays for a few assignments and nothing is written out before somebody asks. Never kept: prompts, token ids,
+request pays for a few assignments and nothing is written out before it is asked for. Never kept: prompts, token ids,
 cache salts.
 """
 

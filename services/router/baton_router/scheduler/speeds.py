@@ -84,7 +84,7 @@ class LinearFit:
 
     @property
     def fit(self) -> Fit:
-        """The line through them; drawn when somebody looks, which is less often than there are observations."""
+        """The line through them; fitted when it is read, which is less often than there are observations."""
         if self._fit is None:
             self._fit = self._solve()
         return self._fit
@@ -177,7 +177,7 @@ class ServedRequest(msgspec.Struct):
 
 
 class Speeds:
-    """What is known of everybody's speed.
+    """What is known of all instances' speeds.
 
     Args:
         now: Monotonic clock, in seconds; tests and replays bring their own.
@@ -217,10 +217,10 @@ class Speeds:
             pair = (trace.prefill_instance, served.decode)
             self.transfer.add(pair, trace.kv_bytes, trace.exposed_us / 1000)
         if trace.prefill_instance != served.prefill or not trace.ttft_us or trace.failed_prefills:
-            return  # another one took it: nobody noted what was ahead of it there
+            return  # another instance took it: what was ahead of it there is unknown
         computed = trace.prompt_tokens - max(trace.prefill_cached_tokens, trace.cached_tokens)
         ms = (trace.ttft_us - trace.queue_us - trace.exposed_us) / 1000
         if computed > 0 and ms > 0:
-            # Nobody saw how much of what was ahead had been computed by then, so the error grows with it.
+            # How much of what was ahead had been computed by then is unknown, so the error grows with it.
             amount = computed + served.ahead
             self.prefill.add(served.prefill, amount, ms, max(_LEAST_WEIGHT, (computed / amount) ** 2))

@@ -29,19 +29,19 @@ class CostMs(Policy):
         even_p     = a tenth of the shortest pair's prefill * min(1, relative load of p - the least of them)
 
     What decode holds and prefill misses is fetched, not computed, so a pair misses what neither has. All speeds are
-    learnt (see ``baton_router.scheduler.speeds``): nobody configures hardware. Conditional disaggregation needs no
-    threshold: a
-    short or mostly cached prompt is cheaper where it will be decoded. ``--remote-prefill-threshold`` still overrides.
+    learnt (see ``baton_router.scheduler.speeds``): no hardware is configured. Conditional disaggregation needs no
+    threshold: a short or mostly cached prompt is cheaper where it will be decoded. ``--remote-prefill-threshold`` still
+    overrides.
     The last term is no time: among instances that are as fast as each other, one that was measured a little faster
     would get all the work of a cluster with little to do. Loads are those of the last minutes (see
     ``baton_router.registry.load``). Nothing counts against the least loaded instance: its pairs compare with local
     and store as they are.
 
-    Risks: predictions are as good as the latest requests. Before the first ones are done everybody looks alike, and
-    load alone decides. An estimate that nobody confirmed for a minute is forgotten.
+    Risks: predictions are as good as the latest requests. Before the first ones are done all instances look alike, and
+    load alone decides. An estimate that was not confirmed for a minute is forgotten.
 
     Args:
-        speeds: What is known; somebody else feeds it.
+        speeds: What served requests have taught; the router feeds it.
     """
 
     name = "cost_ms"
@@ -56,7 +56,9 @@ class CostMs(Policy):
         expected = speeds.output_tokens
         if request.max_tokens is not None:
             expected = min(expected, request.max_tokens)
-        running = [book.requests + request.sequences for book in decode.trackers] or [request.sequences] * len(decode)
+        running = [tracker.requests + request.sequences for tracker in decode.trackers] or [request.sequences] * len(
+            decode
+        )
         per_token = speeds.decode.get(decode.ids)
         return Ratings(
             prefill=Scores.of(

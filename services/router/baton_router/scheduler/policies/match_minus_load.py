@@ -23,13 +23,12 @@ class MatchMinusLoad(Policy):
     with s a quarter of the work that this very request would be if nothing matched. Work is counted in tokens: for a
     prefill instance the prompt tokens it still has to compute, for a decode instance the tokens whose KV it holds, and
     for both a share of what they did in the last minutes (see ``baton_router.registry.load``). The pair's score is
-    the sum of
-    both, so the best of each role is the best pair. Decode's own match counts like prefill's: what decode holds need
-    not travel, and if little is missing it computes the rest itself.
+    the sum of both, so the best of each role is the best pair. Decode's own match counts like prefill's: what decode
+    holds need not travel, and if little is missing it computes the rest itself.
 
     ``beta`` is the price of imbalance: with 0.5 a full match gives way once its instance carries 3 times the mean
     (1 / 0.5 + 1), or to an instance that carries an eighth of the mean. The logarithm is what spreads a prefix that
-    everybody shares: however large the match, there is a point from which an idle instance is worth computing it once.
+    all requests share: however large the match, from some point on an idle instance should compute it once more.
 
     Risks: with ``beta = 0`` everything goes to the instance that first served a common prefix. A very large ``beta``
     is ``least_loaded``. With little to do at all (a request now and then) there is little to balance, and a hot prefix

@@ -6,10 +6,10 @@ from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
 
 
 class Uniform(Policy):
-    """Choose uniformly at random: the baseline that others must beat. Everybody ties, and ties are random."""
+    """Choose uniformly at random: the baseline that others must beat. All instances tie, and ties are random."""
 
     name = "random"
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
-        """Score everybody alike."""
+        """Score all instances alike."""
         return Ratings(Scores.of(none=[0.0] * len(prefill)), Scores.of(none=[0.0] * len(decode)))
