@@ -8,7 +8,7 @@ import pytest
 from tests.support import file_pipe
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def installed_file_pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     site = tmp_path_factory.mktemp("site")
     file_pipe.install(site)

@@ -35,13 +35,6 @@ def way(request: pytest.FixtureRequest) -> tuple[str, tuple[bool, bool]]:
     return found
 
 
-@pytest.fixture
-def way_from_device(way: tuple[str, tuple[bool, bool]]) -> tuple[str, tuple[bool, bool]]:
-    if not way[1][0]:
-        pytest.skip("the source is in host memory: other tests are about that")
-    return way
-
-
 def copied(arena: Any) -> int:
     assert isinstance(arena, FakeDeviceArena)
     return arena.copied_bytes
@@ -103,8 +96,9 @@ def test_a_recycled_block_is_not_valid_and_never_reaches_the_device(way: Any) ->
     pair.close()
 
 
-def test_a_block_recycled_while_it_is_copied_is_not_valid(way_from_device: Any, monkeypatch: Any) -> None:
-    pair = Pair(way_from_device[0], 1, SAME, ("float32", "float32"), on_device=way_from_device[1])
+@pytest.mark.parametrize("kind", ["memory", "tcp", "tls"])
+def test_a_block_recycled_while_it_is_copied_is_not_valid(kind: str, monkeypatch: Any) -> None:
+    pair = Pair(kind, 1, SAME, ("float32", "float32"), on_device=(True, False))
     arena, real = pair.source.shards.primary, FakeDeviceArena.read_into
 
     def read_into(self: FakeDeviceArena, target: Any, spans: Any) -> None:

@@ -44,7 +44,9 @@ BUILT_IN: Mapping[str, PipeEntry] = MappingProxyType(
         "nixl": PipeEntry(f"{_PIPES}.nixl:NixlKind", auto=True),
         "tls": PipeEntry(f"{_PIPES}.tcp:TlsKind", auto=True, clear=False),
         "tcp": PipeEntry(f"{_PIPES}.tcp:TcpKind", auto=True),
-        "gloo": PipeEntry(f"{_PIPES}.torch_distributed:GlooKind", needs="torch, built with gloo: pip install torch"),
+        "gloo": PipeEntry(
+            f"{_PIPES}.torch_distributed:GlooKind", needs="torch, built with gloo: pip install 'baton-serve[engine]'"
+        ),
     }
 )
 PIPES_HELP = "pipes for KV, in order of preference: auto, or some of " + ", ".join(
