@@ -12,6 +12,7 @@ import msgspec
 from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
 from baton.token_ids import TokenIds
+from baton.tracing import Span
 from baton.types import RequestId, SamplingParams, Tenant
 
 MAX_SALT_CHARS = 512
@@ -103,6 +104,7 @@ class RoutedRequest(msgspec.Struct):
         arrived: When it came, by ``time.perf_counter()``; 0: just now.
         output_token_ids: Generated so far, elsewhere; with ``n`` = 1.
         order: In which it is to be served; ``None``: in the router's own.
+        span: What happens to it.
     """
 
     request_id: RequestId
@@ -118,3 +120,4 @@ class RoutedRequest(msgspec.Struct):
     output_token_ids: Sequence[int] = ()
     account: Account | None = None
     order: Order | None = None
+    span: Span = msgspec.field(default_factory=lambda: Span("request"))

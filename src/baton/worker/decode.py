@@ -69,13 +69,20 @@ class DecodeRole(InstanceRole):
         code = "cancelled"
         try:
             with worker.admission.admit():
-                stream = await worker.engine.submit(_engine_request(request))
+                request_id = RequestId(request.request_id)
+                self._dialer.trace_contexts[request_id] = dict(request.trace_context)
+                try:
+                    stream = await worker.engine.submit(_engine_request(request))
+                except BaseException:
+                    self._dialer.trace_contexts.pop(request_id, None)
+                    raise
                 try:
                     async for response in self._responses(request, stream):
                         yield response
                 finally:
                     stream.close()
-                    self.connector.forget(RequestId(request.request_id))
+                    self._dialer.trace_contexts.pop(request_id, None)
+                    self.connector.forget(request_id)
             code = "ok"
         except BatonError as error:
             code = error.code
@@ -173,12 +180,16 @@ class _PrefillDialer:
         fingerprint: Of this instance's pool; the prefill instance compares it with its own.
         token: Shared token, if the services use one.
         tls: Certificates, if they use some.
+
+    Attributes:
+        trace_contexts: W3C trace contexts of running requests, passed on.
     """
 
     def __init__(self, fingerprint: Fingerprint, token: str | None, tls: Tls | None = None) -> None:
         self._fingerprint = fingerprint_to_pb(fingerprint)
         self._token, self._tls = token, tls
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self.trace_contexts: dict[RequestId, dict[str, str]] = {}
 
     @asynccontextmanager
     async def open(
@@ -201,6 +212,7 @@ class _PrefillDialer:
                 cache_salt=request.cache_salt,
                 tenant=tenant_to_pb(request.tenant),
                 priority=request.priority,
+                trace_context=self.trace_contexts.get(request.request_id),
                 claim=None if claim is None else worker_pb2.PrefillClaim(key=claim),
             )
         )

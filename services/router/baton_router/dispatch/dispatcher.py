@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import QueueFullError, UnavailableError
+from baton.tracing import Span
 from baton_router.admission.estimates import Estimates
 from baton_router.admission.gate import Admission, Limits, Ticket
 from baton_router.admission.room import Room
@@ -48,6 +49,7 @@ class Reserved:
     admission: Admission
     ticket: Ticket
     on_end: Callable[[], None]
+    span: Span
 
     def grow(self, tokens: int, *, first: bool) -> None:
         """Count tokens that were generated."""
@@ -56,10 +58,11 @@ class Reserved:
             self.placement.prefilled()
             self.admission.first_token(self.ticket)
 
-    def end(self) -> None:
-        """Give everything back; once."""
+    def end(self, status: str) -> None:
+        """Give everything back, once; ``status``: ``ok`` or an error's code."""
         self.placement.release()
         self.admission.leave(self.ticket)
+        self.span.end(status)
         self.on_end()
 
 
@@ -190,7 +193,7 @@ class PlacingDispatcher:
         placement.speeds = None  # this router does not see when its tokens come
         # It is no trial of a half-open breaker: this router does not see how it ends.
         self._context.breakers.ended(placement.decode, well=False)
-        return Reserved(placement, message, self.admission, ticket, self._release)
+        return Reserved(placement, message, self.admission, ticket, self._release, request.span)
 
     def _left(self, run: RequestRun) -> None:
         self._running.discard(run)

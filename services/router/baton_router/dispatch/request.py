@@ -281,7 +281,7 @@ class RequestRun:
         """End everything that runs; the sink gets nothing more."""
         if not self._ended:
             self._context.metrics.closed_early.inc()
-            self._end()
+            self._end("cancelled")
 
     def fail(self, error: Exception) -> None:
         """The request cannot go on; the sink gets the error, unless the request has ended."""
@@ -317,6 +317,7 @@ class RequestRun:
             if ticket is not None:
                 self._run(ticket)
             else:
+                self._request.span.event("queued")
                 self._wait_for(self._context.admission.enter(self._request), self._run)
         except Exception as error:
             self._finish(error)
@@ -328,6 +329,7 @@ class RequestRun:
 
     def _admit(self, ticket: Ticket) -> None:
         self._ticket = ticket
+        self._request.span.event("admitted")
         self._deadline = time.monotonic() + self._context.config.request_timeout_s
         self._traces.router_queue_us = int(1e6 * ticket.waited_s)
         self._context.budget.count_request()
@@ -350,15 +352,16 @@ class RequestRun:
     def _finish(self, error: Exception | None) -> None:
         if self._ended:
             return
+        code = "ok"
         if error is not None:
             code = error.code if isinstance(error, BatonError) else InternalError.code
             self._context.metrics.failures.labels(code).inc()
         sink = self._sink
-        self._end()
+        self._end(code)
         if sink is not None:
             sink.on_end(error)
 
-    def _end(self) -> None:
+    def _end(self, status: str) -> None:
         self._ended = True
         self._sink = None  # breaks the reference cycle: all of it is freed at once
         context = self._context
@@ -371,6 +374,7 @@ class RequestRun:
             self._prefill_first.abandon()
         for trace in self._traces.attempts():
             context.metrics.observe_trace(trace)
+        self._request.span.end(status)
         context.left(self)
         if self._ticket is not None:
             context.admission.leave(self._ticket)
@@ -457,6 +461,7 @@ class RequestRun:
         if placement is None and refused:
             placement = context.placer.place(self._ask(group, group.excluded))
         if placement is not None:
+            self._request.span.event("placed", placement.decode.instance_id)
             context.breakers.begin(placement.decode)
         return placement
 
@@ -524,6 +529,8 @@ class RequestRun:
             message.priority = request.priority
         if request.account is not None and request.account.message is not None:
             message.tenant.CopyFrom(request.account.message)
+        if request.span.context is not None:
+            message.trace_context["traceparent"] = str(request.span.context)
         if (threshold := placement.remote_threshold) is not None:
             message.remote_prefill_threshold = threshold
         if self._prefill_first is not None:
@@ -614,6 +621,7 @@ class RequestRun:
     def _chunk(self, deltas: list[RoutedDelta], decision: Decision | None, message: Message | None) -> RoutedChunk:
         first, self._begun = not self._begun, True
         if first and self._ticket is not None:
+            self._request.span.event("first_token")
             self._context.admission.first_token(self._ticket)
         return RoutedChunk(
             deltas=deltas,
@@ -655,6 +663,7 @@ class RequestRun:
         )
         if not may_go_on:
             raise error
+        self._request.span.event("failed", failure.reason)
         metrics = self._context.metrics
         if group.num_tokens > attempt.tokens_before:
             self._traces.num_migrations += 1

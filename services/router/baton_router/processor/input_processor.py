@@ -21,6 +21,7 @@ from baton.errors import (
 )
 from baton.token_ids import TokenIds, max_id, token_ids
 from baton.tokenizer import StopStrings, TextModel
+from baton.tracing import Span, SpanExporter, parse_traceparent
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Tenants
 from baton_router.dispatch.chunk_queue import ChunkQueue
@@ -70,11 +71,13 @@ class InputProcessor:
         tokenizers: TokenizerProvider,
         metrics: GenerationMetrics | None = None,
         decisions: DecisionLog | None = None,
+        exporter: SpanExporter | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._metrics = metrics
         self.decisions = decisions or DecisionLog()
+        self._exporter = exporter
         self._large = asyncio.Semaphore(1)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._tenants = Tenants()
@@ -200,6 +203,7 @@ class InputProcessor:
             arrived=arrived,
             account=request.account,
             order=request.order,
+            span=Span("request", parse_traceparent(request.traceparent), self._exporter, int(1e9 * arrived)),
         )
         return PreparedRequest(request, routed, info, text_model, stops, arrived)
 

@@ -57,6 +57,7 @@ class TextRequest(msgspec.Struct):
         account: Whose API key it showed; ``None``: there are no keys, or it came from a service. ``cache_salt`` is then
             the one that the account gave it.
         order: In which it is to be served; ``None``: in the router's own.
+        traceparent: W3C trace context of the caller; empty: none.
         output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -79,6 +80,7 @@ class TextRequest(msgspec.Struct):
     user: str = ""
     account: Account | None = None
     order: Order | None = None
+    traceparent: str = ""
     output_token_ids: Sequence[int] = ()
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"

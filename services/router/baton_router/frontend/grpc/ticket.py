@@ -257,8 +257,9 @@ class TicketDesk:
 
     def _end(self, name: str, outcome: str) -> None:
         found = self._open.pop(name)
-        found.reserved.end()
-        found.run.end(_CODES.get(outcome, outcome))
+        status = _CODES.get(outcome, outcome)
+        found.reserved.end("ok" if status == "done" else status)
+        found.run.end(status)
         self._ended.labels(outcome).inc()
 
     async def _tick(self) -> None:

@@ -19,7 +19,9 @@ TTFT_HEADER = b"x-baton-ttft-ms"
 ITL_HEADER = b"x-baton-itl-ms"
 PRIORITY_HEADER = b"x-baton-priority"
 ORDER_HEADER = b"x-baton-order"
-_HEADERS = frozenset((SESSION_HEADER, TTFT_HEADER, ITL_HEADER, PRIORITY_HEADER, ORDER_HEADER))
+TRACE_HEADER = b"traceparent"
+"""The caller's span, in W3C Trace Context; one that cannot be read is ignored, as the standard says."""
+_HEADERS = frozenset((SESSION_HEADER, TTFT_HEADER, ITL_HEADER, PRIORITY_HEADER, ORDER_HEADER, TRACE_HEADER))
 
 
 def with_headers(scope: MutableMapping[str, Any], items: list[TextRequest]) -> list[TextRequest]:
@@ -43,6 +45,8 @@ def _read(name: bytes, value: str, changes: dict[str, Any]) -> None:
         return
     if name == SESSION_HEADER:
         changes["session"] = value
+    elif name == TRACE_HEADER:
+        changes["traceparent"] = value
     elif name == TTFT_HEADER:
         changes["ttft_ms"] = _milliseconds(name, value)
     elif name == ITL_HEADER:

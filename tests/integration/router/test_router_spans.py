@@ -1,0 +1,69 @@
+"""A request's span: what is noted on its way, whose part it is, and what instances are told of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+from tests.integration.http.test_http_api import Served
+from tests.integration.router.test_router_dispatch import World, make_request, run
+from tests.support.spans import MemoryExporter
+
+from baton.errors import UnavailableError
+from baton.tracing import Span, parse_traceparent
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield World(stack)
+
+
+def names(span: Span) -> list[str]:
+    return [event.name for event in span.events]
+
+
+async def test_a_span_tells_the_way_of_a_request_and_instances_get_its_context(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    exporter = MemoryExporter()
+    span = Span("request", parse_traceparent(PARENT), exporter)
+    await run(router, replace(make_request(), span=span))
+    assert exporter.spans == [span]
+    assert (names(span), span.status) == (["admitted", "placed", "first_token"], "ok")
+    assert span.events[1].detail == "d0"
+    assert dict(decode.state.requests[0].trace_context) == {"traceparent": str(span.context)}
+
+
+async def test_a_span_tells_of_failures_and_of_the_last_error(world: World) -> None:
+    decodes = await world.decodes(2)
+    router = await world.cluster([], decodes, max_retries=1)
+    for worker in decodes:
+        worker.state.refuse = UnavailableError("not now")
+    exporter = MemoryExporter()
+    span = Span("request", None, exporter)
+    with pytest.raises(UnavailableError):
+        await run(router, replace(make_request(), span=span))
+    assert names(span)[:4] == ["admitted", "placed", "failed", "placed"]
+    assert (exporter.spans, span.status) == ([span], "unavailable")
+
+
+async def test_without_trace_nothing_is_sent(world: World) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    await run(router, make_request())
+    assert not decode.state.requests[0].trace_context
+
+
+def test_the_header_names_the_parent() -> None:
+    body = {"model": "baton-tiny", "prompt": "def", "max_tokens": 2}
+    with Served() as api:
+        for header in (PARENT, "nonsense"):
+            answer = api.post("/v1/completions", body, headers={"traceparent": header})
+            assert answer.status_code == 200, answer.text
+        first, second = (request.span.parent for request in api.dispatcher.requests)
+    assert (str(first), second) == (PARENT, None)
