@@ -108,8 +108,8 @@ class ReservedRequest(Protocol):
     def grow(self, tokens: int, *, first: bool) -> None:
         """Count tokens that were generated."""
 
-    def end(self) -> None:
-        """Give everything back; once."""
+    def end(self, status: str) -> None:
+        """Give everything back, once; ``status``: ``ok`` or an error's code."""
 
 
 class ReservingDispatcher(Protocol):
