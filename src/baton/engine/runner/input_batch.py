@@ -151,9 +151,13 @@ def build_batch(plan: StepPlan, block_size: int, buffers: InputBuffers | None = 
         draft = drafts.get(sequence, ())
         new = own + len(draft)
         contexts[i] = context = start + new
-        token_ids[at : at + own] = sequence.buffer[start : start + own]
-        token_ids[at + own : at + new] = draft
-        positions[at : at + new] = np.arange(start, context)
+        if new == 1:
+            token_ids[at] = sequence.buffer[start]
+            positions[at] = start
+        else:
+            token_ids[at : at + own] = sequence.buffer[start : start + own]
+            token_ids[at + own : at + new] = draft
+            positions[at : at + new] = np.arange(start, context)
         blocks = -(-context // block_size)
         tables[i, :blocks] = sequence.table[:blocks]
         if sequence.group.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
