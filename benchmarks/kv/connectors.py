@@ -34,7 +34,7 @@ from baton.kv_transfer.blocks import BlockServer
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder
 from baton.kv_transfer.connector.offload.host_memory import HostMemory
 from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
-from baton.kv_transfer.connector.offload.staging import SideArena
+from baton.kv_transfer.connector.offload.staging import StagingArena
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend
 from baton.types import BlockHash, BlockId, InstanceId
 
@@ -66,7 +66,7 @@ async def _measure(args: argparse.Namespace, folder: Path) -> str:
     part, ids = ChainPart(names, 0, count), [BlockId(i) for i in range(2 * count)]
     files = BlockFolder(folder, KIND, max_bytes=1 << 40, sync=False)
     backends: dict[str, StoreBackend] = {
-        "host memory": HostMemory(SideArena(pool, KIND, count)),
+        "host memory": HostMemory(StagingArena(pool, KIND, count)),
         "shared storage": SharedStorage(files, pool, KIND, threads=args.threads, blocks_per_call=1024),
     }
     lines = []

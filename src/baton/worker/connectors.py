@@ -16,7 +16,7 @@ from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder
 from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
 from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
-from baton.kv_transfer.connector.offload.staging import SideArena
+from baton.kv_transfer.connector.offload.staging import StagingArena
 from baton.kv_transfer.connector.registry import ConnectorContext, make_connector
 from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
@@ -252,7 +252,7 @@ def _offload(context: InstanceContext, options: Options) -> BackedConnector:
     available = available_bytes()
     if arena_bytes(num_blocks, block_bytes) > available:
         raise ConfigError(f"offload.bytes is {size}, but only {available} bytes are free", field=FIELD)
-    side = SideArena(context.shards, fingerprint, num_blocks)
+    side = StagingArena(context.shards, fingerprint, num_blocks)
     side.arena.touch()
     host = HostMemory(side, context.tiers.tell)
     context.tiers.add(host.snapshot)

@@ -12,7 +12,7 @@ import numpy as np
 from baton.kv_cache.connector import LoadPlan, LoadRequest
 from baton.kv_cache.events import HOST, BlocksRemoved, BlocksStored, KVEvent
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.connector.offload.staging import SideArena
+from baton.kv_transfer.connector.offload.staging import StagingArena
 from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import leading
@@ -34,7 +34,7 @@ class HostMemory:
         num_evicted: Blocks that gave way to others.
     """
 
-    def __init__(self, side: SideArena, tell: Callable[[list[KVEvent]], None] | None = None) -> None:
+    def __init__(self, side: StagingArena, tell: Callable[[list[KVEvent]], None] | None = None) -> None:
         self._side, self._tell = side, tell
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()  # used longest ago first
         self._filling: set[BlockHash] = set()

@@ -34,7 +34,7 @@ _LANE_BYTES = 4 << 20
 _NUM_LANES = 8
 
 
-class SideArena:
+class StagingArena:
     """An arena of undivided blocks in this process, and the copying between it and the pool.
 
     Args:
@@ -81,7 +81,7 @@ class SideArena:
         self.arena.close()
 
 
-class Lanes(SideArena):
+class Lanes(StagingArena):
     """A side arena for what passes through: cut into lanes of a few MiB, one for each transfer.
 
     Args:
