@@ -712,7 +712,7 @@ def test_a_body_has_no_thousands_of_fields(api: Served) -> None:
 
 
 def test_what_is_tokenized_and_turned_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton_router.frontend.openai.meta._LEAST_BOUND", 3000)
+    monkeypatch.setattr("baton_router.frontend.openai.other_endpoints._LEAST_BOUND", 3000)
     with Served() as api:
         for path, body, param in (
             ("/tokenize", {"prompt": "x" * 3001}, "prompt"),
@@ -862,12 +862,14 @@ def test_a_client_that_waits_for_100_continue_gets_it(api: Served) -> None:
 
 
 def test_a_client_that_leaves_amid_its_body_is_counted_as_gone(api: Served) -> None:
-    gone = 'baton_http_requests_total{endpoint="/v1/completions",status="499"}'
-    before = api.http.get("/metrics").text.count(gone)
+    def seen(name: str, labels: dict[str, str]) -> float:
+        return api.registry.get_sample_value(name, {"endpoint": "/v1/completions", **labels}) or 0.0
+
+    before = seen("baton_http_requests_total", {"status": "499"})
     with begun(api, b"content-length: 100\r\n\r\n{"):
-        pass
-    api.wait_until(lambda: api.http.get("/metrics").text.count(gone) == max(1, before))
-    assert 'baton_http_in_flight{endpoint="/v1/completions"} 0.0' in api.http.get("/metrics").text
+        api.wait_until(lambda: seen("baton_http_in_flight", {}) == 1)
+    api.wait_until(lambda: seen("baton_http_requests_total", {"status": "499"}) == before + 1)
+    assert seen("baton_http_in_flight", {}) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

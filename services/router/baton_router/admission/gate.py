@@ -4,8 +4,8 @@ Workers' queues are first come, first served, so what waits there cannot be reor
 they can run (``room``), and the rest waits here: by priority, then in turns of its tenants, then by deadline. A request
 that would start too late is told so at once, with the time after which it has a chance.
 
-In front of an empty queue a request without wishes costs a look at two counters. Nothing here is placed or reserved:
-that follows in the same step of the event loop, and until then room is only promised.
+In front of an empty queue a request without latency targets costs a look at two counters. Nothing here is placed or
+reserved: that follows in the same step of the event loop, and until then room is only promised.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Admission:
         return ticket
 
     def enter_now(self, request: RoutedRequest) -> Ticket | None:
-        """Let a request in that has no wishes or limits and need not wait; ``None``: :meth:`enter` decides."""
+        """Let a request in that has no latency targets or limits and need not wait; ``None``: :meth:`enter` decides."""
         return None if request.account is not None and request.account.limited else self._enter_at_once(request)
 
     async def _enter(self, request: RoutedRequest) -> Ticket:
@@ -188,7 +188,7 @@ class Admission:
         return Ticket(cost, request.sampling.n, len(request.prompt_token_ids), self._now(), waited_s)
 
     async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
-        """Let a request in that has wishes or has to wait."""
+        """Let a request in that has latency targets or has to wait."""
         if self._closed:
             raise self._count(_closing(), "shutdown")
         waits = len(self.queue) > 0 or not self._room.is_free()

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton_router.metrics.fast_metrics import Counter
 from baton_router.registry.instance import Instance
 
 _MAX_OPEN_S = 30.0
@@ -62,7 +63,7 @@ class Breakers(Collector):
         self._limit, self._open_s, self._now = failures, open_s, now
         self._breakers: dict[str, _Breaker] = {}
         self._opened = Counter(
-            "baton_router_breaker_opened", "Breakers that opened, by instance", ["instance"], registry=registry
+            "baton_router_breaker_opened", "Breakers that opened, by instance", ["instance"], registry
         )
         registry.register(self)
 
@@ -121,7 +122,7 @@ class Breakers(Collector):
             breaker.pause_s = min(2 * breaker.pause_s, _MAX_OPEN_S) if breaker.pause_s else self._open_s
             breaker.until = now + breaker.pause_s
             breaker.generation = instance.generation
-            self._opened.labels(instance=breaker.name).inc()
+            self._opened.labels(breaker.name).inc()
 
     def _forget(self, now: float) -> None:
         """Drop what is known of instances that failed long ago and were not met again."""
@@ -158,7 +159,7 @@ class RetryBudget:
         self._requests = self._retries = 0.0
         self._at = now()
         self._denied = Counter(
-            "baton_router_retries_denied", "Second tries that the retry budget refused", ["reason"], registry=registry
+            "baton_router_retries_denied", "Second tries that the retry budget refused", ["reason"], registry
         )
 
     def count_request(self) -> None:
@@ -177,7 +178,7 @@ class RetryBudget:
         self._requests *= fade
         self._retries *= fade
         if self._retries + 1 > self._share * self._requests + _FREE_PER_S * _WINDOW_S:
-            self._denied.labels(reason=reason).inc()
+            self._denied.labels(reason).inc()
             return False
         self._retries += 1.0
         return True

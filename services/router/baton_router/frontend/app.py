@@ -21,7 +21,7 @@ from baton_router.frontend.http.metrics import HttpMetrics
 from baton_router.frontend.http.middleware import AccessCheck, HttpMiddleware
 from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.openai.generation import GenerationEndpoints
-from baton_router.frontend.openai.meta import Health, Models, TokenizerEndpoints
+from baton_router.frontend.openai.other_endpoints import Health, Models, TokenizerEndpoints
 from baton_router.frontend.openai.schemas import (
     Body,
     ChatBody,
