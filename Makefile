@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
 
-.PHONY: help install native wheel-check demo up test lint format protos bench test-gpu clean
+.PHONY: help install native wheel-check demo up check test lint format protos bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,6 +30,9 @@ demo: native ## 1P1D, router and KV store; a chat answer; tokens compared with H
 
 up: native ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
 	$(BIN)/baton up $(ARGS)
+
+check: native lint ## the inner loop: lint and unit tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_FLAGS)
 
 test: native ## the whole test suite
 	@scripts/install_browser.sh
