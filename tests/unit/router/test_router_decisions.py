@@ -182,7 +182,7 @@ def test_terms_are_a_histogram_with_bounded_names() -> None:
     registry = CollectorRegistry()
     terms = SchedulerMetrics(registry)
     for _ in range(3):
-        terms.observe(decide())
+        terms.observe_terms(decide())
     assert registry.get_sample_value(
         "baton_router_decision_term_bucket", {"role": "decode", "term": "match", "le": "0.5"}
     ) == 3  # fmt: skip
@@ -192,7 +192,7 @@ def test_terms_are_a_histogram_with_bounded_names() -> None:
     total = registry.get_sample_value("baton_router_decision_term_sum", {"role": "pair", "term": "score"})
     assert total == pytest.approx(3 * decide().score)
     for at in range(100):
-        terms.observe(decide(Ratings(Scores.of(a=[0.0, 1.0]), Scores.of(**{f"term{at}": [0.0, -math.inf]}))))
+        terms.observe_terms(decide(Ratings(Scores.of(a=[0.0, 1.0]), Scores.of(**{f"term{at}": [0.0, -math.inf]}))))
     names = {label for _, label in terms._terms._series}
     assert len(names) <= 32 + 4
     assert "other" in names
@@ -207,10 +207,10 @@ def test_terms_of_a_busy_second_are_a_sample() -> None:
         return sum(terms._terms.labels("pair", "score").counts)
 
     for _ in range(1000):
-        terms.observe(decision)
+        terms.observe_terms(decision)
     assert counted() == 200
     clock.now += 1
-    terms.observe(decision)
+    terms.observe_terms(decision)
     assert counted() == 201
 
 

@@ -90,10 +90,13 @@ class PlacingDispatcher:
         self.metrics = DispatchMetrics(metrics)
         self._config = config
         speeds = Speeds()
+        placements = SchedulerMetrics(metrics, registry.ready)
+        decisions = decisions or DecisionLog()
+        decisions.on_placed = placements.observe_terms
         self._placer = Placer(
             registry,
             configured_policy(config, speeds),
-            SchedulerMetrics(metrics, registry.ready),
+            placements,
             max_prefills=config.prefill_candidates,
             threshold=config.remote_prefill_threshold,
             speeds=speeds,
@@ -121,7 +124,7 @@ class PlacingDispatcher:
             self.admission,
             breakers=Breakers(config.breaker_failures, config.breaker_open_s, metrics),
             budget=RetryBudget(config.retry_budget, metrics),
-            decisions=decisions or DecisionLog(),
+            decisions=decisions,
             streams=WorkerStreams(steps),
             deadlines=Deadlines(config.request_timeout_s),
             steps=steps,

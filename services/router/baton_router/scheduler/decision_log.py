@@ -83,6 +83,7 @@ class DecisionLog:
     """A bounded memory of requests, newest last.
 
     Attributes:
+        on_placed: Called with every placement of a request.
         on_trace: Called with a request's trace and the KV bytes that are new in it.
         on_end: Called whenever a request has ended.
 
@@ -99,6 +100,7 @@ class DecisionLog:
         max_numbers: int = _MAX_NUMBERS,
         now: Callable[[], float] = time.time,
     ) -> None:
+        self.on_placed: Callable[[Decision], None] | None = None
         self.on_trace: Callable[[common_pb2.RequestTrace, int], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self._max_records = max_records
@@ -130,6 +132,8 @@ class DecisionLog:
             self._numbers += _size(decision)
         while self._numbers > self._max_numbers and len(self._records) > 1:
             self._forget_oldest()
+        if self.on_placed is not None:
+            self.on_placed(decision)
 
     def answered(self, record: DecisionRecord, trace: common_pb2.RequestTrace) -> None:
         """Take a request's trace; a later one is more complete."""

@@ -82,14 +82,17 @@ class SchedulerMetrics(Collector):
         for side in (decision.prefill, decision.decode):
             if side.ids:
                 self._latest[side.role] = decision
+
+    def observe_terms(self, decision: Decision) -> None:
+        """Count what spoke for a placement, unless enough were counted in this second."""
         second = int(self._now())
         if second != self._second:
             self._second, self._left = second, _MAX_TERMS_PER_S
         if self._left:
             self._left -= 1
-            self._observe_terms(decision)
+            self._add_terms(decision)
 
-    def _observe_terms(self, decision: Decision) -> None:
+    def _add_terms(self, decision: Decision) -> None:
         at = decision.choice.decode
         self._add_term(Role.DECODE, "match", decision.decode.match_rates[at])
         self._add_term(Role.DECODE, "load", decision.loads(Role.DECODE)[at])
