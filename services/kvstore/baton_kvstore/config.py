@@ -141,6 +141,10 @@ class KVStoreConfig(TierConfig):
     tls_ca: str = option("", TLS_CA_HELP)
     tls_name: str = option("", TLS_NAME_HELP)
     clear_kv: bool = option(False, CLEAR_KV_HELP)
+    kv_port: int = option(
+        0,
+        "port of the tcp pipe of the first kind of KV; the others follow, --max-fingerprints ports at most; 0: free ones",
+    )
     metrics_port: int = option(0, "port of /metrics; 0: none")
     max_blocks_per_call: int = option(4096, "hashes that one call may name")
     max_leases: int = option(4096, "leases that may live at once")
@@ -177,6 +181,6 @@ class KVStoreConfig(TierConfig):
         if self.default_lease_s > self.max_lease_s:
             raise ConfigError("default_lease_s must be at most max_lease_s", field="default_lease_s")
         check_pipes(self.pipes, without=frozenset({"memory"}))
-        for name in ("port", "metrics_port"):
+        for name in ("port", "kv_port", "metrics_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)

@@ -34,6 +34,7 @@ class PoolEndpoints:
 
     server: BlockServer
     fetcher: BlockFetcher
+    port: int
 
 
 class PoolIO:
@@ -54,6 +55,7 @@ class PoolIO:
         self.kinds = resolve_kinds(config.pipes, PipeOptions(tls=self._tls))
         self._lanes: dict[bytes, PoolEndpoints] = {}
         self._closing: set[asyncio.Future[None]] = set()
+        self._ports: set[int] = set()
 
     def source(self, pool: Pool) -> BlockSource:
         """Return where a pool's blocks can be read.
@@ -99,6 +101,9 @@ class PoolIO:
         job = asyncio.get_running_loop().run_in_executor(None, close)
         self._closing.add(job)
         job.add_done_callback(self._closing.discard)
+        if lane is not None:
+            port = lane.port
+            job.add_done_callback(lambda _: self._ports.discard(port))
 
     async def close(self) -> None:
         """Wait until everything that ``close_pool`` began is closed; no pull may be running."""
@@ -112,7 +117,8 @@ class PoolIO:
         lane = self._lanes.get(pool.key)
         if lane is None:
             config, kind = self._config, pool.fingerprint
-            options = ServerOptions(advertise_host=config.advertise_host or None, tls=self._tls)
+            port = self._free_port()
+            options = ServerOptions(port=port, advertise_host=config.advertise_host or None, tls=self._tls)
             server = BlockServer(
                 pool.arena,
                 kind,
@@ -129,9 +135,18 @@ class PoolIO:
                 max_threads=config.pull_workers + MAX_FOLLOWED,
                 links=LinkOptions(token=self._token, tls=self._tls),
             )
-            lane = self._lanes[pool.key] = PoolEndpoints(server, fetcher)
+            lane = self._lanes[pool.key] = PoolEndpoints(server, fetcher, port)
+            self._ports.add(port)
             log.info("new kind of KV: model %s, %d bytes per block", kind.model, kind.block_bytes)
         return lane
+
+    def _free_port(self) -> int:
+        """Return the first port from ``--kv-port`` on that no pool has; 0: any."""
+        first = self._config.kv_port
+        if not first:
+            return 0
+        # A pool that is being closed still has its port.
+        return next(port for port in range(first, first + len(self._ports) + 1) if port not in self._ports)
 
 
 MAX_FOLLOWED = 8

@@ -592,3 +592,11 @@ async def test_many_clients_on_a_small_memory_read_what_they_wrote(tmp_path: Pat
         assert server.tiers.counters.promotions > 0
         assert server.tiers.counters.refused == 0
         server.store.check()
+
+
+async def test_kinds_of_kv_are_read_at_fixed_ports() -> None:
+    first = free_port()
+    async with store(kv_port=first, pipes=("tcp",)) as server, connected(server, pipes=("tcp",)) as instance:
+        assert await instance.put("a") == [True]
+        answer = await instance.get("a")
+        assert [x.address.rpartition(":")[2] for x in answer.source.endpoints] == [str(first)]
