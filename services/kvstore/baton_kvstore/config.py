@@ -143,7 +143,7 @@ class KVStoreConfig(TierConfig):
     clear_kv: bool = option(False, CLEAR_KV_HELP)
     kv_port: int = option(
         0,
-        "port of the tcp pipe of the first kind of KV; the others follow, --max-fingerprints ports at most; 0: free ones",
+        "port of the tcp pipe of the first kind of KV; others take the next ports; 0: free ports",
     )
     metrics_port: int = option(0, "port of /metrics; 0: none")
     max_blocks_per_call: int = option(4096, "hashes that one call may name")
