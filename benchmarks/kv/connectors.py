@@ -34,7 +34,7 @@ from baton.kv_transfer.blocks import BlockServer
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder
 from baton.kv_transfer.connector.offload.host_memory import HostMemory
 from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
-from baton.kv_transfer.connector.offload.staging import StagingArena
+from baton.kv_transfer.connector.staging import StagingArena
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend
 from baton.types import BlockHash, BlockId, InstanceId
 

@@ -25,7 +25,7 @@ from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder
 from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
 from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
-from baton.kv_transfer.connector.offload.staging import StagingArena
+from baton.kv_transfer.connector.staging import StagingArena
 from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
 from baton.kv_transfer.connector.store.use import LocalOptions, StoreUse

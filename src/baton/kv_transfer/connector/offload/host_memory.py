@@ -12,7 +12,7 @@ import numpy as np
 from baton.kv_cache.connector import LoadPlan, LoadRequest
 from baton.kv_cache.events import HOST, BlocksRemoved, BlocksStored, KVEvent
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.connector.offload.staging import StagingArena
+from baton.kv_transfer.connector.staging import StagingArena
 from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import leading

@@ -20,7 +20,7 @@ from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockSource, FetchResult
 from baton.kv_transfer.connector.background import settle
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder
-from baton.kv_transfer.connector.offload.staging import Lanes
+from baton.kv_transfer.connector.staging import Lanes
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import leading
 from baton.types import BlockHash, BlockId

@@ -24,7 +24,7 @@ from baton.errors import ConfigError, DeadlineError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.connector.offload.staging import Lanes
+from baton.kv_transfer.connector.staging import Lanes
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import leading
 from baton.types import BlockHash, BlockId
