@@ -17,6 +17,7 @@ from tests.integration.router.test_router_dispatch import (
 )
 from tests.support.servers.fake_worker import FakeWorker
 
+from baton.api.v1 import common_pb2
 from baton.errors import InternalError, QueueFullError
 from baton.token_ids import unpack_ids
 from baton_router.types import Order, RoutedRequest
@@ -229,6 +230,16 @@ async def test_a_client_that_leaves_takes_its_prompt_along(world: World, when: s
     await holder.wait_until(lambda: bool(holder.state.aborted) and not holder.state.running)
     assert not holder.state.unclaimed
     router.assert_nothing_held()
+
+
+async def test_kv_that_decode_does_not_claim_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = await cluster(world, decodes=1, prefills=1)
+    decode, prefill = worker(world, "d0"), worker(world, "p0")
+    from_store = common_pb2.RequestTrace(path=common_pb2.PREFILL_PATH_STORE, decode_instance="d0")
+    monkeypatch.setattr(decode, "_trace", lambda request: from_store)
+    assert_right(await run(router, make_request()), make_request())
+    await prefill.wait_until(lambda: bool(prefill.state.aborted))
+    assert not prefill.state.unclaimed
 
 
 async def test_streams_of_both_orders_go_on_when_decode_dies(world: World) -> None:

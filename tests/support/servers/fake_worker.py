@@ -403,7 +403,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         hashes = self.hashes(tokens, request.cache_salt)
         held = next((i for i, h in enumerate(hashes) if h not in self.cached), len(hashes))
         cached = held * self.fingerprint.block_size
-        remote = bool(request.prefill_candidates)
+        remote = bool(request.prefill_candidates) or request.HasField("prefilled")
         missing = len(tokens) - cached
         return common_pb2.RequestTrace(
             path=common_pb2.PREFILL_PATH_REMOTE if remote else common_pb2.PREFILL_PATH_LOCAL,

@@ -125,7 +125,9 @@ class PrefillFirst:
         Returns:
             The order in which the request was served.
         """
-        self._asked = self.prefilled = None
+        asked, self._asked, self.prefilled = self._asked, None, None
+        if asked is not None and trace.path != common_pb2.PREFILL_PATH_REMOTE:
+            self._calls.abort(asked, self._request_id)  # decode had the KV from elsewhere
         trace.failed_prefills.extend(self._failures)
         return self._order
 
