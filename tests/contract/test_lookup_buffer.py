@@ -267,7 +267,7 @@ async def test_coroutines_wait_without_threads() -> None:
     tasks = [asyncio.create_task(buffer.drop_select(RequestId(f"r{i}"), deadline=soon())) for i in range(500)]
     await asyncio.sleep(0)
     assert buffer.num_waiting == 500
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
     def produce() -> None:
         for i in reversed(range(500)):
