@@ -34,12 +34,10 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient, StoreLease
 from baton.kv_transfer.connector.store.cluster import StoreCluster
-from baton.kv_transfer.connector.store.nodes import FixedMembership
-from baton.kv_transfer.connector.store.placement import Placement, segments_of
-from baton.kv_transfer.connector.store.use import StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.nodes import FixedMembership, Placement, segments_of
 from baton.types import BlockHash, BlockId, InstanceId, Tenant
 
 LENGTHS = (8, 32, 128)

@@ -29,12 +29,11 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.cluster import StoreCluster
-from baton.kv_transfer.connector.store.copies import Heat
-from baton.kv_transfer.connector.store.open import open_store
-from baton.kv_transfer.connector.store.placement import Placement, segments_of
-from baton.kv_transfer.connector.store.use import StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.cluster_load import Heat
+from baton.kv_transfer.connector.store.connector import open_store
+from baton.kv_transfer.connector.store.nodes import Placement, segments_of
 from baton.rpc.ports import free_port
 from baton.rpc.redis_client import open_redis, store_node_key
 from baton.types import BlockHash, BlockId, InstanceId

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
 from baton.engine.request import EngineStats
-from baton.kv_transfer.connector.store.use import StoreUse
+from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.rpc.convert import path_from_pb
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.engine.request import EngineStats
-from baton.kv_transfer.connector.store.use import StoreUse
+from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.worker.metrics import WorkerMetrics
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

@@ -10,9 +10,8 @@ from typing import Any
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.connector.breaker import CircuitBreaker
-from baton.kv_transfer.connector.store.backend import ChainPart
+from baton.kv_transfer.connector.store.backend import ChainPart, LocalOptions, StoreUse
 from baton.kv_transfer.connector.store.saver import StoreSaver
-from baton.kv_transfer.connector.store.use import LocalOptions, StoreUse
 from baton.types import BlockId, RequestId
 
 REQUEST = RequestId("r")

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.config.stores import DISCOVER
 from baton.errors import UnavailableError
-from baton.kv_transfer.connector.store.discovery import RedisMembership
+from baton.kv_transfer.connector.store.nodes import RedisMembership
 from baton.rpc.channel import Backoff
 from baton.types import Epoch
 from baton_router.config import RouterConfig

@@ -29,9 +29,8 @@ from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpd
 from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.background import BackgroundLoads, Outcome
 from baton.kv_transfer.connector.breaker import CircuitBreaker
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.saver import StoreSaver
-from baton.kv_transfer.connector.store.use import StoreOptions, StoreUse
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId, Tenant
 
 MISS = "store_miss"

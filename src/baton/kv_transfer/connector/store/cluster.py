@@ -15,13 +15,10 @@ import numpy as np
 from baton.errors import BatonError, UnavailableError
 from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.background import run_all
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient
-from baton.kv_transfer.connector.store.cluster_load import ClusterLoad, Placed
-from baton.kv_transfer.connector.store.copies import Copies, Heat
-from baton.kv_transfer.connector.store.nodes import Membership, Node, Nodes
-from baton.kv_transfer.connector.store.placement import SEGMENT_BLOCKS, segments_of
-from baton.kv_transfer.connector.store.use import StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.cluster_load import ClusterLoad, Copies, Heat, Placed
+from baton.kv_transfer.connector.store.nodes import SEGMENT_BLOCKS, Membership, Node, Nodes, segments_of
 from baton.types import BlockId
 
 

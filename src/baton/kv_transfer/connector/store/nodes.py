@@ -3,17 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from baton.errors import BatonError, QueueFullError
+import xxhash
+
+from baton.config.stores import StoreAddress
+from baton.errors import BatonError, ConfigError, QueueFullError, UnavailableError
 from baton.kv_transfer.connector.breaker import CircuitBreaker
+from baton.kv_transfer.connector.store.backend import ChainPart, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient
-from baton.kv_transfer.connector.store.placement import Placement
-from baton.kv_transfer.connector.store.use import StoreUse
+from baton.rpc.redis_client import LEASE_TTL_S, end_task, open_redis, redis_errors, store_news_key, store_node_key
+from baton.types import BlockHash
+
+SEGMENT_BLOCKS = 32
+"""All clients of a store must agree on it, so it is no option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The blocks of one segment that belong to a part.
+
+    Attributes:
+        key: Hash of the segment's first block, which may lie before the part.
+        first: Where the segment begins in the chain.
+        start: First block of the part in it, counted in the chain.
+        stop: The block after the last one.
+    """
+
+    key: BlockHash
+    first: int
+    start: int
+    stop: int
+
+
+def segments_of(part: ChainPart, size: int = SEGMENT_BLOCKS) -> Iterator[Segment]:
+    """Cut a part at the chain's segment borders."""
+    start = part.start
+    while start < part.stop:
+        first = start - start % size
+        stop = min(first + size, part.stop)
+        yield Segment(part.hashes[first], first, start, stop)
+        start = stop
+
+
+class Placement:
+    """Rendezvous hashing over some nodes.
+
+    Args:
+        nodes: Their names; the same spelling at every client.
+    """
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self.nodes = tuple(sorted(set(nodes)))
+        self._seeds = [xxhash.xxh3_64_intdigest(name.encode()) for name in self.nodes]
+
+    def ranked(self, key: bytes, count: int) -> tuple[str, ...]:
+        """Return the ``count`` best nodes for a key, best first; all of them if there are fewer."""
+        scores = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        return tuple(self.nodes[i] for i in order[:count])
+
 
 log = logging.getLogger(__name__)
 
@@ -189,3 +245,114 @@ class FixedMembership:
 
     async def close(self) -> None:
         """There is nothing to stop."""
+
+
+log = logging.getLogger(__name__)
+
+_NEWS_MS = 500
+_LOOK_S = LEASE_TTL_S / 3
+_RETRY_S = 0.5
+_PER_SCAN = 256
+
+
+class NodeList(Protocol):
+    """Who is told; :class:`~baton.kv_transfer.connector.store.nodes.Nodes` is one."""
+
+    def set(self, names: Iterable[str]) -> None:
+        """Take note of the addresses of all nodes there are."""
+
+
+class RedisMembership:
+    """Watches the keys of nodes; see :class:`Membership`.
+
+    Args:
+        url: Where Redis is.
+        prefix: Put before every key.
+        now: Monotonic clock.
+
+    Raises:
+        ConfigError: The URL cannot be read, or the client is not installed.
+    """
+
+    def __init__(self, url: str, prefix: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._redis = open_redis(url)
+        self._prefix, self._now = prefix, now
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._since = self._next_look = now()
+        self._position: bytes | str = "0-0"
+        self._looked = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, nodes: NodeList, *, deadline: float) -> None:
+        """Begin to watch; waits for the first look.
+
+        Raises:
+            UnavailableError: Redis was not reached in time.
+        """
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(nodes), name="discovery of store nodes")
+        if not self._looked.is_set():
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._looked.wait()
+            except TimeoutError:
+                raise UnavailableError("no node of the KV store is known: Redis is away") from None
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            await end_task(self._task)
+        await self._redis.aclose()
+
+    async def _run(self, nodes: NodeList) -> None:
+        away = False
+        while True:
+            try:
+                latest: Any = await self._redis.xrevrange(store_news_key(self._prefix), count=1)
+                self._position = latest[0][0] if latest else "0-0"
+                self._since = self._now()  # before the look: while Redis was away no key counts as missing
+                await self._look(nodes)
+                away = False
+                while True:
+                    if await self._news() or self._now() >= self._next_look:
+                        await self._look(nodes)
+            except redis_errors() as error:
+                # Once per absence, not once per try.
+                log.log(logging.DEBUG if away else logging.WARNING, "Redis is away, store nodes are kept: %s", error)
+                away = True
+            await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
+
+    async def _news(self) -> bool:
+        """Wait for news; ``False``: there was none for a while."""
+        stream = store_news_key(self._prefix)
+        answer: Any = await self._redis.xread({stream: self._position}, count=256, block=_NEWS_MS)
+        found = False
+        for _, entries in list(answer.items()) if isinstance(answer, dict) else answer or ():
+            found, self._position = True, entries[-1][0]
+            for _, news in entries:
+                if news.get(b"what") == b"left":
+                    self._seen.pop(news.get(b"instance", b"").decode(errors="replace"), None)
+        return found
+
+    async def _look(self, nodes: NodeList) -> None:
+        """Read all keys, and tell who there is."""
+        start, now = len(store_node_key(self._prefix, "")), self._now()
+        self._next_look = now + _LOOK_S
+        keys = [key async for key in self._redis.scan_iter(store_node_key(self._prefix, "*"), count=_PER_SCAN)]
+        for key, value in zip(keys, await self._redis.mget(keys) if keys else (), strict=True):
+            name = key[start:].decode(errors="replace")
+            if value is None:  # its time ended in between
+                continue
+            try:
+                address = StoreAddress.parse(json.loads(value)["address"]).nodes
+                if len(address) != 1:
+                    raise ConfigError("that is not one node", field="address")
+            except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
+                log.warning("the registration of store node %s in Redis cannot be read: %s", name, error)
+                continue
+            self._seen[name] = address[0], now
+        before = now - LEASE_TTL_S
+        if self._since <= before:
+            self._seen = {name: item for name, item in self._seen.items() if item[1] > before}
+        nodes.set(address for address, _ in self._seen.values())
+        self._looked.set()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,9 +26,7 @@ from baton.kv_cache.connector import PlannedSave
 from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.background import settle
 from baton.kv_transfer.connector.breaker import CircuitBreaker
-from baton.kv_transfer.connector.store.backend import ChainPart, FollowingBackend, StoreBackend
-from baton.kv_transfer.connector.store.saves import Batch, Save
-from baton.kv_transfer.connector.store.use import StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.backend import ChainPart, FollowingBackend, StoreBackend, StoreOptions, StoreUse
 from baton.types import BlockHash, BlockId, RequestId, Tenant
 
 log = logging.getLogger(__name__)
@@ -342,3 +341,62 @@ class StoreSaver:
         if save.ends_at is not None and self._saves.get(save.request_id) is save:
             del self._saves[save.request_id]
             self._releases.append(save.request_id)
+
+
+Item = tuple[BlockId, int]
+"""Block id, generation."""
+
+
+@dataclass(eq=False)
+class Save:
+    """One request's blocks on their way to the store; guarded by the saver's lock.
+
+    Attributes:
+        hashes: Of the leading blocks that were taken note of.
+        todo: The last of these, not put yet.
+        num_computing: The last of those again, which a step is about to complete.
+        ready: The pool's progress before that step.
+        tried: Whether the store was told of them early.
+        following: The call that told it, while it lasts.
+        running: Whether a task works on it.
+        given_up: Nothing more of this request is saved.
+        ends_at: Once the request has ended: ``time.monotonic()`` when its blocks are given back at the latest.
+    """
+
+    request_id: RequestId
+    tenant: Tenant | None = None
+    hashes: Sequence[BlockHash] = ()
+    todo: deque[Item] = field(default_factory=deque)
+    num_computing: int = 0
+    ready: int = 0
+    tried: bool = False
+    following: asyncio.Task[tuple[int, int]] | None = None
+    running: bool = False
+    given_up: bool = False
+    ends_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one call puts.
+
+    Attributes:
+        items: Parallel to the part.
+        ready: As ``Save.ready`` where a step still computes them; ``None``: they are complete.
+        deadline: ``time.monotonic()`` seconds.
+    """
+
+    part: ChainPart
+    items: list[Item]
+    ready: int | None
+    deadline: float
+
+    @property
+    def ids(self) -> list[BlockId]:
+        """The blocks."""
+        return [block_id for block_id, _ in self.items]
+
+    @property
+    def generations(self) -> list[int]:
+        """Parallel to :attr:`ids`."""
+        return [generation for _, generation in self.items]
