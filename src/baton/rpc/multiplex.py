@@ -77,7 +77,8 @@ class Outbox:
 
     def __init__(self, on_overfull: Callable[[], None] | None = None) -> None:
         self._message = worker_pb2.GenerateManyResponse()
-        self._with_message: set[int] = set()
+        self._last_delta: dict[int, worker_pb2.SequenceDelta | None] = {}
+        """Of each call with a message: what more tokens of sequence 0 may join; ``None``: nothing."""
         self._filled = asyncio.Event()
         self._closed = False
         self._on_overfull = on_overfull
@@ -86,14 +87,18 @@ class Outbox:
 
     def token(self, call: int, token_id: int) -> None:
         """Send one token of sequence 0 and nothing else."""
-        if call in self._with_message:  # messages come after tokens: the order within a call stays
-            delta = worker_pb2.SequenceDelta(token_ids=[token_id])
-            self._message.messages.add(call=call, response=worker_pb2.GenerateResponse(deltas=[delta]))
-            self._fill(4 * _TOKEN_BYTES)
+        if call not in self._last_delta:
+            self._message.token_calls.append(call)
+            self._message.token_ids.append(token_id)
+            self._fill(_TOKEN_BYTES)
             return
-        self._message.token_calls.append(call)
-        self._message.token_ids.append(token_id)
-        self._fill(_TOKEN_BYTES)
+        # Messages come after tokens: to keep the order within a call, the token joins its latest message.
+        delta = self._last_delta[call]
+        if delta is None:
+            delta = self._message.messages.add(call=call).response.deltas.add()
+            self._last_delta[call] = delta
+        delta.token_ids.append(token_id)
+        self._fill(4 * _TOKEN_BYTES)
 
     def send(self, call: int, response: worker_pb2.GenerateResponse) -> None:
         """Send a message of a call."""
@@ -101,8 +106,9 @@ class Outbox:
         if token_id is not None:
             self.token(call, token_id)
             return
-        self._with_message.add(call)
-        self._message.messages.add(call=call, response=response)
+        sent = self._message.messages.add(call=call, response=response).response
+        delta = sent.deltas[0] if len(sent.deltas) == 1 else None
+        self._last_delta[call] = delta if delta is not None and _is_only_tokens(delta) else None
         self._fill(response.ByteSize())
 
     def end(self, call: int, code: int = 0, message: str = "", details: bytes = b"") -> None:
@@ -128,7 +134,7 @@ class Outbox:
 
     def _empty(self) -> None:
         self._message, self._bytes = worker_pb2.GenerateManyResponse(), 0
-        self._with_message.clear()
+        self._last_delta.clear()
 
     async def next(self) -> worker_pb2.GenerateManyResponse | None:
         """Wait for something to send and return all of it; ``None`` once closed and empty.
@@ -228,9 +234,14 @@ def _only_a_token(response: worker_pb2.GenerateResponse) -> int | None:
     if len(deltas) != 1 or response.HasField("trace") or response.prompt_logprobs:
         return None
     delta = deltas[0]
-    if len(delta.token_ids) != 1 or delta.index or delta.finish_reason or delta.logprobs or delta.error:
-        return None
-    return None if delta.HasField("stop_token_id") else delta.token_ids[0]
+    return delta.token_ids[0] if len(delta.token_ids) == 1 and _is_only_tokens(delta) else None
+
+
+def _is_only_tokens(delta: worker_pb2.SequenceDelta) -> bool:
+    """Whether a delta brings nothing but tokens of sequence 0."""
+    if delta.index or delta.finish_reason or delta.logprobs or delta.error:
+        return False
+    return not delta.HasField("stop_token_id")
 
 
 # --- the client's end ---

@@ -188,6 +188,29 @@ async def test_what_one_call_sends_keeps_its_order() -> None:
     assert [list(item.response.deltas[0].token_ids) for item in message.messages] == [[6], [7]]
 
 
+async def test_tokens_that_wait_behind_a_message_of_their_call_join_it() -> None:
+    outbox = Outbox()
+    first = token(5)
+    first.trace.prompt_tokens = 3
+    outbox.send(1, first)
+    for token_id in (6, 7):
+        outbox.token(1, token_id)
+    last = token(8)
+    last.deltas[0].finish_reason = common_pb2.FINISH_REASON_LENGTH
+    outbox.send(1, last)
+    message = await outbox.next()
+    assert message is not None
+    assert not message.token_calls
+    assert [list(item.response.deltas[0].token_ids) for item in message.messages] == [[5, 6, 7], [8]]
+    assert [item.response.HasField("trace") for item in message.messages] == [True, False]
+    assert list(first.deltas[0].token_ids) == [5]
+
+    outbox.token(1, 9)
+    message = await outbox.next()
+    assert message is not None
+    assert (message.token_calls, message.token_ids) == ([1], [9])
+
+
 def _code(value: int) -> Any:
     import grpc
 
