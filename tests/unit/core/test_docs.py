@@ -236,6 +236,32 @@ def test_headers_and_trace_fields_are_documented():
     assert fields == {field.name for field in common_pb2.RequestTrace.DESCRIPTOR.fields}
 
 
+# The tree
+
+
+def test_architecture_names_every_package_and_no_file_that_is_gone():
+    text = read("docs/architecture.md")
+    roots = [ROOT / "src/baton", *(ROOT / "services").glob("*/baton_*")]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text.split("## The tree")[1].split("\n## ")[0], re.MULTILINE)
+    folders = {path.strip("/") for row in rows for path in re.findall(r"`([^`]+/[^`]*)`", row[0] + row[1])}
+    for root in roots:
+        assert f"`{name_of(root).split('/baton_')[0]}" in text, root
+        for package in root.glob("*/__init__.py"):
+            name = package.parent.name
+            known = {word for folder in folders for word in folder.split("/")} | set(re.findall(r"`(\w+)/", text))
+            assert name in known or f"{name}/v1" in text, (
+                f"docs/architecture.md does not name {name_of(package.parent)}"
+            )
+    tree = [
+        name_of(path)
+        for top in ("src", "services", "kernels", "tests", "benchmarks", "scripts")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    for row in rows:
+        for file in re.findall(r"`([\w./-]+\.py)`", row[1]):
+            assert any(f"/{path}".endswith(f"/{file}") for path in tree), f"docs/architecture.md names {file}"
+
+
 # Links
 
 
