@@ -23,13 +23,21 @@ BUILT_IN_TIERS: Mapping[str, str] = MappingProxyType(
 )
 """What opens each tier behind memory, as ``module:function``: a new one is a file and a line here."""
 
+EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
+    {
+        "lru": "baton_kvstore.memory.eviction.lru:Lru",
+        "s3fifo": "baton_kvstore.memory.eviction.s3fifo:S3Fifo",
+    }
+)
+"""Eviction policies by the names that ``--eviction`` takes: a new one is a file and a line here."""
+
 
 @dataclass(frozen=True)
 class TierConfig:
     """Memory and what is behind it. Times in seconds, sizes in bytes."""
 
     capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
-    eviction: str = option("lru", "which blocks leave memory first", choices=("lru", "s3fifo"))
+    eviction: str = option("lru", "which blocks leave memory first", choices=tuple(EVICTION_POLICIES))
     memory_full: float = option(
         0.75, "share of --capacity-bytes above which the blocks unused for longest are written to the tier behind"
     )
