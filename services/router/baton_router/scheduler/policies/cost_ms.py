@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Self
 
-from baton_router.scheduler.policy import Pairs, Policy, Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.policy import (
+    BuiltInPolicy,
+    Pairs,
+    PolicyContext,
+    Ratings,
+    Request,
+    Scores,
+    Side,
+    relative_loads,
+)
 from baton_router.scheduler.speeds import Fit, Speeds
 
 _STALL_SHARE = 0.1
@@ -16,7 +26,7 @@ _EVEN_SHARE = 0.1
 gave the same time to first token."""
 
 
-class CostMs(Policy):
+class CostMs(BuiltInPolicy):
     """Predict each candidate's time and take the shortest: score = -predicted milliseconds, but for ``even_p``.
 
     Candidates are every pair, the prefill on each decode instance itself ("local"), and, where something lies in
@@ -48,6 +58,11 @@ class CostMs(Policy):
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
+
+    @classmethod
+    def make(cls, context: PolicyContext) -> Self:
+        """Build it with the speeds learnt."""
+        return cls(context.speeds)
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both sides, their pairs, and what decode can do by itself."""

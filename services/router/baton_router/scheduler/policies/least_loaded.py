@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.scheduler.policy import BuiltInPolicy, Ratings, Request, Scores, Side, relative_loads, scaled
 
 
-class LeastLoaded(Policy):
+class LeastLoaded(BuiltInPolicy):
     """Balance work, ignore caches: score = -relative load.
 
     Risk: shared prefixes are computed once per instance.

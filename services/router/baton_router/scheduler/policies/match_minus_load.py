@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Self
 
 from baton.errors import ConfigError
-from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.policy import BuiltInPolicy, PolicyContext, Ratings, Request, Scores, Side, relative_loads
 
 _IDLE = 1e-6
 
 
-class MatchMinusLoad(Policy):
+class MatchMinusLoad(BuiltInPolicy):
     """Send a request where its KV is, unless that place is too busy.
 
     Algorithm, for each role by itself::
@@ -52,6 +53,11 @@ class MatchMinusLoad(Policy):
                 raise ConfigError(f"{field} must be between 0 and 100, got {value}", field=field)
         self.beta = beta
         self.temperature = temperature
+
+    @classmethod
+    def make(cls, context: PolicyContext) -> Self:
+        """Build it with the configured weights."""
+        return cls(context.beta, context.temperature)
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both roles."""

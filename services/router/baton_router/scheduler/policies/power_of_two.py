@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
+from typing import Self
 
-from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.scheduler.policy import (
+    BuiltInPolicy,
+    PolicyContext,
+    Ratings,
+    Request,
+    Scores,
+    Side,
+    relative_loads,
+    scaled,
+)
 
 _NOT_DRAWN = -1000.0
 """Below any load of those that were drawn, but still in order: they are who is asked if the drawn ones fail."""
 
 
-class PowerOfTwo(Policy):
+class PowerOfTwo(BuiltInPolicy):
     """Two random choices of each role, the less loaded one wins: score = -relative load among the two.
 
     The longest queue grows with log log n instead of log n / log log n (Mitzenmacher 2001), and, unlike with
@@ -23,6 +33,11 @@ class PowerOfTwo(Policy):
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+
+    @classmethod
+    def make(cls, context: PolicyContext) -> Self:
+        """Build it with the configured random numbers."""
+        return cls(context.rng)
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Draw two of each role and score them by load."""

@@ -11,57 +11,32 @@ and a router started with ``--policy nearest`` calls it once with a :class:`Poli
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
+from types import MappingProxyType
 
 from baton.errors import BatonError, ConfigError
 from baton_router.config import RouterConfig
-from baton_router.scheduler.policies.cost_ms import CostMs
-from baton_router.scheduler.policies.least_loaded import LeastLoaded
-from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
-from baton_router.scheduler.policies.power_of_two import PowerOfTwo
-from baton_router.scheduler.policies.round_robin import RoundRobin
-from baton_router.scheduler.policies.session import Session
-from baton_router.scheduler.policies.uniform import Uniform
-from baton_router.scheduler.policy import Policy
+from baton_router.scheduler.policy import BuiltInPolicy, Policy, PolicyContext
 from baton_router.scheduler.speeds import Speeds
 
 GROUP = "baton.router_policies"
 
 
-@dataclass(frozen=True)
-class PolicyContext:
-    """What a policy is given.
-
-    Attributes:
-        beta: Weight of load against match.
-        temperature: Of the softmax over scores; 0: the best wins.
-        session_overload: Relative load from which a session leaves its home.
-        rng: For random choices.
-        speeds: What served requests have taught.
-        options: ``--policy-options``: ``key=value`` pairs, for policies of other packages.
-    """
-
-    beta: float = 0.5
-    temperature: float = 0.0
-    session_overload: float = 3.0
-    rng: random.Random = field(default_factory=random.Random)
-    speeds: Speeds = field(default_factory=Speeds)
-    options: Mapping[str, str] = field(default_factory=dict)
-
-
-PolicyFactory = Callable[[PolicyContext], Policy]
-
-_BUILT_IN: Mapping[str, PolicyFactory] = {
-    MatchMinusLoad.name: lambda context: MatchMinusLoad(context.beta, context.temperature),
-    CostMs.name: lambda context: CostMs(context.speeds),
-    RoundRobin.name: lambda context: RoundRobin(),
-    Uniform.name: lambda context: Uniform(),
-    LeastLoaded.name: lambda context: LeastLoaded(),
-    PowerOfTwo.name: lambda context: PowerOfTwo(context.rng),
-    Session.name: lambda context: Session(MatchMinusLoad(context.beta, context.temperature), context.session_overload),
-}
+_POLICIES = "baton_router.scheduler.policies"
+_BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "match_minus_load": f"{_POLICIES}.match_minus_load:MatchMinusLoad",
+        "cost_ms": f"{_POLICIES}.cost_ms:CostMs",
+        "round_robin": f"{_POLICIES}.round_robin:RoundRobin",
+        "random": f"{_POLICIES}.uniform:Uniform",
+        "least_loaded": f"{_POLICIES}.least_loaded:LeastLoaded",
+        "power_of_two": f"{_POLICIES}.power_of_two:PowerOfTwo",
+        "session": f"{_POLICIES}.session:Session",
+    }
+)
+"""``module:class`` by name: a new policy is a file and a line here."""
 POLICIES = tuple(_BUILT_IN)
 """Names of Baton's own policies."""
 
@@ -76,7 +51,9 @@ def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
     if name in _BUILT_IN:
         if context.options:
             raise ConfigError(f"the policy {name} takes no options", field="policy_options")
-        return _BUILT_IN[name](context)
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        built_in: type[BuiltInPolicy] = getattr(import_module(module), attribute)
+        return built_in.make(context)
     known = {point.name: point for point in entry_points(group=GROUP)}
     if name not in known:
         there = ", ".join([*POLICIES, *sorted(known)])

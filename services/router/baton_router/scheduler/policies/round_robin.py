@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.types import InstanceId
-from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
+from baton_router.scheduler.policy import BuiltInPolicy, Ratings, Request, Scores, Side
 
 _MAX_REMEMBERED = 4096
 
 
-class RoundRobin(Policy):
+class RoundRobin(BuiltInPolicy):
     """Take the instance that was chosen longest ago, by name among those never chosen.
 
     Remembering *when* each was chosen, instead of a counter, keeps the turn fair while instances come and go.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Self
 
 from baton.errors import ConfigError
 from baton.types import InstanceId
-from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
+from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
+from baton_router.scheduler.policy import BuiltInPolicy, Policy, PolicyContext, Ratings, Request, Scores, Side
 
 _STICKS = 1000.0
 """Above anything that another term can say."""
 
 
-class Session(Policy):
+class Session(BuiltInPolicy):
     """Send every request of a session to the same pair.
 
     Algorithm: rendezvous hashing. Each instance gets a pseudo-random rank for the session, and the first in that order
@@ -42,6 +44,11 @@ class Session(Policy):
             raise ConfigError(f"session_overload must be above 1, got {overload}", field="session_overload")
         self._inner = inner
         self._overload = overload
+
+    @classmethod
+    def make(cls, context: PolicyContext) -> Self:
+        """Build it over the default policy, for requests without a session."""
+        return cls(MatchMinusLoad.make(context), context.session_overload)
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Let the home win, if there is one."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
+from baton_router.scheduler.policy import BuiltInPolicy, Ratings, Request, Scores, Side
 
 
-class Uniform(Policy):
+class Uniform(BuiltInPolicy):
     """Choose uniformly at random: the baseline that others must beat. All instances tie, and ties are random."""
 
     name = "random"
