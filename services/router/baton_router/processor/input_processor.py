@@ -262,12 +262,14 @@ def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: in
     if isinstance(prompt, _ID_LISTS):
         if limit is not None and len(prompt) >= limit:
             raise _no_room(request, limit, len(prompt))
-        most = max_id(prompt) if isinstance(prompt, array) else max(prompt, default=0)
-        if most >= info.vocab_size or (isinstance(prompt, list) and min(prompt, default=0) < 0):
-            raise InvalidRequestError(
-                f"token ids must be between 0 and {info.vocab_size - 1}", field=request.prompt_field
-            )
-        return token_ids(prompt)
+        bounds = f"token ids must be between 0 and {info.vocab_size - 1}"
+        try:
+            ids = token_ids(prompt)
+        except OverflowError as error:  # negative, or more than 32 bits
+            raise InvalidRequestError(bounds, field=request.prompt_field) from error
+        if max_id(ids) >= info.vocab_size:
+            raise InvalidRequestError(bounds, field=request.prompt_field)
+        return ids
     text = prompt if isinstance(prompt, str) else _render(model, prompt, request.prompt_field)
     fewest = model.tokenizer.fewest_tokens(text)
     if limit is not None and fewest >= limit:
