@@ -15,7 +15,7 @@ from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InternalError
 from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
 from baton.token_ids import token_ids
-from baton_router.dispatch.request import Attempt, Group, Sequence
+from baton_router.dispatch.attempt import Attempt, Group, Sequence
 from baton_router.dispatch.turn_batching import END, TAKE, Steps
 from baton_router.dispatch.worker_stream import AttemptFailed
 from baton_router.registry.instance import Instance

@@ -23,26 +23,23 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import grpc
-import msgspec
-
-from baton.api.v1 import common_pb2, worker_pb2
+from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, DeadlineError, InternalError, QueueFullError, UnavailableError
 from baton.rpc.channel import Backoff
 from baton.rpc.convert import sampling_to_pb
-from baton.rpc.multiplex import Call, CallEnded
 from baton.seeds import sequence_seed
 from baton.token_ids import pack_ids, token_ids
 from baton.types import FinishReason, Role, SamplingParams
 from baton_router.admission.gate import Admission, Ticket
 from baton_router.config import RouterConfig
+from baton_router.dispatch.attempt import Attempt, Group, Sequence, TraceMerge
 from baton_router.dispatch.deadlines import Deadlines
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
 from baton_router.dispatch.retry import Breakers, RetryBudget
 from baton_router.dispatch.turn_batching import PLACE, SEND, Steps
-from baton_router.dispatch.worker_stream import AttemptFailed, Lost, Message, WorkerStreams, failed, read_response
+from baton_router.dispatch.worker_stream import AttemptFailed, Message, WorkerStreams
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision
@@ -54,13 +51,10 @@ from baton_router.types import Order, RoutedRequest
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_END_GRACE_S = 1.0
-"""How long an instance may take to end its call after the last token."""
 _SAME_AGAIN_S = 0.5
 """After a connection broke: how long an instance that is still ready then is not tried again if there is no other."""
 _MAX_ID_CHARS = 240
 """Of a request's id that instances see: they take 256, with room for the number of the call."""
-_SUMS = ("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,160 +80,6 @@ class RequestContext:
     left: Callable[[RequestRun], None]
     slow: Callable[[RoutedRequest], Iterable[Instance]]
     decisions: DecisionLog = field(default_factory=DecisionLog)
-
-
-class Sequence(msgspec.Struct):
-    """One of the request's sequences: what was handed on of it."""
-
-    index: int
-    token_ids: list[int] = msgspec.field(default_factory=list)
-    finished: bool = False
-
-
-class Group(msgspec.Struct):
-    """Sequences that travel together, and what went wrong with them so far.
-
-    Attributes:
-        excluded: Identities of instances that failed them.
-        full: The latest refusal for lack of room, until an instance took the group.
-        last: The latest other failure.
-        failures: How many others there were.
-    """
-
-    sequences: list[Sequence]
-    excluded: set[tuple[str, int]] = msgspec.field(default_factory=set)
-    full: QueueFullError | None = None
-    last: AttemptFailed | None = None
-    failures: int = 0
-
-    @property
-    def open(self) -> list[Sequence]:
-        """Those that have not ended."""
-        return [s for s in self.sequences if not s.finished]
-
-    def has_open(self) -> bool:
-        """Whether there are any."""
-        for s in self.sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
-            if not s.finished:
-                return True
-        return False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that were handed on of all of them."""
-        return sum([len(s.token_ids) for s in self.sequences])
-
-    @property
-    def started(self) -> bool:
-        """Whether anything was handed on."""
-        return any(s.token_ids or s.finished for s in self.sequences)
-
-
-class Attempt:
-    """A group on one instance: what it holds there, and the call. :meth:`close` it, whatever happens.
-
-    Args:
-        run: Is told what comes.
-        group: The sequences.
-        placement: Where they are.
-        number: The request's attempts so far, with this one.
-
-    Attributes:
-        tokens_before: Tokens that the group had when it came here.
-        closed: Whether it has left again.
-    """
-
-    __slots__ = ("_call", "_grace", "_run", "closed", "group", "number", "placement", "tokens_before")
-
-    def __init__(self, run: RequestRun, group: Group, placement: Placement, number: int) -> None:
-        self._run = run
-        self.group, self.placement, self.number = group, placement, number
-        self.tokens_before = group.num_tokens
-        self._call: Call | None = None
-        self._grace: asyncio.TimerHandle | None = None
-        self.closed = False
-
-    def start(self, streams: WorkerStreams, request: worker_pb2.GenerateRequest) -> None:
-        """Begin the call."""
-        self._call = streams.start(self.placement.decode, request, self)
-        self.placement.decode.began(self)
-
-    def hold(self, held: bool) -> None:
-        """Keep what comes from now on, or go on handing it on."""
-        if self._call is not None:
-            self._call.hold(held)
-
-    def close(self) -> None:
-        """Abort the call if it still runs and give back what the group holds; once."""
-        if self.closed:
-            return
-        self.closed = True
-        if self._grace is not None:
-            self._grace.cancel()
-        if self._call is not None:
-            self.placement.decode.ended(self)
-            self._call.close()
-        self._run.on_left(self)
-        self.placement.release()
-
-    def expire(self) -> None:
-        """The request's time is over."""
-        error = DeadlineError("the request's time is over")
-        if self._call is not None:
-            self._call.fail(CallEnded(error, grpc.StatusCode.DEADLINE_EXCEEDED))
-        else:  # its call is not even sent
-            self._end(AttemptFailed(error, "deadline_exceeded"))
-
-    def lose(self) -> None:
-        """The instance was found dead without its connections breaking."""
-        assert self._call is not None  # who was not begun there is not lost
-        error = UnavailableError(f"{self.placement.decode.instance_id} does not answer any more")
-        self._call.fail(Lost(error, grpc.StatusCode.UNAVAILABLE))
-
-    # --- what the stream calls ---
-
-    def on_tokens(self, token_ids: list[int]) -> None:
-        """Take tokens of the first sequence."""
-        self._take(Message([RoutedDelta(self.group.sequences[0].index, token_ids)]))
-
-    def on_message(self, response: worker_pb2.GenerateResponse) -> None:
-        """Take a message."""
-        try:
-            message = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
-        except AttemptFailed as failure:  # this call's end alone: others share its stream
-            self._end(failure)
-            return
-        self._take(message)
-
-    def on_end(self, failure: CallEnded | None) -> None:
-        """Take the call's end."""
-        self._end(None if failure is None else failed(failure))
-
-    def _take(self, message: Message) -> None:
-        if self.closed:
-            return
-        try:
-            self._run.on_message(self, message)
-        except Exception as error:  # of ours, or of the sink: this request's end alone
-            self._run.fail(error)
-            return
-        if not self.closed and self._grace is None and not self.group.has_open():
-            # Nothing is needed any more: the end counts as come unless it comes soon.
-            self._grace = asyncio.get_running_loop().call_later(_END_GRACE_S, self._end, None)
-
-    def _end(self, failure: AttemptFailed | None) -> None:
-        if self.closed:
-            return
-        error: Exception | None = None
-        try:
-            self._run.judge(self, failure)
-        except Exception as refusal:
-            error = refusal
-        self.close()
-        if error is not None:
-            self._run.fail(error)
-        else:
-            self._run.go_on(self.group)
 
 
 class RequestRun:
@@ -681,60 +521,3 @@ class RequestRun:
         if failure.broken and group.failures == 1:
             return True  # its load went away with the instance
         return context.budget.take(failure.reason)
-
-
-class TraceMerge:
-    """One trace of a request that may have run on several instances.
-
-    What describes the request (path, prompt and cached tokens, TTFT) comes from the first attempt that answered; costs
-    are summed; ``decode_instance`` is the last one, ``pipe`` the first that was used.
-
-    Attributes:
-        router_queue_us: How long the request waited before the first attempt.
-    """
-
-    __slots__ = ("_latest", "_next", "num_migrations", "router_queue_us")
-
-    def __init__(self) -> None:
-        self._latest: dict[int, common_pb2.RequestTrace] = {}
-        self._next = self.num_migrations = self.router_queue_us = 0
-
-    def attempt(self) -> int:
-        """Return the key of a new attempt."""
-        self._next += 1
-        return self._next
-
-    def update(self, attempt: int, trace: common_pb2.RequestTrace) -> None:
-        """Take an attempt's trace; a later one replaces its earlier."""
-        self._latest[attempt] = trace
-
-    def attempts(self) -> list[common_pb2.RequestTrace]:
-        """Return the latest trace of each attempt that answered, in order."""
-        if len(self._latest) == 1:
-            return list(self._latest.values())
-        return [trace for _, trace in sorted(self._latest.items())]
-
-    def merged(self) -> common_pb2.RequestTrace:
-        """Return the request's trace as far as it is known."""
-        if len(self._latest) == 1:
-            (out,) = self._latest.values()
-        else:
-            out = self._sum()
-        out.num_migrations = self.num_migrations
-        out.router_queue_us = self.router_queue_us
-        return out
-
-    def _sum(self) -> common_pb2.RequestTrace:
-        out = common_pb2.RequestTrace()
-        for at, trace in enumerate(self.attempts()):
-            if at == 0:
-                out.CopyFrom(trace)
-                continue
-            for name in _SUMS:
-                setattr(out, name, getattr(out, name) + getattr(trace, name))
-            out.failed_prefills.extend(trace.failed_prefills)
-            out.decode_instance = trace.decode_instance
-            if not out.pipe and trace.pipe:
-                # The KV bytes summed above came over it.
-                out.pipe = trace.pipe
-        return out
