@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from baton.types import InstanceId, PrefillPath, Role
-from baton_router.scheduler.speeds import Speeds
 
 _SMOOTHING = 0.25
 """Share of a request's own work in the relative load. In simulations 0.1 to 0.5 gave the lowest time to first token:
@@ -150,27 +148,6 @@ class Ratings(msgspec.Struct):
     temperature: float = 0.0
 
 
-@dataclass(frozen=True)
-class PolicyContext:
-    """What a policy is given.
-
-    Attributes:
-        beta: Weight of load against match.
-        temperature: Of the softmax over scores; 0: the best wins.
-        session_overload: Relative load from which a session leaves its home.
-        rng: For random choices.
-        speeds: What served requests have taught.
-        options: ``--policy-options``: ``key=value`` pairs, for policies of other packages.
-    """
-
-    beta: float = 0.5
-    temperature: float = 0.0
-    session_overload: float = 3.0
-    rng: random.Random = field(default_factory=random.Random)
-    speeds: Speeds = field(default_factory=Speeds)
-    options: Mapping[str, str] = field(default_factory=dict)
-
-
 class Policy(Protocol):
     """Scores the instances for one request. Called for every request, on the event loop: must not block.
 
@@ -186,15 +163,6 @@ class Policy(Protocol):
     def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
         """Take note of which instances the request went to: decode first, then prefill if one was chosen."""
         return None
-
-
-class BuiltInPolicy(Policy):
-    """A policy of Baton's own, which the registry builds by its class."""
-
-    @classmethod
-    def make(cls, context: PolicyContext) -> Self:
-        """Build it for a router; by default it needs nothing."""
-        return cls()
 
 
 def relative_loads(side: Side) -> list[float]:

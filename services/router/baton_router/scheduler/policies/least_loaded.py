@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton_router.scheduler.policy import BuiltInPolicy, Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.scheduler.policies.context import BuiltInPolicy
+from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads, scaled
 
 
 class LeastLoaded(BuiltInPolicy):

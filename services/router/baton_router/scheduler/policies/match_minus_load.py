@@ -6,7 +6,8 @@ import math
 from typing import Self
 
 from baton.errors import ConfigError
-from baton_router.scheduler.policy import BuiltInPolicy, PolicyContext, Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
+from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads
 
 _IDLE = 1e-6
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 import random
 from typing import Self
 
-from baton_router.scheduler.policy import (
-    BuiltInPolicy,
-    PolicyContext,
-    Ratings,
-    Request,
-    Scores,
-    Side,
-    relative_loads,
-    scaled,
-)
+from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
+from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads, scaled
 
 _NOT_DRAWN = -1000.0
 """Below any load of those that were drawn, but still in order: they are who is asked if the drawn ones fail."""

@@ -18,7 +18,8 @@ from types import MappingProxyType
 
 from baton.errors import BatonError, ConfigError
 from baton_router.config import RouterConfig
-from baton_router.scheduler.policy import BuiltInPolicy, Policy, PolicyContext
+from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
+from baton_router.scheduler.policy import Policy
 from baton_router.scheduler.speeds import Speeds
 
 GROUP = "baton.router_policies"

@@ -9,8 +9,9 @@ from typing import Self
 
 from baton.errors import ConfigError
 from baton.types import InstanceId
+from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
 from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
-from baton_router.scheduler.policy import BuiltInPolicy, Policy, PolicyContext, Ratings, Request, Scores, Side
+from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
 
 _STICKS = 1000.0
 """Above anything that another term can say."""
