@@ -14,7 +14,7 @@ class Expiring(Protocol):
 
 
 class Deadlines:
-    """Calls whoever was added so many seconds ago and not taken out again. For one event loop.
+    """Calls :meth:`Expiring.expire` of what was added so many seconds ago and not taken out again. For one event loop.
 
     Args:
         seconds: How long everybody has.
@@ -30,14 +30,14 @@ class Deadlines:
         return len(self._due)
 
     def add(self, item: Expiring) -> None:
-        """Begin somebody's time."""
+        """Begin an item's time."""
         loop = asyncio.get_running_loop()
         self._due[item] = loop.time() + self._seconds
         if self._timer is None:
             self._timer = loop.call_later(self._seconds, self._look)
 
     def discard(self, item: Expiring) -> None:
-        """Forget somebody; who was not added is no error."""
+        """Forget an item; one that was not added is no error."""
         self._due.pop(item, None)
 
     def _look(self) -> None:

@@ -31,7 +31,7 @@ class Steps:
     def __init__(self) -> None:
         self._due: list[list[tuple[Callable[[Any], None], Any]]] = [[] for _ in _STEPS]
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Whose turn is waited for; ``None``: nobody's."""
+        """Whose turn is waited for; ``None``: none."""
 
     def later(self, step: int, do: Callable[[_T], None], what: _T) -> None:
         """Have something done when everybody else is at the same step.
@@ -40,7 +40,7 @@ class Steps:
 
         Args:
             step: Which.
-            do: Must not block; what it raises is logged and hinders nobody else.
+            do: Must not block; what it raises is logged and does not hinder others.
             what: Its argument.
         """
         self._due[step].append((do, what))

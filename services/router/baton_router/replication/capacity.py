@@ -23,7 +23,7 @@ from baton_router.replication.peers import Peers
 from baton_router.replication.redis_log import Claim
 
 LEASE_S = 10.0
-_NOBODY = "\x00"
+_NO_ROUTER = "\x00"
 """Sorts before every name; stands for replicas that are expected but not there."""
 
 
@@ -163,7 +163,7 @@ class InstanceCapacity:
     def _shares(self, name: str, part: CapacityShare, others: dict[str, int]) -> dict[str, int]:
         wants = {self.name: part.wants, **others}
         for number in range(self._expected - len(wants)):
-            wants[f"{_NOBODY}{number}"] = 0
+            wants[f"{_NO_ROUTER}{number}"] = 0
         return fair_shares(part.capacity, wants)
 
     def _free_one(self) -> None:

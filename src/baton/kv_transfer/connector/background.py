@@ -1,7 +1,7 @@
 """Loads that run beside the engine: started and polled in its thread, at work in an event loop or in threads.
 
 Whatever ends a load (success, failure, cancel), its update comes exactly once, and only when its work has ended:
-nobody writes into the engine's blocks any more.
+no load writes into the engine's blocks any more.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
             except asyncio.CancelledError:
                 continue
         if not task.cancelled():
-            task.exception()  # retrieved: whoever waited tells the story
+            task.exception()  # retrieved: the caller that waited reports it
 
 
 async def run_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BatonError]:

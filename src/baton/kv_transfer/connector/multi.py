@@ -41,7 +41,7 @@ class MultiConnector(KVConnector):
     A load starts at the first connector that plans one. If its update falls short, the next connector that then plans
     one goes on from the tokens that are valid, and so on; the engine sees one update, at the end. A request's blocks
     are given back when every connector that wanted them kept has let them go. One that raises is passed over, and the
-    others go on; a load that it has begun stays its own, for nobody else can tell when its last write has ended.
+    others go on; a load that it has begun stays its own, since only it can tell when its last write has ended.
 
     Args:
         connectors: In the order in which they are asked; each belongs to this object from now on.
@@ -131,14 +131,14 @@ class MultiConnector(KVConnector):
             connector.blocks_computed(request_id, block_ids, hashes, num_tokens)
 
     def request_finished(self, request_id: RequestId) -> bool:
-        """Keep the blocks if anybody wants that."""
+        """Keep the blocks if a connector wants that."""
         holders = {i for i, connector in enumerate(self._connectors) if connector.request_finished(request_id)}
         if holders:
             self._holders[request_id] = holders
         return bool(holders)
 
     def poll_releases(self) -> list[RequestId]:
-        """Return the requests that nobody wants kept any more."""
+        """Return the requests that no connector wants kept any more."""
         released = []
         for i, connector in enumerate(self._connectors):
             for request_id in connector.poll_releases():
@@ -149,7 +149,7 @@ class MultiConnector(KVConnector):
         return released
 
     def has_pending(self) -> bool:
-        """Whether anybody has something outstanding."""
+        """Whether a connector has something outstanding."""
         return bool(self._chains or self._holders) or any(c.has_pending() for c in self._connectors)
 
     def close(self) -> None:

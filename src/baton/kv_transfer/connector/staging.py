@@ -113,7 +113,7 @@ class Lanes(StagingArena):
             raise DeadlineError("too many other transfers") from None
 
     def give(self, slots: list[int]) -> None:
-        """Give a lane back; nobody may use its slots any more."""
+        """Give a lane back; its slots must not be used any more."""
         self._free.put_nowait(slots)
 
     @asynccontextmanager

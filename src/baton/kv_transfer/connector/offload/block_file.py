@@ -89,7 +89,7 @@ class BlockFormat:
         return status.st_mtime
 
     def write(self, path: Path, name: BlockHash, block: npt.NDArray[np.uint8], *, sync: bool) -> None:
-        """Write a new file, which nobody sees as long as its name is not known.
+        """Write a new file, which other processes do not see as long as its name is not known.
 
         Args:
             path: The file, which must not be there.

@@ -1,8 +1,8 @@
 """A directory of block files that several processes share, bounded in size.
 
-A file gets its name when it is whole, by a rename, so nobody ever reads half of one. Each process adds up what it
+A file gets its name when it is whole, by a rename, so half of one is never read. Each process adds up what it
 writes and looks through the whole directory now and then; when it holds too much, the files that were used longest ago
-go. Processes need not know of each other: a file that somebody else removed is a miss.
+go. Processes need not know of each other: a file that another process removed is a miss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PART = ".part"
 _TOUCH_S = 60.0
 """A use is noted in the file's time at most this often: LRU to the minute, without a write per read."""
 _LOST_S = 600.0
-"""Age from which a part that nobody renamed is somebody's who died."""
+"""Age from which a part that was not renamed belongs to a process that died."""
 _RESCAN_SHARE = 0.05
 """Share of the limit that this process may write until it looks what others wrote."""
 _KEEP_SHARE = 0.9
@@ -154,7 +154,7 @@ class BlockFolder:
     def sweep(self) -> None:
         """Look what is there, and remove what was used longest ago if it is too much."""
         if not self._scan.acquire(blocking=False):
-            return  # somebody is at it
+            return  # another process is at it
         try:
             with self._lock:
                 self._unseen = 0

@@ -27,7 +27,7 @@ class HostMemory:
 
     Args:
         side: The arena, and the copying.
-        tell: Told of what came and went, in the loop; ``None``: nobody wants to know.
+        tell: Told of what came and went, in the loop; ``None``: no events are wanted.
 
     Attributes:
         num_evicted: Blocks that gave way to others.
@@ -149,7 +149,7 @@ class HostMemory:
 
 
 class OffloadConnector(BackedConnector):
-    """Loads blocks back that the pool has evicted. Here nobody needs to hope: what is there is known at once.
+    """Loads blocks back that the pool has evicted. What is there is known at once.
 
     Args:
         host: The memory; closed with this.

@@ -166,7 +166,7 @@ class P2PConsumer(KVConnector):
         return LoadPlan(num_tokens=len(request.token_ids), with_first_token=True)
 
     def local_reason(self, request_id: RequestId) -> str:
-        """Return why a request was not loaded from outside; empty: it was, or nobody asked."""
+        """Return why a request was not loaded from outside; empty: it was, or that was not asked for."""
         return self._local_reasons.get(request_id, "")
 
     def forget(self, request_id: RequestId) -> None:
@@ -255,7 +255,7 @@ class P2PConsumer(KVConnector):
             load.first_token = event.first_token
             load.source_cached_tokens = event.prefix_hit_tokens
         finally:
-            # Nobody may write into our blocks after the report: stop the copies, then wait for them.
+            # No copy may write into our blocks after the report: stop the copies, then wait for them.
             tasks: list[asyncio.Task[Any]] = [*state.fetches, *state.early.values()]
             if any(not task.done() for task in tasks):
                 load.cancelled.set()

@@ -203,7 +203,7 @@ class BackedConnector(KVConnector):
             self._saver.close()
 
     async def aclose(self) -> None:
-        """Close, wait until nobody reads or writes blocks any more, and hang up. Runs in the loop."""
+        """Close when no load reads or writes blocks any more. Runs in the loop."""
         self.close()
         await self._loads.wait_ended()
         if self._saver is not None:

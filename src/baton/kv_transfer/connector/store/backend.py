@@ -140,7 +140,7 @@ class ChainPart:
         hashes: The chain from its first block on, at least to the part's end.
         start: The part's first block.
         stop: The block after its last one.
-        tenant: Whose blocks these are; ``None``: nobody's.
+        tenant: Whose blocks these are; ``None``: none.
     """
 
     hashes: Sequence[BlockHash]
@@ -209,7 +209,7 @@ class StoreBackend(Protocol):
         deadline: float,
         cancelled: threading.Event,
     ) -> None:
-        """Copy the longest prefix of a part that the store holds. On return nobody writes into the blocks any more.
+        """Copy the longest prefix of a part that the store holds. On return no pipe writes into the blocks any more.
 
         Args:
             part: Which blocks.

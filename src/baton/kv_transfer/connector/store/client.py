@@ -30,7 +30,7 @@ from baton.types import BlockHash, BlockId, Tenant
 log = logging.getLogger(__name__)
 
 _LATE_S = 15.0
-"""How long a store may take to hear that a lease is given back, or to answer a Get that nobody waits for any more."""
+"""How long a store may take to hear that a lease is given back, or to answer a Get that no load waits for any more."""
 _LEASE_MARGIN_S = 1.0
 
 
@@ -239,7 +239,7 @@ class StoreClient:
             block_ids: Parallel to ``hashes``.
             generations: Parallel to ``hashes``; a block that changes meanwhile is not stored.
             deadline: ``time.monotonic()`` seconds.
-            tenant: Whose blocks these are; ``None``: nobody's.
+            tenant: Whose blocks these are; ``None``: none.
             ready: The source's progress before it computes them; ``None``: they are complete.
 
         Returns:
@@ -267,7 +267,7 @@ class StoreClient:
 
         Args:
             hashes: At most ``blocks_per_call``.
-            tenant: Whose blocks these are; ``None``: nobody's.
+            tenant: Whose blocks these are; ``None``: none.
 
         Raises:
             BatonError: The store refused or was not reached.
@@ -286,7 +286,7 @@ class StoreClient:
         Args:
             hashes: At most ``blocks_per_call``.
             deadline: ``time.monotonic()`` seconds, until which the lease lasts; the answer comes sooner.
-            tenant: Whose blocks these are; ``None``: nobody's.
+            tenant: Whose blocks these are; ``None``: none.
 
         Raises:
             BatonError: The store refused or was not reached.
@@ -300,7 +300,7 @@ class StoreClient:
             tenant=tenant_to_pb(tenant),
             wait_ms=max(1, round(1000 * patience)),
         )
-        # The call outlives the patience: a lease whose answer nobody reads would hold the store's memory until it ends.
+        # The call outlives the patience: a lease whose answer is not read would hold the store's memory until it ends.
         call = self._calls.begin("Get", request, patience + _LATE_S)
         try:
             async with asyncio.timeout(patience):
@@ -349,7 +349,7 @@ class StoreClient:
         return await self._fetcher.fetch_async(lease.source, blocks, deadline=deadline, cancelled=cancelled)
 
     def release(self, lease: StoreLease) -> None:
-        """Give a lease back in the background: nobody needs to wait for it, and the next call may take it along."""
+        """Give a lease back in the background: no caller waits for it, and the next call may take it along."""
         self._give_back(lease.lease_id)
 
     async def ping(self) -> None:
@@ -369,7 +369,7 @@ class StoreClient:
         await self._calls.close()
 
     def _forgo(self, call: asyncio.Future[Any]) -> None:
-        """Give the lease back that a call may still bring; nobody waits for it any more."""
+        """Give the lease back that a call may still bring, though no load waits for it."""
 
         def ended(call: asyncio.Future[Any]) -> None:
             self._forgone.discard(call)

@@ -88,7 +88,7 @@ class _Group:
 
     @property
     def has_choice(self) -> bool:
-        """Whether somebody else could be asked for all of it."""
+        """Whether another node could be asked for all of it."""
         return all(len(piece.left) > 1 for piece in self.pieces)
 
 
@@ -137,7 +137,7 @@ class ClusterLoad:
             raise UnavailableError(f"no node of the KV store answers: {failures}")
 
     def _groups(self) -> dict[Node, _Group]:
-        """Return whom to ask for what of the part's rest, up to the first segment that nobody is left for."""
+        """Return whom to ask for what of the part's rest, up to the first segment that no node is left for."""
         groups: dict[Node, _Group] = {}
         limit = self._cluster.options.blocks_per_call
         for piece in self._pieces:
@@ -234,7 +234,7 @@ class ClusterLoad:
                 self._failed(node, group.pieces, answer)
 
     def _deadline_of(self, group: _Group) -> float:
-        """The load's deadline, or half the way to it while somebody else could still be asked."""
+        """The load's deadline, or half the way to it while another node could still be asked."""
         now = time.monotonic()
         return now + (self._deadline - now) / 2 if group.has_choice else self._deadline
 
@@ -329,7 +329,7 @@ class Copy:
     Attributes:
         key: Names the segment.
         hashes: Its blocks from its first one on.
-        tenant: Whose blocks these are; ``None``: nobody's.
+        tenant: Whose blocks these are; ``None``: none.
     """
 
     key: BlockHash

@@ -79,7 +79,7 @@ class MooncakeValues:
         return [answer != _NO_ROOM and _checked(answer) == 0 for answer in answers]
 
     async def close(self) -> None:
-        """Leave the store. Calls that nobody waits for any more end first."""
+        """Leave the store. Calls that no caller waits for any more end first."""
 
         def end() -> None:
             self._threads.shutdown()

@@ -225,7 +225,7 @@ class Membership(Protocol):
             deadline: ``time.monotonic()`` seconds.
 
         Raises:
-            BatonError: Nobody knows.
+            BatonError: No node answered.
         """
 
     async def close(self) -> None:

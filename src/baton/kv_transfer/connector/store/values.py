@@ -1,7 +1,7 @@
 """Stores that keep bytes under keys, and know nothing of KV: each block is a value, under its fingerprint and hash.
 
 A value begins with a header: magic, block hash, XXH3-128 of what follows. So a value that was cut off, damaged, or
-written by somebody else under that key counts as missing.
+written by another application under that key counts as missing.
 
 Bytes go through a side arena in lanes of a few MiB, and from there into the pool with the same code, and the same
 fences, that copy from any other source: so it makes no difference how the pool is cut up over ranks.
