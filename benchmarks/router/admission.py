@@ -18,9 +18,8 @@ from tests.support.servers.fake_worker import FINGERPRINT
 
 from baton.token_ids import token_ids
 from baton.types import Epoch, InstanceId, RequestId, Role, SamplingParams
-from baton_router.admission.estimates import Estimates
+from baton_router.admission.estimates import Estimates, Room
 from baton_router.admission.gate import Admission, Limits
-from baton_router.admission.room import Room
 from baton_router.config import RouterConfig
 from baton_router.registry.instance import InstanceInfo, Status
 from baton_router.registry.registry import Registry

@@ -27,7 +27,7 @@ from baton_router.accounts.credential_reload import CredentialReload
 from baton_router.accounts.redis_source import IN_REDIS, RedisAccounts
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
-from baton_router.dispatch.turn_batching import Steps
+from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import create_app
 from baton_router.frontend.console.debug import add_replicas, watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
@@ -37,12 +37,12 @@ from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics.fast_metrics import GaugeFunction
 from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
-from baton_router.registry.discovery.sources import discoveries
+from baton_router.registry.discovery import discoveries
+from baton_router.registry.load import Waiters
 from baton_router.registry.registry import Registry
-from baton_router.registry.waiters import Waiters
 from baton_router.replication.capacity import InstanceCapacity, replica_name
 from baton_router.replication.replica import Replica
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import DecisionLog
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class RouterApp:
             )
         self._accounts = accounts.accounts if accounts is not None else None
         self.metrics = CollectorRegistry()
-        steps = Steps()
+        steps = TurnBatcher()
         waiters = Waiters()
         capacity = InstanceCapacity(
             replica_name(config),

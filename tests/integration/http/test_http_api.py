@@ -23,7 +23,7 @@ from tests.support.scripted import ANSWER, EOS, MODEL, ScriptedDispatcher, encod
 from baton.errors import InternalError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.tokenizer import TextModelCache, Tokenizer
 from baton_router.accounts.accounts import Accounts
-from baton_router.dispatch.turn_batching import Steps
+from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import create_app
 from baton_router.frontend.http.options import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
@@ -39,7 +39,7 @@ class Served:
     """A real server in a thread, with a dispatcher that tests set up as they like."""
 
     def __init__(
-        self, *, protocol: type[HttpProtocol] = HttpProtocol, steps: Steps | None = None, **options: Any
+        self, *, protocol: type[HttpProtocol] = HttpProtocol, steps: TurnBatcher | None = None, **options: Any
     ) -> None:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()

@@ -14,7 +14,7 @@ from tests.integration.http.test_http_api import Served, raw
 from tests.support.scripted import ANSWER, ModelInfo, encode
 
 from baton_router.accounts.accounts import Accounts
-from baton_router.dispatch.turn_batching import PREPARE, RESPOND, START, Steps
+from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, TurnBatcher
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.processor.input_processor import InputProcessor
 
@@ -212,10 +212,10 @@ def test_nobody_is_connected(api: Served, target: bytes) -> None:
     assert api.http.get("/health").status_code == 200
 
 
-# --- between two steps of a request (see baton_router.dispatch.turn_batching) ---
+# --- between two steps of a request (see baton_router.dispatch.event_loop) ---
 
 
-class Meddling(Steps):
+class Meddling(TurnBatcher):
     """Steps where something happens to one request, the first that comes once ``armed``, just before one of its own."""
 
     def __init__(self, before: int, meddle: Callable[[Any], None]) -> None:

@@ -24,7 +24,7 @@ from baton.rpc.redis_client import end_task, instance_key, open_redis
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, RedisRegistration
 from baton_router.config import RouterConfig
-from baton_router.registry.discovery.sources import discoveries
+from baton_router.registry.discovery import discoveries
 from baton_router.registry.registry import Registry
 
 

@@ -11,8 +11,8 @@ from tests.integration.router.test_router_dispatch import Router, World, make_re
 from tests.support.servers.fake_worker import FakeWorker
 
 from baton.errors import DeadlineError
+from baton_router.dispatch.event_loop import PLACE
 from baton_router.dispatch.interface import RoutedChunk
-from baton_router.dispatch.turn_batching import PLACE
 
 
 class Sink:

@@ -15,9 +15,8 @@ from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InternalError
 from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
 from baton.token_ids import token_ids
-from baton_router.dispatch.attempt import Attempt, Group, Sequence
-from baton_router.dispatch.turn_batching import END, TAKE, Steps
-from baton_router.dispatch.worker_stream import AttemptFailed
+from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Sequence
+from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import PlacementRequest
 
@@ -57,8 +56,8 @@ class Wire:
 
 
 @pytest.fixture
-async def opened() -> AsyncIterator[tuple[CallStream, Wire, Steps]]:
-    steps, wire = Steps(), Wire()
+async def opened() -> AsyncIterator[tuple[CallStream, Wire, TurnBatcher]]:
+    steps, wire = TurnBatcher(), Wire()
     channel: Any = wire
     stream = CallStream(
         channel,
@@ -71,7 +70,7 @@ async def opened() -> AsyncIterator[tuple[CallStream, Wire, Steps]]:
     await asyncio.wait([stream._task])
 
 
-Opened = tuple[CallStream, Wire, Steps]
+Opened = tuple[CallStream, Wire, TurnBatcher]
 
 
 REQUEST = worker_pb2.GenerateRequest()
@@ -124,7 +123,7 @@ async def test_a_reader_that_leaves_between_its_tokens_and_its_end_gets_no_end(o
     message.ends.add(call=1)
     stream._take(message)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("baton_router.dispatch.turn_batching.log.exception", failures.append)
+        patch.setattr("baton_router.dispatch.event_loop.log.exception", failures.append)
         await asyncio.sleep(0)
     assert (notes.tokens, notes.ends, failures) == ([7], [], [])
 

@@ -26,8 +26,7 @@ from baton_router.indexer.pending_blocks import PendingBlocks
 from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import InstanceCapacity
-from baton_router.replication.publish import MAX_ENTRY_CHAIN_BYTES, PendingPublisher
-from baton_router.replication.remote_state import RemotePending
+from baton_router.replication.pending_sync import MAX_ENTRY_CHAIN_BYTES, PendingPublisher, RemotePending
 from baton_router.replication.replica import SILENT_S, Replica
 from baton_router.replication.wire import (
     LIFETIME_S,

@@ -17,8 +17,7 @@ from baton_router.frontend.console.flows import Flow, Flows
 from baton_router.frontend.console.window_stats import WindowStats, quantile
 from baton_router.processor.generation_metrics import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextDelta
-from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.policy import Ratings, Request, Scores, Side, choose, prefill_order

@@ -13,8 +13,7 @@ from tests.support.servers.fake_worker import FINGERPRINT
 from baton.errors import BatonError, ConfigError
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Epoch, InstanceId, Role
-from baton_router.registry.identity import IdentityCheck
-from baton_router.registry.instance import InstanceInfo
+from baton_router.registry.instance import IdentityCheck, InstanceInfo
 
 
 def info(role: Role = Role.DECODE, tokenizer: str = "", **fingerprint: Any) -> InstanceInfo:

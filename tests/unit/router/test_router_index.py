@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash
-from baton_router.indexer.block_table import BlockTable
-from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
+from baton_router.indexer.prefix_index import BlockTable, PendingChain, PrefixIndex
 
 ROOT = root_hash(b"test")
 

@@ -21,10 +21,10 @@ from baton.types import Role
 from baton_router.app import RouterApp, listen
 from baton_router.config import RouterConfig
 from baton_router.dispatch.attempt import TraceMerge
-from baton_router.dispatch.chunk_queue import ChunkQueue
+from baton_router.dispatch.interface import ChunkQueue
 from baton_router.dispatch.metrics import DispatchMetrics
-from baton_router.registry.leases import Leases
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, LoadTracker
+from baton_router.registry.registry import Leases
 
 # --- load ---
 

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from baton.types import Role
 from baton_router.config import RouterConfig
-from baton_router.registry.load import LoadTracker
-from baton_router.registry.waiters import Waiters
-from baton_router.replication.capacity import CapacityShare, InstanceCapacity, fair_shares
-from baton_router.replication.peers import Peers
+from baton_router.registry.load import LoadTracker, Waiters
+from baton_router.replication.capacity import CapacityShare, InstanceCapacity, Peers, fair_shares
 from baton_router.replication.wire import Entry, EntryError, Registered, Totals, decode, encode
 
 WANTS = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.integers(0, 100), min_size=1, max_size=8)

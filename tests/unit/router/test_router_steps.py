@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from baton_router.dispatch.turn_batching import END, PLACE, PREPARE, SEND, TAKE, Steps
+from baton_router.dispatch.event_loop import END, PLACE, PREPARE, SEND, TAKE, TurnBatcher
 
 
 async def test_all_requests_are_at_a_step_before_one_is_at_the_next() -> None:
-    steps, done = Steps(), list[str]()
+    steps, done = TurnBatcher(), list[str]()
 
     def place(name: str) -> None:
         done.append(f"place {name}")
@@ -25,7 +25,7 @@ async def test_all_requests_are_at_a_step_before_one_is_at_the_next() -> None:
 
 
 async def test_what_a_turn_is_beyond_is_done_in_the_next() -> None:
-    steps, done = Steps(), list[str]()
+    steps, done = TurnBatcher(), list[str]()
 
     def again(name: str) -> None:
         steps.later(TAKE, done.append, name)
@@ -40,7 +40,7 @@ async def test_what_a_turn_is_beyond_is_done_in_the_next() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
 async def test_a_step_that_fails_hinders_nobody(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
-    steps, done = Steps(), list[str]()
+    steps, done = TurnBatcher(), list[str]()
 
     def fail(what: str) -> None:
         raise error(what)
@@ -55,7 +55,7 @@ async def test_a_step_that_fails_hinders_nobody(error: type[BaseException], capl
 
 
 def test_steps_are_done_in_whatever_loop_they_are_put_in() -> None:
-    steps, done = Steps(), list[int]()
+    steps, done = TurnBatcher(), list[int]()
 
     async def one(number: int) -> None:
         steps.later(PLACE, done.append, number)

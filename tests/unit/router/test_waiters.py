@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton_router.registry.waiters import Waiters
+from baton_router.registry.load import Waiters
 
 
 async def waiters(room: Waiters, count: int) -> list[asyncio.Task[None]]:

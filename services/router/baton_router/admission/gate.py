@@ -21,12 +21,85 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
-from baton_router.admission.estimates import DrainRate, Estimates, Outlook
-from baton_router.admission.limits import TenantLimits
+from baton_router.admission.estimates import DrainRate, Estimates, Outlook, Room
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue, Waiting
-from baton_router.admission.room import Room
 from baton_router.types import Account, RoutedRequest
+
+_MINUTE_S = 60.0
+_BUSY_S = 1.0
+"""After which a tenant with too many requests at once may try again: when one of them ends is not known."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    at: float
+
+    def fill(self, most: float, now: float) -> None:
+        self.level = min(most, self.level + (now - self.at) * most / _MINUTE_S)
+        self.at = now
+
+    def wait_s(self, cost: float, most: float) -> float:
+        """Seconds until so much can be taken; 0: now."""
+        return max(0.0, min(cost, most) - self.level) * _MINUTE_S / most
+
+
+@dataclass(slots=True)
+class _Use:
+    requests: _Bucket
+    tokens: _Bucket
+    running: int = 0
+
+
+class TenantLimits:
+    """The books of tenants that have limits.
+
+    Args:
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._uses: dict[str, _Use] = {}
+
+    def begin(self, account: Account, cost: float) -> None:
+        """Take a request in; give it back with :meth:`end`.
+
+        Args:
+            account: Whose it is.
+            cost: Tokens that it is expected to take.
+
+        Raises:
+            QueueFullError: That would be more than the tenant may do; says when it may try again.
+        """
+        now = self._now()
+        use = self._uses.get(account.name)
+        if use is None:
+            full = _Bucket(account.requests_per_minute, now), _Bucket(account.tokens_per_minute, now)
+            use = self._uses[account.name] = _Use(*full)
+        if account.max_in_flight and use.running >= account.max_in_flight:
+            message = f"{use.running} requests of this tenant run or wait, as many as it may have at once"
+            raise QueueFullError(message, retry_after_s=_BUSY_S)
+        asked = (
+            (use.requests, account.requests_per_minute, 1.0, "requests"),
+            (use.tokens, account.tokens_per_minute, cost, "tokens"),
+        )
+        for bucket, most, amount, what in asked:
+            if most:
+                bucket.fill(most, now)
+                wait_s = bucket.wait_s(amount, most)
+                if wait_s > 0:
+                    message = f"this tenant has used its {most} {what} a minute"
+                    raise QueueFullError(message, retry_after_s=max(0.1, wait_s))
+        for bucket, most, amount, _ in asked:
+            bucket.level -= amount if most else 0.0
+        use.running += 1
+
+    def end(self, account: Account) -> None:
+        """A request of a tenant is over, or was not let in after all."""
+        self._uses[account.name].running -= 1
+
 
 _TICK_S = 0.01
 """How often the queue looks for room that it is not told of: reports of instances, instances that come back."""

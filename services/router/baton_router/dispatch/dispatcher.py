@@ -11,22 +11,18 @@ from prometheus_client import CollectorRegistry
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import QueueFullError, UnavailableError
 from baton.tracing import Span
-from baton_router.admission.estimates import Estimates
+from baton_router.admission.estimates import Estimates, Room
 from baton_router.admission.gate import Admission, Limits, Ticket
-from baton_router.admission.room import Room
 from baton_router.config import RouterConfig
-from baton_router.dispatch.chunk_queue import ChunkQueue
-from baton_router.dispatch.deadlines import Deadlines
-from baton_router.dispatch.interface import ChunkSink, RoutedChunk, Running
+from baton_router.dispatch.attempt import WorkerStreams
+from baton_router.dispatch.event_loop import Deadlines, TurnBatcher
+from baton_router.dispatch.interface import ChunkQueue, ChunkSink, RoutedChunk, Running
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirstCalls
 from baton_router.dispatch.request import RequestContext, RequestRun
 from baton_router.dispatch.retry import Breakers, RetryBudget
-from baton_router.dispatch.turn_batching import Steps
-from baton_router.dispatch.worker_stream import WorkerStreams
 from baton_router.registry.registry import Registry
-from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import LowerTiers, Placer, parse_tier_weights
@@ -83,9 +79,9 @@ class PlacingDispatcher:
         registry: Registry,
         metrics: CollectorRegistry,
         decisions: DecisionLog | None = None,
-        steps: Steps | None = None,
+        steps: TurnBatcher | None = None,
     ) -> None:
-        steps = steps or Steps()
+        steps = steps or TurnBatcher()
         self._registry = registry
         self.metrics = DispatchMetrics(metrics)
         self._config = config

@@ -32,18 +32,15 @@ from baton.token_ids import pack_ids, token_ids
 from baton.types import FinishReason, Role, SamplingParams
 from baton_router.admission.gate import Admission, Ticket
 from baton_router.config import RouterConfig
-from baton_router.dispatch.attempt import Attempt, Group, Sequence, TraceMerge
-from baton_router.dispatch.deadlines import Deadlines
+from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Message, Sequence, TraceMerge, WorkerStreams
+from baton_router.dispatch.event_loop import PLACE, SEND, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
 from baton_router.dispatch.retry import Breakers, RetryBudget
-from baton_router.dispatch.turn_batching import PLACE, SEND, Steps
-from baton_router.dispatch.worker_stream import AttemptFailed, Message, WorkerStreams
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
-from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import Placer
 from baton_router.types import Order, RoutedRequest
@@ -75,7 +72,7 @@ class RequestContext:
     budget: RetryBudget
     streams: WorkerStreams
     deadlines: Deadlines
-    steps: Steps
+    steps: TurnBatcher
     prefill_first: PrefillFirstCalls
     left: Callable[[RequestRun], None]
     slow: Callable[[RoutedRequest], Iterable[Instance]]

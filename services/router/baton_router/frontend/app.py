@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from baton.errors import InternalError
 from baton.version import __version__
+from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
-from baton_router.dispatch.turn_batching import Steps
 from baton_router.frontend.http import errors
 from baton_router.frontend.http.metrics import HttpMetrics
 from baton_router.frontend.http.middleware import AccessCheck, HttpMiddleware
@@ -55,7 +55,7 @@ def create_app(
     registry: CollectorRegistry,
     options: HttpOptions | None = None,
     ready: Callable[[], bool] | None = None,
-    steps: Steps | None = None,
+    steps: TurnBatcher | None = None,
 ) -> HttpFront:
     """Build the HTTP interface.
 
@@ -93,7 +93,7 @@ def create_app(
     _add(app, "GET", "/readyz", health.ready)
     _add(app, "GET", "/metrics", health.metrics)
     _add(app, "GET", "/version", health.version)
-    return HttpFront(app, GenerationEndpoints(processor, options, metrics, access, steps or Steps()))
+    return HttpFront(app, GenerationEndpoints(processor, options, metrics, access, steps or TurnBatcher()))
 
 
 class _DocumentedApp(FastAPI):

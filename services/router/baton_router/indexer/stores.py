@@ -26,8 +26,7 @@ from baton.rpc.channel import Backoff
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import STORE_TIERS, EventApplier
-from baton_router.indexer.event_subscriber import EventSubscriber
-from baton_router.indexer.metrics import IndexMetrics
+from baton_router.indexer.event_subscriber import EventSubscriber, IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)

@@ -24,13 +24,11 @@ from baton.tokenizer import StopStrings, TextModel
 from baton.tracing import Span, SpanExporter, parse_traceparent
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Tenants
-from baton_router.dispatch.chunk_queue import ChunkQueue
-from baton_router.dispatch.interface import Dispatcher, Running
+from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
 from baton_router.processor.generation_metrics import GenerationClock, GenerationMetrics
 from baton_router.processor.output_processor import OutputProcessor, TextSink
 from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
-from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.types import MAX_SALT_CHARS, ModelInfo, RoutedRequest
 
 _ids = random.Random()

@@ -9,7 +9,7 @@ from baton.types import FinishReason
 from baton_router.dispatch.interface import Dispatcher, RoutedChunk, RoutedDelta, Running
 from baton_router.processor.generation_metrics import GenerationClock, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import DecisionLog
 
 _ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
 

@@ -8,11 +8,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton_router.indexer.metrics import IndexMetrics
+from baton_router.indexer.event_subscriber import IndexMetrics
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.registry.instance import Instance, Status
-from baton_router.registry.load import NO_LIMIT
-from baton_router.registry.waiters import Waiters
+from baton_router.registry.load import NO_LIMIT, Waiters
 
 _NAME = "baton_router_"
 

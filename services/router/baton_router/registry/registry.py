@@ -1,11 +1,13 @@
-"""Every instance the router knows: those named on the command line and those that registered themselves."""
+"""Every instance the router knows: those named on the command line and those that registered themselves, by leases."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
@@ -22,13 +24,85 @@ from baton_router.config import RouterConfig, check_address
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
-from baton_router.registry.identity import IdentityCheck
-from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.registry.instance import IdentityCheck, Instance, InstanceInfo, Status
 from baton_router.registry.instance_monitor import InstanceMonitor
-from baton_router.registry.leases import Leases
+from baton_router.registry.load import Waiters
 from baton_router.registry.metrics import RegistryMetrics
-from baton_router.registry.waiters import Waiters
 from baton_router.types import ModelInfo
+
+
+@dataclass(slots=True)
+class Lease:
+    """An instance's right to be known."""
+
+    lease_id: str
+    address: str
+    ends_at: float
+
+
+class Leases:
+    """Who registered, and until when.
+
+    Args:
+        ttl_s: Life of a lease after registration and after each heartbeat.
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, ttl_s: float, now: Callable[[], float]) -> None:
+        self.ttl_s = ttl_s
+        self._now = now
+        self._by_id: dict[str, Lease] = {}
+        self._by_address: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        """Leases that have not been taken out yet."""
+        return len(self._by_id)
+
+    def addresses(self) -> Collection[str]:
+        """Return who holds a lease."""
+        return self._by_address.keys()
+
+    def grant(self, address: str) -> Lease:
+        """Give an address a new lease; one it had before is void."""
+        old = self._by_address.get(address)
+        if old is not None:
+            del self._by_id[old.lease_id]
+        lease = Lease(secrets.token_hex(16), address, self._now() + self.ttl_s)
+        self._by_id[lease.lease_id] = self._by_address[address] = lease
+        return lease
+
+    def renew(self, lease_id: str) -> bool:
+        """Take a heartbeat; ``False`` if there is no such lease any more."""
+        lease = self._by_id.get(lease_id)
+        if lease is None or lease.ends_at <= self._now():
+            return False
+        lease.ends_at = self._now() + self.ttl_s
+        return True
+
+    def end(self, lease_id: str) -> str | None:
+        """Give a lease back; returns its address."""
+        lease = self._by_id.pop(lease_id, None)
+        if lease is None:
+            return None
+        del self._by_address[lease.address]
+        return lease.address
+
+    def drop_address(self, address: str) -> None:
+        """Void the lease of an address, if it has one."""
+        lease = self._by_address.get(address)
+        if lease is not None:
+            self.end(lease.lease_id)
+
+    def extend(self, seconds: float) -> None:
+        """Move every lease's end back: for a time in which this router could hear no heartbeat."""
+        for lease in self._by_id.values():
+            lease.ends_at += seconds
+
+    def take_expired(self) -> list[str]:
+        """Remove the leases that ran out and return their addresses."""
+        now = self._now()
+        return [self.end(x.lease_id) or "" for x in list(self._by_id.values()) if x.ends_at <= now]
+
 
 log = logging.getLogger(__name__)
 

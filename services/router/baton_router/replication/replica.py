@@ -25,15 +25,30 @@ from baton.rpc.channel import Backoff
 from baton.rpc.redis_client import end_task, redis_errors
 from baton.types import Role
 from baton_router.config import RouterConfig
-from baton_router.metrics.fast_metrics import GaugeFunction
+from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.registry.registry import Registry
-from baton_router.replication.capacity import LEASE_S, InstanceCapacity
-from baton_router.replication.metrics import ReplicaMetrics
-from baton_router.replication.peers import Peer, Peers
-from baton_router.replication.publish import PendingPublisher
+from baton_router.replication.capacity import LEASE_S, InstanceCapacity, Peer, Peers
+from baton_router.replication.pending_sync import PendingPublisher, RemotePending
 from baton_router.replication.redis_log import RedisLog
-from baton_router.replication.remote_state import RemotePending
 from baton_router.replication.wire import Entry, EntryError, ExpectedNews, Registered, Totals, decode, encode
+
+
+class ReplicaMetrics:
+    """Counts entries of the stream.
+
+    Args:
+        registry: Takes the metrics.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        entries = Counter("baton_router_replica_entries", "Entries of the stream of replicas", ["direction"], registry)
+        self.published, self.received = entries.labels("published"), entries.labels("received")
+        self.refused = entries.labels("refused")
+        self.told = Counter(
+            "baton_router_replica_expectations_told", "Chains of blocks told to the other routers", [], registry
+        )
+        self.losses = Counter("baton_router_redis_losses", "Times that Redis went away", [], registry)
+
 
 log = logging.getLogger(__name__)
 

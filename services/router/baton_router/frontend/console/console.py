@@ -23,7 +23,7 @@ from baton_router.frontend.console.explanation import summary
 from baton_router.frontend.console.flows import Flows
 from baton_router.frontend.console.window_stats import WindowStats
 from baton_router.registry.instance import Instance
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import DecisionLog
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",

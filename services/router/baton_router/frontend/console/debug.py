@@ -23,7 +23,7 @@ from baton_router.frontend.console.window_stats import WindowStats
 from baton_router.frontend.http.middleware import account_of
 from baton_router.indexer.stores import Store, Stores
 from baton_router.registry.instance import Instance
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import DecisionLog
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 500

@@ -9,8 +9,7 @@ from typing import Any
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
 from baton.types import PrefillPath
-from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.decision_log import RUNNING, DecisionRecord
+from baton_router.scheduler.decision import RUNNING, Decision, DecisionRecord
 
 _ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 _LOCAL_REASONS = {

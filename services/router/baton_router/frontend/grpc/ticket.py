@@ -23,8 +23,7 @@ from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.processor.generation_metrics import GenerationClock, cached_tokens
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import PreparedRequest
-from baton_router.scheduler.decision import Decision
-from baton_router.scheduler.decision_log import DecisionLog
+from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.placement import Placement
 from baton_router.types import Account, RoutedRequest
 

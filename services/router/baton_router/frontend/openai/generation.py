@@ -16,9 +16,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from baton.errors import BatonError, DeadlineError, InternalError
-from baton_router.dispatch.deadlines import Deadlines
+from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import Running
-from baton_router.dispatch.turn_batching import PREPARE, RESPOND, START, Steps
 from baton_router.frontend.http.body import check_media, decode
 from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.http_exchange import HttpExchange
@@ -57,7 +56,12 @@ class GenerationEndpoints:
     """
 
     def __init__(
-        self, processor: InputProcessor, options: HttpOptions, metrics: HttpMetrics, access: AccessCheck, steps: Steps
+        self,
+        processor: InputProcessor,
+        options: HttpOptions,
+        metrics: HttpMetrics,
+        access: AccessCheck,
+        steps: TurnBatcher,
     ) -> None:
         self.processor, self.options, self.metrics, self.steps = processor, options, metrics, steps
         self.deadlines = Deadlines(options.request_timeout_s)

@@ -1,7 +1,6 @@
 """Placement policies, chosen by name: one file each, listed in ``registry``."""
 
-from baton_router.scheduler.policies.context import PolicyContext
-from baton_router.scheduler.policies.registry import POLICIES, make_policy
+from baton_router.scheduler.policies.registry import POLICIES, PolicyContext, make_policy
 from baton_router.scheduler.policy import Pairs, Policy, Ratings, Request, Scores, Side, relative_loads
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Self
 
-from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
+from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
 from baton_router.scheduler.policy import Pairs, Ratings, Request, Scores, Side, relative_loads
 from baton_router.scheduler.speeds import Fit, Speeds
 

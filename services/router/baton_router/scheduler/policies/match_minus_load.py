@@ -6,7 +6,7 @@ import math
 from typing import Self
 
 from baton.errors import ConfigError
-from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
+from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
 from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads
 
 _IDLE = 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Self
 
-from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
+from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
 from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads, scaled
 
 _NOT_DRAWN = -1000.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.types import InstanceId
-from baton_router.scheduler.policies.context import BuiltInPolicy
+from baton_router.scheduler.policies.registry import BuiltInPolicy
 from baton_router.scheduler.policy import Ratings, Request, Scores, Side
 
 _MAX_REMEMBERED = 4096

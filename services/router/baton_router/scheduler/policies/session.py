@@ -9,8 +9,8 @@ from typing import Self
 
 from baton.errors import ConfigError
 from baton.types import InstanceId
-from baton_router.scheduler.policies.context import BuiltInPolicy, PolicyContext
 from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
+from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
 from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
 
 _STICKS = 1000.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_router.scheduler.policies.context import BuiltInPolicy
+from baton_router.scheduler.policies.registry import BuiltInPolicy
 from baton_router.scheduler.policy import Ratings, Request, Scores, Side
 
 

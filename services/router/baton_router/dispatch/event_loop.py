@@ -1,4 +1,4 @@
-"""The steps of all requests that one turn of the event loop brings: step by step, not request by request.
+"""What all requests of a router share of its event loop: their steps are taken together, and so are their deadlines.
 
 A request's way through a router is far more code and data than a processor's first caches hold: one that goes all the
 way at once finds them full of what came before, at every step. Where a router has more to do than it can, a turn of
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ calls, let those that have ended leave, write their answers; then the new reques
 and send."""
 
 
-class Steps:
+class TurnBatcher:
     """What is to be done in this turn of the event loop; used in one loop at a time."""
 
     def __init__(self) -> None:
@@ -65,3 +65,50 @@ class Steps:
         self._loop = None
         if any(due):
             self._begin()
+
+
+class Expiring(Protocol):
+    """Something whose time can be over."""
+
+    def expire(self) -> None:
+        """Its time is over."""
+
+
+class Deadlines:
+    """Calls :meth:`Expiring.expire` of what was added so many seconds ago and not taken out again. For one event loop.
+
+    Args:
+        seconds: How long everybody has.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._due: dict[Expiring, float] = {}  # in order: everybody has the same time
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """How many wait for their end."""
+        return len(self._due)
+
+    def add(self, item: Expiring) -> None:
+        """Begin an item's time."""
+        loop = asyncio.get_running_loop()
+        self._due[item] = loop.time() + self._seconds
+        if self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._look)
+
+    def discard(self, item: Expiring) -> None:
+        """Forget an item; one that was not added is no error."""
+        self._due.pop(item, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        while self._due:
+            item, due = next(iter(self._due.items()))
+            left = due - loop.time()
+            if left > 0:
+                self._timer = loop.call_later(left, self._look)
+                return
+            del self._due[item]
+            item.expire()

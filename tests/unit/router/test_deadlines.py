@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from baton_router.dispatch.deadlines import Deadlines
+from baton_router.dispatch.event_loop import Deadlines
 
 
 class Item:
