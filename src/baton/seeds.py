@@ -1,8 +1,13 @@
-"""Which seed the sequences of one request have: the rule that engines and the router share."""
+"""Seeds of requests and their sequences: the rules that engines and the router share."""
 
 from __future__ import annotations
 
 import xxhash
+
+
+def request_seed(engine_seed: int, request_id: str) -> int:
+    """Return the seed of a request that brought none: the same on every instance with the same ``--seed``."""
+    return xxhash.xxh3_64_intdigest(request_id.encode(), seed=engine_seed % 2**64)
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.equality import References
 from tests.support.servers.warm import WarmProcess, WarmStarter
 
-from baton.engine.executor import processes
+from baton.engine.executor import multiprocess
 
 
 @pytest.fixture(scope="session")
@@ -25,5 +25,5 @@ def warm_followers(starter: WarmStarter) -> Iterator[None]:
         return starter.start("baton.engine.executor.follower", [str(line.fileno())], keep=line.fileno())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "start_follower", start)
+        patch.setattr(multiprocess, "start_follower", start)
         yield

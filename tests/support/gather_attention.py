@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.attention.registry import AttentionContext
+from baton.engine.attention import AttentionContext
 from baton.errors import ConfigError
 from baton_kernels.paged_attention import AttentionSpec, LayerPool, RaggedBatch
 

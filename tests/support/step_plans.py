@@ -8,7 +8,7 @@ import torch
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest
 from baton.engine.runner.input_batch import build_batch
-from baton.engine.sched.step_plan import StepPlan
+from baton.engine.scheduler import StepPlan
 from baton.types import RequestId, SamplingParams
 
 

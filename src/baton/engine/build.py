@@ -1,21 +1,35 @@
-"""From a configuration to an engine that runs, in steps that services can call one by one."""
+"""From a configuration to an engine that runs, in steps that services can call one by one.
+
+The pool takes what a trial run leaves of the memory, a fraction of it, and never more than can be used.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from pathlib import Path
+
+import psutil
+import torch
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import Executor, load_executor
-from baton.engine.executor.memory import available_bytes, plan_kv_blocks
 from baton.errors import ConfigError
 from baton.kv_cache.arena import HostArena, arena_bytes
-from baton.kv_cache.connector import KVConnector
-from baton.kv_cache.events import KVEvent
 from baton.kv_cache.shards import KVShards, shard_layout
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
+TRIAL_SECONDS = 0.3
+"""About how long the measured run may take; its memory is extrapolated to a full batch."""
+FIRST_TRIAL_TOKENS = 32
+
+_CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Versions 2 and 1: folder, files of limit and use, and the part of the use that can be dropped."""
 
 
 def make_arena(config: EngineConfig, executor: Executor, *, private: bool = False) -> KVShards:
@@ -49,30 +63,122 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
         shards.close()
         raise
     each = "+".join(str(layout.block_bytes) for layout in layouts)
-    _log.info("KV pool: %d blocks of %d tokens, %s bytes each", blocks, config.block_size, each)
+    log.info("KV pool: %d blocks of %d tokens, %s bytes each", blocks, config.block_size, each)
     return shards
 
 
-def build_engine(
-    config: EngineConfig,
-    connector_factory: Callable[[Executor, KVShards], KVConnector] | None = None,
-    on_events: Callable[[list[KVEvent]], None] | None = None,
-) -> EngineCore:
-    """Load a model, allocate its pool and put an engine over both.
-
-    Args:
-        config: Model, pool and scheduler.
-        connector_factory: Makes the connector, which needs the model's fingerprint and the pool.
-        on_events: Called with each step's KV events.
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Load a model, allocate its pool and put an engine over both, without a connector.
 
     Raises:
         ConfigError: The configuration can't work; names the field.
     """
     executor = load_executor(config)
     try:
-        shards = make_arena(config, executor, private=connector_factory is None)
-        connector = connector_factory(executor, shards) if connector_factory is not None else None
-        return EngineCore(config, executor, shards, connector=connector, on_events=on_events)
+        return EngineCore(config, executor, make_arena(config, executor, private=True))
     except BaseException:
         executor.close()
         raise
+
+
+# The size of the pool
+
+
+def plan_kv_blocks(config: EngineConfig, executor: Executor) -> int:
+    """Return the number of blocks of the KV pool: ``kv_blocks``, or what the memory fraction holds.
+
+    If less than one longest sequence fits, ``executor.max_model_len`` is lowered to what does, with a warning.
+
+    Raises:
+        ConfigError: Not even one block fits, or less than a sequence of the ``max_model_len`` that was asked for.
+    """
+    blocks = _blocks_that_fit(config, executor) if config.kv_blocks is None else config.kv_blocks
+    if blocks < 1:
+        raise ConfigError(
+            "no memory is left for a single KV block; raise kv_memory_fraction", field="kv_memory_fraction"
+        )
+    fits = blocks * config.block_size
+    if fits < executor.max_model_len:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"the KV pool holds {fits} tokens ({blocks} blocks), less than one sequence of max_model_len "
+                f"{config.max_model_len}",
+                field="kv_blocks" if config.kv_blocks is not None else "kv_memory_fraction",
+            )
+        log.warning("the KV pool holds %d tokens: max_model_len lowered from %d", fits, executor.max_model_len)
+        executor.max_model_len = fits
+    return blocks
+
+
+def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
+    """Measure a trial run and return how many blocks fit into the configured share of what it leaves."""
+    # All ranks share this host's memory; a follower's activations are taken to be as large as the leader's.
+    activations = _activation_bytes(config, executor) * len(executor.shards)
+    available = available_bytes()
+    layouts = [shard_layout(executor.geometry, spec, config.block_size) for spec in executor.shards]
+    block_bytes = sum(layout.block_bytes for layout in layouts)
+    usable = config.kv_memory_fraction * max(0, available - activations)
+    useful = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
+    blocks = min(int(usable) // block_bytes, useful)
+    log.info(
+        "KV pool: %d blocks of %d bytes (%.0f MiB free after loading, %.0f MiB for activations)",
+        *(blocks, block_bytes, available / 2**20, activations / 2**20),
+    )
+    return blocks
+
+
+def available_bytes() -> int:
+    """Bytes of host memory that this process can still take, within the limit of its control group."""
+    available = int(psutil.virtual_memory().available)
+    for folder, limit, usage, cache in _CONTROL_GROUPS:
+        try:
+            text = (folder / limit).read_text().strip()
+            if text == "max":
+                continue
+            used = int((folder / usage).read_text())
+            for line in (folder / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == cache:  # page cache that can be dropped does not count
+                    used -= int(value)
+            available = min(available, max(0, int(text) - max(0, used)))
+        except (OSError, ValueError):
+            continue  # no such version of control groups here
+    return available
+
+
+def _activation_bytes(config: EngineConfig, executor: Executor) -> int:
+    """Peak bytes of a step of ``max_num_batched_tokens``, extrapolated from a short one, and of its logits."""
+    tokens = min(FIRST_TRIAL_TOKENS, config.max_num_batched_tokens, executor.max_model_len)
+    executor.trial_run(tokens)
+    begin = time.perf_counter()
+    peak = _peak_of(executor, tokens)
+    per_token = max(1e-9, (time.perf_counter() - begin) / tokens)
+    more = min(config.max_num_batched_tokens, executor.max_model_len, int(TRIAL_SECONDS / per_token))
+    if more > tokens:
+        tokens, peak = more, _peak_of(executor, more)
+    logits = config.max_num_seqs * executor.vocab_size * 4 * 3
+    return int(peak * config.max_num_batched_tokens / tokens) + logits
+
+
+def _peak_of(executor: Executor, tokens: int) -> int:
+    if executor.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(executor.device)
+        before = torch.cuda.memory_allocated(executor.device)
+        executor.trial_run(tokens)
+        return int(torch.cuda.max_memory_allocated(executor.device)) - before
+    before = _resident_peak(reset=True)
+    executor.trial_run(tokens)
+    return max(0, _resident_peak(reset=False) - before)
+
+
+def _resident_peak(*, reset: bool) -> int:
+    """Peak resident bytes of this process; with ``reset``, forget the past first where the kernel allows it."""
+    if reset:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError as error:
+            log.debug("cannot reset the peak of resident memory: %s", error)
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)

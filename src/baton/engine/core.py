@@ -15,12 +15,10 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.executor.base import Executor, ExecutorLostError
-from baton.engine.request import EngineRequest, EngineStats, SequenceOutput
+from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
 from baton.engine.runner.input_batch import LogitRows, StepBatch, build_batch
 from baton.engine.sample.sampler import Sampler, token_logprobs
-from baton.engine.sched.scheduler import Scheduler
-from baton.engine.sched.step_plan import StepPlan
-from baton.engine.sched.validation import check_request
+from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,17 @@ TOKENIZER_FILES = (
 _DIGEST_PARTS = ("added_tokens", "model", "normalizer", "pre_tokenizer")
 
 
-def model_directory(path: str | Path) -> Path:
+def model_directory(path: str | Path, files: Sequence[str] = TOKENIZER_FILES) -> Path:
     """Return the local directory of a model.
 
     Args:
-        path: A directory, or a hub name such as ``org/name``, of which only the tokenizer's files are downloaded.
+        path: A directory, or a hub name such as ``org/name``.
+        files: Patterns of the files to download of a model on the hub; default: the tokenizer's.
 
     Raises:
         ConfigError: Neither a directory nor a repository that can be reached.
     """
-    local = Path(path)
+    local = Path(path).expanduser()
     if local.is_dir():
         return local
     name = str(path)
@@ -40,13 +42,13 @@ def model_directory(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(TOKENIZER_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
         # The hub client has a family of its own for "no such repository" and raises OSError, ValueError and its HTTP
         # library's errors for the rest; to the caller all mean that the files can't be had.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{name} is neither a local directory nor a hub model whose tokenizer can be downloaded: {reason}",
+            f"{name} is neither a local directory nor a hub model that can be downloaded: {reason}",
             field="model",
         ) from error
 

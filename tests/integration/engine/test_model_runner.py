@@ -14,11 +14,9 @@ from tests.support.checkpoints import make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.config import EngineConfig
-from baton.engine.build import make_arena
+from baton.engine.build import make_arena, plan_kv_blocks
 from baton.engine.executor.base import Executor, load_executor
-from baton.engine.executor.memory import plan_kv_blocks
-from baton.engine.models.checkpoint import model_digest, weight_files
-from baton.engine.models.loader import quiet_transformers
+from baton.engine.models.loader import model_digest, quiet_transformers, weight_files
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError
 

@@ -20,17 +20,17 @@ from tests.support.checkpoints import make_checkpoint
 from baton.cli import up
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator, Rendezvous
-from baton.engine.executor.messages import (
+from baton.engine.executor.channel import (
     MAX_MESSAGE_BYTES,
     ChannelClosedError,
+    StepBuffer,
     error_from_message,
     error_to_message,
     open_channel,
     recv_message,
     send_message,
 )
-from baton.engine.executor.step_buffer import StepBuffer
-from baton.engine.models.tensor_parallel import divide, rank_attention, split_tensors
+from baton.engine.models.parallel import divide, rank_attention, split_tensors
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.runner.model_runner import WholeModel, load_whole
 from baton.errors import ConfigError, InternalError

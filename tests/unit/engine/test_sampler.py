@@ -21,9 +21,8 @@ from transformers import (
 
 from baton.engine.sample.filters import filter_batch, filtered_probs, kth_greatest, nucleus_threshold
 from baton.engine.sample.penalties import apply_edits
-from baton.engine.sample.rng import draw, request_seed, uniforms
-from baton.engine.sample.sampler import Sampler, SamplerRow, token_logprobs
-from baton.seeds import sequence_seed
+from baton.engine.sample.sampler import Sampler, SamplerRow, draw, token_logprobs, uniforms
+from baton.seeds import request_seed, sequence_seed
 from baton.types import SamplingParams
 
 VOCAB = 97

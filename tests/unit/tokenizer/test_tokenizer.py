@@ -187,6 +187,13 @@ def test_broken_or_missing_files_are_named(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).eos_token_ids == {4}
 
 
+def test_a_model_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    shutil.copy(TINY / "tokenizer.json", tmp_path / "model")
+    assert Tokenizer.load("~/model").encode("hello")
+
+
 def test_hub_name_offline_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)

@@ -10,20 +10,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S, Communicator, is_disconnect
-from baton.engine.executor.messages import (
+from baton.engine.executor.channel import (
     ChannelClosedError,
     Message,
+    StepBuffer,
     error_to_message,
     recv_message,
     send_message,
 )
-from baton.engine.executor.step_buffer import StepBuffer
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.arena import HostArena
@@ -33,7 +32,7 @@ log = logging.getLogger("baton.engine.executor.follower")  # as a module that is
 
 
 class Follower:
-    """What a follower does; every method named ``do_...`` answers one request of the leader.
+    """What a follower does at the leader's request.
 
     Raises:
         ConfigError: The model cannot be loaded or divided.
@@ -44,18 +43,11 @@ class Follower:
         self.communicator = Communicator(spec)
         self._runner = ModelRunner(config, load_whole(config), self.communicator)
         self._steps: StepBuffer | None = None
-        self._requests: dict[str, Callable[[Message, list[int]], Message]] = {
-            "map_steps": self.do_map_steps,
-            "connect": self.do_connect,
-            "use": self.do_use,
-            "bind": self.do_bind,
-            "step": self.do_step,
-        }
 
     def answer(self, message: Message, descriptors: list[int]) -> Message:
         """Do what a message asks for; what it cannot do is told in the answer."""
         try:
-            return self._requests[str(message.get("do"))](message, descriptors)
+            return self._do(message, descriptors)
         except Exception as error:
             # Ranks that wait for this one in the middle of a step fail too, up to the leader.
             self.communicator.disconnect()
@@ -63,30 +55,22 @@ class Follower:
                 log.exception("rank %d failed", self.communicator.spec.index)
             return error_to_message(error)
 
-    def do_map_steps(self, _: Message, descriptors: list[int]) -> Message:
-        """Take the memory that steps come in."""
-        self._steps = StepBuffer(_only(descriptors))
-        return {}
-
-    def do_connect(self, message: Message, _: list[int]) -> Message:
-        """Meet the other ranks."""
-        self.communicator.connect(int(message["port"]), int(message["generation"]))
-        return {}
-
-    def do_use(self, message: Message, _: list[int]) -> Message:
-        """Run the model on another path."""
-        return {"why": self._runner.use(ExecutionPath(message["path"]))}
-
-    def do_bind(self, _: Message, descriptors: list[int]) -> Message:
-        """Take this rank's part of the KV pool."""
-        self._runner.bind(HostArena.attach(_only(descriptors), writable=True))
-        return {}
-
-    def do_step(self, message: Message, _: list[int]) -> Message:
-        """Run this rank's share of a step."""
-        if self._steps is None:
-            raise InternalError("a step before there is memory for it")
-        self._runner.run(self._steps.read(), int(message["scratch_blocks"]))
+    def _do(self, message: Message, descriptors: list[int]) -> Message:
+        match message.get("do"):
+            case "map_steps":
+                self._steps = StepBuffer(_only(descriptors))
+            case "connect":
+                self.communicator.connect(int(message["port"]), int(message["generation"]))
+            case "use":
+                return {"why": self._runner.use(ExecutionPath(message["path"]))}
+            case "bind":
+                self._runner.bind(HostArena.attach(_only(descriptors), writable=True))
+            case "step":
+                if self._steps is None:
+                    raise InternalError("a step before there is memory for it")
+                self._runner.run(self._steps.read(), int(message["scratch_blocks"]))
+            case unknown:
+                raise InternalError(f"a follower does not know the request {unknown!r}")
         return {}
 
 

@@ -1,4 +1,9 @@
-"""The executor of one process, which is also the leader's part of an executor of several."""
+"""The executor of one process, which is also the leader's part of an executor of several.
+
+At load every way to run the model is compared with the model's own attention. Some architectures take another attention
+function and still compute something else (ALiBi added elsewhere, state kept between calls, positions counted by the
+model itself): they are refused. A faster path is used only if it is as close as transformers' own modules are.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,28 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.models.checkpoint import model_digest, rope_digest
-from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
+from baton.engine.models.loader import LoadedModel, model_digest, quiet_transformers, rope_digest
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
-from baton.engine.runner.selfcheck import SLACK, TOLERANCE, SelfCheck
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVShards, shard_specs
 
 log = logging.getLogger(__name__)
+
+LENGTHS = (37, 9)
+SPLITS = (21, 8)
+TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
+"""Largest median over tokens of |difference| / |logits|; a wrong attention gives about 1."""
+SLACK = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+"""How much more than twice the generic path's error the fast path may have."""
 
 
 class InProcessExecutor:
@@ -31,36 +43,34 @@ class InProcessExecutor:
         self.config = config
         self.shards = shard_specs(config.tp, config.pp)
         self.input_buffers: InputBuffers | None = None
+        self.communicator = Communicator(self.shards[0])
         self._on_layer: Callable[[int], None] | None = None
 
     def load(self) -> None:
         """Load the model and choose how to run it."""
         if len(self.shards) > 1:
             raise ConfigError("executor in_process runs one rank: tp and pp need multiprocess", field="executor")
-        self._load(None)
+        self._load()
 
-    def _load(self, communicator: Communicator | None, joined: Callable[[int], None] | None = None) -> None:
-        """Load rank 0.
-
-        Args:
-            communicator: To the other ranks.
-            joined: Waits for the other ranks, given the longest sequence in tokens; before anything is run.
-        """
+    def _load(self) -> None:
+        """Load rank 0, and choose how to run the model once the other ranks are there."""
         config = self.config
         whole = load_whole(config)
         model, self.geometry, self.max_model_len = whole.model, whole.geometry, whole.max_len
-        self.device, self.dtype = model.device, TORCH_DTYPES[model.dtype]
+        self.device = model.device
         self.vocab_size = int(model.text_config.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
         self.fingerprint = self._fingerprint(model)
         check = SelfCheck(model, config.block_size)
-        self._runner = ModelRunner(config, whole, communicator)
+        self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
         self.attention_backend = self._runner.attention_backend
-        if joined is not None:
-            joined(self.max_model_len)
+        self._join()
         self._choose_path(model, check)
+
+    def _join(self) -> None:
+        """Wait for the other ranks; called before anything is run."""
 
     def _fingerprint(self, model: LoadedModel) -> Fingerprint:
         """Identity of the whole instance's KV: block_bytes are those of an undivided block."""
@@ -181,3 +191,60 @@ class InProcessExecutor:
 
     def close(self) -> None:
         """There is no other process to end."""
+
+
+class SelfCheck:
+    """Two short sequences, each computed in two steps over a paged pool; the model's own attention runs at creation."""
+
+    def __init__(self, model: LoadedModel, block_size: int) -> None:
+        vocab_size = int(model.text_config.vocab_size)
+        self.tokens = _check_tokens(vocab_size)
+        self.steps, self.num_blocks = _check_batches(self.tokens, block_size)
+        self._expected = torch.cat([_eager_logits(model, tokens) for tokens in self.tokens])
+
+    def error(self, forward: Callable[[ForwardBatch], ForwardOutput]) -> float:
+        """Run the steps and return the median over tokens of |difference| / |logits|; infinite if there are NaNs."""
+        parts: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+        for step in self.steps:
+            logits = forward(step).logits.float().cpu()
+            for row in range(len(LENGTHS)):
+                parts[row].append(logits[step.query_starts[row] : step.query_starts[row + 1]])
+        got = torch.cat([torch.cat(rows) for rows in parts])
+        error = (got - self._expected).norm(dim=-1) / self._expected.norm(dim=-1).clamp_min(1e-6)
+        return float(error.nan_to_num(float("inf")).median())
+
+
+def _check_tokens(vocab_size: int) -> list[npt.NDArray[np.int64]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, vocab_size, length) for length in LENGTHS]
+
+
+def _check_batches(tokens: list[npt.NDArray[np.int64]], block_size: int) -> tuple[list[ForwardBatch], int]:
+    """Return two steps (prompt chunks, then a chunk beside a decode) and the number of blocks they need."""
+    widths = [-(-length // block_size) for length in LENGTHS]
+    tables = np.zeros((len(LENGTHS), max(widths)), dtype=np.int32)
+    blocks = iter(reversed(range(sum(widths))))
+    for row, width in enumerate(widths):
+        tables[row, :width] = [next(blocks) for _ in range(width)]
+    steps = []
+    for begins, ends in (((0, 0), SPLITS), (SPLITS, LENGTHS)):
+        counts = np.subtract(ends, begins)
+        steps.append(
+            ForwardBatch(
+                token_ids=np.concatenate([t[a:b] for t, a, b in zip(tokens, begins, ends, strict=True)]),
+                positions=np.concatenate([np.arange(a, b) for a, b in zip(begins, ends, strict=True)]),
+                query_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+                context_lens=np.array(ends, dtype=np.int32),
+                block_tables=tables,
+                logit_rows=np.arange(int(counts.sum())),
+            )
+        )
+    return steps, sum(widths)
+
+
+def _eager_logits(model: LoadedModel, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Return the logits [length, vocab] of a sequence by the model's own attention."""
+    with quiet_transformers(), torch.inference_mode():
+        ids = torch.from_numpy(tokens)[None].to(model.device)
+        logits: torch.Tensor = model.module(input_ids=ids, use_cache=False).logits[0]
+    return logits.float().cpu()

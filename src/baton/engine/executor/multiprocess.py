@@ -7,31 +7,133 @@ ends the instance: its part of the KV is lost.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
 from baton.config import EngineConfig
-from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Communicator, Rendezvous, is_disconnect
+from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Rendezvous, is_disconnect
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.executor.in_process import InProcessExecutor
-from baton.engine.executor.messages import (
+from baton.engine.executor.channel import (
     ChannelClosedError,
     Message,
+    StepBuffer,
     error_from_message,
+    open_channel,
     recv_message,
+    send_message,
 )
-from baton.engine.executor.processes import END_TIMEOUT_S, FollowerProcess, end_followers, watch_followers
-from baton.engine.executor.step_buffer import StepBuffer
+from baton.engine.executor.in_process import InProcessExecutor
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.engine.runner.model_runner import ExecutionPath
 from baton.errors import BatonError, ConfigError, InternalError
-from baton.kv_cache.shards import KVShards
+from baton.kv_cache.shards import KVShards, ShardSpec
 
 LOAD_TIMEOUT_S = 1800.0
 """How long a follower may take to load its share, after the leader has loaded its own."""
+END_TIMEOUT_S = 10.0
+"""How long (seconds) a process may take to end after its channel was closed."""
+
+
+def start_follower(channel: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a follower that serves the other end of a channel."""
+    command = [sys.executable, "-m", "baton.engine.executor.follower", str(channel.fileno())]
+    # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
+    return subprocess.Popen(command, pass_fds=[channel.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+class FollowerProcess:
+    """One follower's process and channel; it begins to load at once.
+
+    Attributes:
+        spec: Its rank.
+        channel: The leader's end of the channel to it.
+    """
+
+    def __init__(self, spec: ShardSpec, config: EngineConfig) -> None:
+        self.spec = spec
+        self.channel, theirs = open_channel()
+        try:
+            self.process = start_follower(theirs)
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+        with contextlib.suppress(
+            ChannelClosedError
+        ):  # then it died at once, which the wait for its first answer reports
+            values = {"config": dataclasses.asdict(config), "shard": dataclasses.asdict(spec)}
+            self.send({"request": 0, **values}, CONNECT_TIMEOUT_S)
+
+    @property
+    def name(self) -> str:
+        """For errors and logs."""
+        spec = self.spec
+        return f"rank {spec.index} (stage {spec.pp_rank}, tensor {spec.tp_rank}, process {self.process.pid})"
+
+    def send(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; see :func:`baton.engine.executor.messages.send_message`."""
+        send_message(self.channel, message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
+
+    def death_error(self) -> ExecutorLostError:
+        """Return an error that says how it ended; a closed channel announces its end."""
+        try:
+            code = self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return ExecutorLostError(f"{self.name} does not answer")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return ExecutorLostError(f"{self.name} {how}")
+
+
+def watch_followers(followers: Sequence[FollowerProcess], stop: int, dead: Callable[[FollowerProcess], None]) -> None:
+    """Wait until a follower dies, or the other end of a pipe is closed; without using the processor.
+
+    Args:
+        followers: The processes to watch.
+        stop: The pipe's end to read from, which this function closes.
+        dead: Called with the first one that dies.
+    """
+    waits: dict[int, FollowerProcess] = {}
+    try:
+        poll = select.poll()
+        poll.register(stop, select.POLLIN)
+        for follower in followers:
+            with contextlib.suppress(ProcessLookupError):  # dead already: its channel reports it
+                descriptor = os.pidfd_open(follower.process.pid)
+                waits[descriptor] = follower
+                poll.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if stop not in ready:
+            dead(waits[ready[0]])
+    finally:
+        for descriptor in (*waits, stop):
+            os.close(descriptor)
+
+
+def end_followers(followers: Sequence[FollowerProcess], stop_watching: int | None = None) -> None:
+    """Kill followers, which have nothing to save and may be in the middle of a step, and wait for their end.
+
+    Args:
+        followers: The processes to end.
+        stop_watching: The pipe's end whose other one :func:`watch_followers` has; closed first.
+    """
+    if stop_watching is not None:
+        os.close(stop_watching)
+    for follower in followers:
+        follower.channel.close()
+        follower.process.kill()
+    for follower in followers:
+        follower.process.wait()
 
 
 class MultiprocessExecutor(InProcessExecutor):
@@ -39,7 +141,6 @@ class MultiprocessExecutor(InProcessExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.communicator = Communicator(self.shards[0])
         self._generation = 0
         self._request = 0
         self._open_requests = True  # to load
@@ -60,7 +161,7 @@ class MultiprocessExecutor(InProcessExecutor):
         for spec in self.shards[1:]:
             self._followers.append(FollowerProcess(spec, self.config))
         self._start_watching()
-        self._load(self.communicator, self._wait_loaded)
+        self._load()
 
     def _start_watching(self) -> None:
         stop, stop_watching = os.pipe()
@@ -74,7 +175,7 @@ class MultiprocessExecutor(InProcessExecutor):
         self._watcher = threading.Thread(target=watch, name="ranks", daemon=True)
         self._watcher.start()
 
-    def _wait_loaded(self, max_model_len: int) -> None:
+    def _join(self) -> None:
         """Wait until every follower has loaded its share, and bring all ranks together.
 
         Raises:
@@ -82,7 +183,7 @@ class MultiprocessExecutor(InProcessExecutor):
             ExecutorLostError: A follower died.
         """
         self._answers(LOAD_TIMEOUT_S)
-        self._buffer = StepBuffer.create(self.config, max_model_len)
+        self._buffer = StepBuffer.create(self.config, self.max_model_len)
         self.ask({"do": "map_steps"}, descriptors=[(self._buffer.fd,)] * len(self._followers))
         self._connect_ranks()
 

@@ -18,9 +18,8 @@ from torch import nn
 
 from baton.engine.models.linears import MakeLinear
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
-from baton.engine.communicator import Communicator
+from baton.engine.models.parallel import Share, unreduced
 from baton.engine.models.quirks import ATTENTION_PARTS, LAYER_PARTS, MLP_PARTS
-from baton.engine.models.tensor_parallel import Share, unreduced
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool
@@ -70,7 +69,8 @@ class FusedDecoder:
         specs = list(share.specs.values())
         parts = _decoder_parts(model, share)
         self.on_layer: Callable[[int], None] | None = None
-        self._specs, self._attention, self._communicator, self._first_layer = specs, attention, share.communicator, share.first_layer
+        self._specs, self._attention = specs, attention
+        self._communicator, self._first_layer = share.communicator, share.first_layer
         self._dtype = TORCH_DTYPES[model.dtype]
         self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
         cos, sin = _rotary_table(parts.rotary, model, max_len, specs)
@@ -96,50 +96,37 @@ class FusedDecoder:
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run tokens int64 [T] through the stack; ``positions`` are those of ``plan``.
+        """Run tokens int64 [T] through this rank's layers; ``positions`` are those of ``plan``.
 
         Returns:
-            The logits [R, vocab] of ``rows`` int64 [R], and their hidden states [R, width] after the final norm.
+            The logits [R, vocab] of ``rows`` int64 [R], and their hidden states [R, width] after the final norm; on a
+            rank that has no head [0, 0] and ``None``.
         """
-        if self._communicator is not None:
-            return self._forward_share(self._communicator, tokens, rows, plan, pools)
-        assert self._embedding is not None
-        hidden = F.embedding(tokens, self._embedding)
-        attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
-        for index, (layer, spec, pool) in enumerate(zip(self._layers, self._specs, pools, strict=True)):
-            qkv = layer.qkv(layer.input_norm(hidden))
-            out = attention.run_rotated(plan, spec, pool, _split(qkv, spec), layer.rotation)
-            if on_layer is not None:
-                on_layer(index)
-            hidden = layer.output(out.view(len(tokens), -1), hidden)
-            hidden = layer.down(silu_mul(layer.gate_up(layer.mlp_norm(hidden))), hidden)
-        return self._logits(hidden, rows)
-
-    def _forward_share(
-        self, communicator: Communicator, tokens: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run this rank's share: its heads and columns, summed over the ranks of its stage, of its stage's layers."""
+        ranks = self._communicator
         if self._embedding is not None:
             hidden = F.embedding(tokens, self._embedding)
         else:
-            hidden = communicator.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
+            hidden = ranks.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
         attention, silu_mul, on_layer = self._attention, self._silu_mul, self.on_layer
-        total = communicator.all_reduce if communicator.splits_heads else _itself
-        adds_residual = communicator.spec.tp_rank == 0
-        for index, (layer, spec, pool) in enumerate(zip(self._layers, self._specs, pools, strict=True)):
+        splits_heads, adds_residual = ranks.splits_heads, ranks.spec.tp_rank == 0
+        for index, (layer, spec, pool) in enumerate(
+            zip(self._layers, self._specs, pools, strict=True), self._first_layer
+        ):
             qkv = layer.qkv(layer.input_norm(hidden))
             out = attention.run_rotated(plan, spec, pool, _split(qkv, spec), layer.rotation)
-            hidden = total(layer.output(out.view(len(tokens), -1), hidden if adds_residual else None))
-            if on_layer is not None:
-                on_layer(self._first_layer + index)
+            if on_layer is not None and not splits_heads:
+                on_layer(index)
+            hidden = layer.output(out.view(len(tokens), -1), hidden if adds_residual else None)
+            if splits_heads:
+                hidden = ranks.all_reduce(hidden)
+                if on_layer is not None:
+                    on_layer(index)
             inner = silu_mul(layer.gate_up(layer.mlp_norm(hidden)))
-            hidden = total(layer.down(inner, hidden if adds_residual else None))
-        if not communicator.is_last_stage:
-            communicator.send_hidden(hidden)
-        return self._logits(hidden, rows)
-
-    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits [R, vocab] and hidden states [R, width]; on a rank that has no head [0, 0] and ``None``."""
+            hidden = layer.down(inner, hidden if adds_residual else None)
+            if splits_heads:
+                hidden = ranks.all_reduce(hidden)
+        if not ranks.is_last_stage:
+            ranks.send_hidden(hidden)
         if self._head is None or self._norm is None:
             return hidden.new_empty((0, 0)), None
         hidden = self._norm(hidden[rows])
@@ -157,8 +144,7 @@ class _Parts:
 
 def _decoder_parts(model: LoadedModel, share: Share) -> _Parts:
     """Find the modules of a stack of the known shape, as far as this rank has them."""
-    communicator = share.communicator
-    embeds, gives_logits = communicator is None or communicator.is_first_stage, communicator is None or communicator.has_head
+    embeds, gives_logits = share.communicator.is_first_stage, share.communicator.has_head
     _need(model.device.type == "cpu", "not on a CPU")
     stack = getattr(model.module, "model", None)
     head: Any = getattr(model.module, "lm_head", None)
@@ -191,10 +177,6 @@ def _working_parts(module: nn.Module) -> set[str]:
 def _need(condition: bool, why: str) -> None:
     if not condition:
         raise NotFusableError(why)
-
-
-def _itself(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.models.attention_hook import AttentionName
 from baton.engine.models.loader import LoadedModel
-from baton.engine.models.tensor_parallel import Share
+from baton.engine.models.parallel import Share
 from baton.errors import InternalError
 from baton_kernels.paged_attention import LayerPool, PagedAttention
 
@@ -36,10 +36,10 @@ class GenericDecoder:
         self._hidden: torch.Tensor | None = None
         self._name = self._take_over()
         # Other ranks have written a layer's heads once the sum after its attention is there, at the module's end.
-        self._reports_in_attention = share.communicator is None or not share.communicator.splits_heads
+        self._reports_in_attention = not share.communicator.splits_heads
         if not self._reports_in_attention:
             self._report_after_attention()
-        if share.communicator is None or share.communicator.has_head:
+        if share.communicator.has_head:
             self._keep_hidden()
 
     def _take_over(self) -> AttentionName:

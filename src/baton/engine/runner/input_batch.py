@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.sched.step_plan import StepPlan
+from baton.engine.scheduler import StepPlan
 from baton.engine.sequence import Sequence
 
 LongArray = npt.NDArray[np.int64]

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.attention.registry import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
+from baton.engine.attention import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
 from baton.engine.models.attention_hook import Probe, probe
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder
 from baton.engine.models.linears import choose_linear, pack_modules, restore_modules
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
+from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import max_sequence_length
-from baton.engine.models.tensor_parallel import divide
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_cache.shards import KVGeometry, ShardSpec, shard_layout
+from baton.kv_cache.shards import KVGeometry, shard_layout
 from baton_kernels.linear import PlainLinear
 from baton_kernels.paged_attention import CpuPagedAttention, LayerPool, PagedAttention, RaggedBatch
 
@@ -72,7 +72,7 @@ class ModelRunner:
     Args:
         config: Of the engine.
         whole: The model, which is cut down to this rank's share.
-        communicator: To the other ranks; ``None``: there are none.
+        communicator: To the other ranks, if there are any.
 
     Attributes:
         layout: Of this rank's blocks.
@@ -84,10 +84,9 @@ class ModelRunner:
         ConfigError: The model cannot be divided so, or there is no such attention; names the field.
     """
 
-    def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator | None = None) -> None:
+    def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator) -> None:
         self._model, self._max_len, self._communicator = whole.model, whole.max_len, communicator
-        spec = ShardSpec() if communicator is None else communicator.spec
-        self.layout: KVLayout = shard_layout(whole.geometry, spec, config.block_size)
+        self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size)
         self._vocab_size = int(whole.model.text_config.vocab_size)
         self._share = divide(whole.model, whole.found, communicator)
         self._operators = cpu_operators(config, whole.model.device)
@@ -186,8 +185,7 @@ class ModelRunner:
         rows = torch.from_numpy(batch.logit_rows)
         with torch.inference_mode():
             logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools)
-            if self._communicator is not None:
-                logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
+            logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
         return ForwardOutput(logits, hidden if batch.with_hidden else None)
 
     def _use_scratch(self, blocks: int) -> None:

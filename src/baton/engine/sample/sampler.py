@@ -2,8 +2,14 @@
 
 Order of operations (that of Hugging Face's logits processors): logit bias, banned stop tokens before ``min_tokens``,
 repetition, frequency and presence penalty, the row's mask; here log probabilities are taken; then temperature,
-top-k, top-p, min-p. From what is left a token is drawn by inverse CDF over token ids with the stateless uniform of
-:mod:`baton.engine.sample.rng`: the draw depends on the row alone, not on the rows beside it.
+top-k, top-p, min-p. From what is left a token is drawn by inverse CDF over token ids.
+
+The random numbers have no state: an output position's uniform depends on seed and position alone. So a sequence that is
+preempted, handed over or moved to another instance goes on with the numbers it would have had, and nothing but the seed
+has to travel; the draw depends on the row alone, not on the rows beside it. The function is SplitMix64: the
+``position``-th output of the generator seeded with ``seed`` is ``mix(seed + (position + 1) * 0x9E3779B97F4A7C15)``, of
+which the upper 40 bits are used. 40 bits, because ``u * total`` then rounds to something below ``total`` in float64
+whatever the total.
 """
 
 from __future__ import annotations
@@ -15,13 +21,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.sample.filters import filtered_probs
+from baton.engine.sample.filters import CHUNK, filtered_probs
 from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
-from baton.engine.sample.rng import draw, uniforms
 from baton.types import SamplingParams, TokenLogprob
 
 _ROWS_AT_ONCE = 256
 """Rows of one pass of log probabilities: bounds the float32 copy that a long prompt chunk would need."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_BITS = 40
 
 
 class SamplerRow:
@@ -161,11 +171,61 @@ def _logprobs(logits: torch.Tensor, rows: Sequence[SamplerRow], tokens: list[int
     return found
 
 
+# Drawing
+
+
 def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     """Draw one token per row [R, vocab]."""
     seeds = np.array([row.seed for row in rows], np.uint64)
     positions = np.array([row.position for row in rows], np.uint64)
     return draw(filtered_probs(logits, [row.params for row in rows]), uniforms(seeds, positions))
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finalizer; wraps modulo 2^64."""
+    state = (state ^ (state >> np.uint64(30))) * _MIX1
+    state = (state ^ (state >> np.uint64(27))) * _MIX2
+    return state ^ (state >> np.uint64(31))
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Return numbers in [0, 1), one per (seed, output position).
+
+    Args:
+        seeds: uint64 [R].
+        positions: uint64 [R], output tokens before the one to be sampled, resumed ones included.
+    """
+    bits = _mix(seeds + (positions + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(64 - _BITS)).astype(np.float64) * 2.0**-_BITS
+
+
+def draw(probs: torch.Tensor, numbers: npt.NDArray[np.float64]) -> list[int]:
+    """Return per row the token at which the cumulated probability exceeds ``number * total``.
+
+    In two levels, chunks and then tokens of one chunk: a float64 sum over the whole vocabulary is not needed. A token
+    of probability 0 is never returned (unless all are).
+
+    Args:
+        probs: float32 [R, vocab], rows need not sum to 1.
+        numbers: float64 [R] in [0, 1).
+    """
+    count, vocab = probs.shape
+    if vocab % CHUNK:
+        probs = torch.nn.functional.pad(probs, (0, CHUNK - vocab % CHUNK))
+    chunked = probs.view(count, -1, CHUNK)
+    sums = chunked.sum(dim=-1).cpu().numpy().astype(np.float64)
+    upto = sums.cumsum(axis=-1)
+    target = numbers * upto[:, -1]
+    rows = np.arange(count)
+    chunk = np.minimum((upto <= target[:, None]).sum(axis=-1), sums.shape[1] - 1)
+    size = sums[rows, chunk]
+    inside = np.clip((target - (upto[rows, chunk] - size)) / np.where(size > 0, size, 1.0), 0.0, 1.0 - 2.0**-40)
+    device = probs.device
+    tokens = chunked[torch.from_numpy(rows).to(device), torch.from_numpy(chunk).to(device)].cpu().numpy()
+    within = tokens.astype(np.float64).cumsum(axis=-1)
+    at = (within <= (inside * within[:, -1])[:, None]).sum(axis=-1)
+    found: list[int] = np.minimum(chunk * CHUNK + at, vocab - 1).tolist()
+    return found
 
 
 # Log probabilities

@@ -27,8 +27,8 @@ from baton_kernels.paged_attention import CpuPagedAttention, PagedAttention, Tor
 log = logging.getLogger(__name__)
 
 BUILTIN_BACKENDS = {
-    "cpp": "baton.engine.attention.registry:cpp_attention",
-    "torch": "baton.engine.attention.registry:torch_attention",
+    "cpp": "baton.engine.attention:cpp_attention",
+    "torch": "baton.engine.attention:torch_attention",
 }
 """Built-in factories: a new one is a file and a line here."""
 ENTRY_POINTS = "baton.attention_backends"

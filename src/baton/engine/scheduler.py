@@ -20,17 +20,44 @@ import heapq
 import time
 from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
-from baton.engine.sched.step_plan import StepPlan
 from baton.engine.sequence import Sequence, SequenceState, SortKey
 from baton.errors import InternalError
 from baton.kv_cache.block_pool import BlockPool
 from baton.types import BlockId
 
 _by_key = attrgetter("key")
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The sequences of a step, decodes first.
+
+    A decoding sequence has one query token as a rule; it has more while it catches up (after a roll-back), or with
+    draft tokens: proposals for the tokens that follow its own, of which the step computes KV and logits so that they
+    can be verified. Draft tokens come after all of a sequence's own tokens; their KV is not counted as computed until
+    they are accepted.
+
+    Attributes:
+        counts: Per sequence, how many of its own tokens are computed, from ``num_computed`` on.
+        drafts: Draft tokens per sequence, of those that have some; the sequence's own tokens are all computed then.
+    """
+
+    counts: dict[Sequence, int] = field(default_factory=dict)
+    drafts: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.counts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step, draft tokens included."""
+        return sum(self.counts.values()) + sum(map(len, self.drafts.values()))
 
 
 class WaitingQueue:

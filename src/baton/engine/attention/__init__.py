@@ -1,1 +1,0 @@
-"""Attention over the paged KV pool: the registry of backends."""

@@ -1,1 +1,0 @@
-"""What is computed next: the waiting queue, the scheduler, and the plan of a step."""
