@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -14,23 +18,111 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.client.call_state import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Answer, Budget, Settings
 from baton.client.direct import DirectCall, DirectLinks
 from baton.client.request import Options, Prompt, build_generate, build_route
 from baton.client.types import (
+    Answer,
+    Answered,
     Chunk,
     Generation,
     Instance,
     Model,
     RouteDecision,
-    Trace,
     read_decision,
     read_instance,
     read_model,
 )
-from baton.errors import UnavailableError
+from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
+from baton.rpc.auth import HEADER
+from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.tls import Tls
+
+DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_RETRIES = 2
+CLOSED = "this client is closed"
+_FORKED = "the process was forked while it had an open client: close clients before, or start processes by spawn"
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 5.0
+_LONGEST_TIMEOUT_S = 1e8
+"""Three years: clocks of Python and gRPC cannot count much farther."""
+_RNG = random.Random()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a client was connected with.
+
+    Raises:
+        InvalidRequestError: Names the field.
+    """
+
+    address: str
+    token: str | None
+    timeout: float
+    retries: int
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidRequestError(f"address must be host:port, got {self.address!r}", field="address")
+        check_timeout(self.timeout)
+        if self.retries < 0:
+            raise InvalidRequestError(f"retries must be at least 0, got {self.retries}", field="retries")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Goes with every call."""
+        return () if self.token is None else ((HEADER, f"Bearer {self.token}"),)
+
+    def budget(self, timeout: float | None) -> Budget:
+        """Start the clock of a call that may take ``timeout`` seconds (``None``: the client's)."""
+        if timeout is not None:
+            check_timeout(timeout)
+        return Budget(self.timeout if timeout is None else timeout, self.retries)
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ``InvalidRequestError`` unless a timeout (seconds) is positive and finite."""
+    if not 0.0 < timeout < float("inf"):
+        raise InvalidRequestError(f"timeout must be positive and finite, got {timeout}", field="timeout")
+
+
+class Budget:
+    """Time and tries that a call has left."""
+
+    def __init__(self, timeout: float, retries: int) -> None:
+        self._timeout = timeout
+        self._ends_at = time.monotonic() + min(timeout, _LONGEST_TIMEOUT_S)
+        self._retries = retries
+        self._backoff = Backoff(_LONGEST_DELAY_S, _RNG, _FIRST_DELAY_S)
+
+    def remaining(self) -> float:
+        """Seconds left.
+
+        Raises:
+            DeadlineError: None.
+        """
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(f"no answer within {self._timeout:g} s")
+        return left
+
+    def after(self, error: grpc.RpcError) -> float:
+        """Return the seconds to wait before the next try, or raise what the failure means.
+
+        Only UNAVAILABLE is tried again; waits double, with jitter, and respect what the server asked for.
+
+        Raises:
+            BatonError: There will be no other try.
+        """
+        known = from_rpc_error(error)
+        delay = max(known.retry_after_s or 0.0, self._backoff.next_s())
+        last = error.code() is not grpc.StatusCode.UNAVAILABLE or self._retries <= 0
+        if last or delay >= self._ends_at - time.monotonic():
+            raise known from error
+        self._retries -= 1
+        return delay
 
 
 class AsyncClient:
@@ -50,13 +142,13 @@ class AsyncClient:
         tokenizer: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self._settings = Settings(address, token, timeout, retries, tls)
-        self._is_direct, self._tokenizer = direct, tokenizer
+        self._settings = Settings(address, token, timeout, retries)
+        self._tls, self._is_direct, self._tokenizer = tls, direct, tokenizer
         self._direct: DirectLinks | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
-        self._closed = False
+        self._closing = asyncio.Event()
 
     @overload
     async def generate(
@@ -117,13 +209,16 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End every call and the connection."""
-        self._closed = True
+        self._closing.set()
         for stream in list(self._streams):
             stream.abort()
         if self._direct is not None:
             await self._direct.close()
         if self._channel is not None:
             await self._channel.close(None)
+        # gRPC keeps what it shares between event loops while channels are referred to: see _connected.
+        self._direct = self._channel = self._stub = None
+        _open_clients.discard(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -140,7 +235,7 @@ class AsyncClient:
         def call(timeout: float) -> DirectCall:
             stub = self._connected()
             if self._direct is None:
-                self._direct = DirectLinks(self._settings, stub, self._tokenizer)
+                self._direct = DirectLinks(stub, self._open_channel, self._settings.metadata, self._tokenizer)
             return DirectCall(self._direct, request, timeout)
 
         return call
@@ -152,12 +247,19 @@ class AsyncClient:
         return call
 
     def _connected(self) -> Any:
-        if self._closed:
+        if self._closing.is_set():
             raise UnavailableError(CLOSED)
+        if _forked_open:
+            # gRPC's channels of all event loops share one socket: this process would take what the other is sent.
+            raise UnavailableError(_FORKED)
         if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
-            self._channel = self._settings.channel(self._settings.address)
+            self._channel = self._open_channel(self._settings.address)
             self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+            _open_clients.add(self)
         return self._stub
+
+    def _open_channel(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, tls=self._tls)
 
     async def _unary(self, name: str, request: Any, timeout: float | None) -> Any:
         budget, call = self._settings.budget(timeout), self._open(name, request)
@@ -165,11 +267,30 @@ class AsyncClient:
             try:
                 return await call(budget.remaining())
             except grpc.RpcError as error:
-                await asyncio.sleep(budget.after(error))
+                await _wait(self._closing, budget.after(error))
             except asyncio.CancelledError:
                 if _task_is_cancelled():
                     raise
                 raise UnavailableError(CLOSED) from None
+
+
+_open_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
+_forked_open = False
+
+
+def _after_fork() -> None:
+    global _forked_open
+    _forked_open = _forked_open or bool(_open_clients)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event for so long at most."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
 
 
 def _task_is_cancelled() -> bool:
@@ -178,7 +299,7 @@ def _task_is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class AsyncStream(AsyncIterator[Chunk]):
+class AsyncStream(Answered, AsyncIterator[Chunk]):
     """An answer as it comes: iterate over its chunks with ``async for``.
 
     Leaving it before its end (``cancel``, the end of an ``async with`` block, cancelling the task that reads, dropping
@@ -192,16 +313,16 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     def __init__(self, open_call: Callable[[float], Any], n: int, budget: Budget) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stopped = asyncio.Event()
+        self._cancelled, self._aborted = asyncio.Event(), asyncio.Event()
         self._done = False
         self._call: Any = None
         self._open_call, self._budget = open_call, budget
-        self._answer = Answer(n)
+        self.answer = Answer(n)
         self._pending: deque[Chunk] = deque()
         self._call = open_call(budget.remaining())
 
     async def __anext__(self) -> Chunk:
-        while not self._pending:
+        while self._cancelled.is_set() or not self._pending:
             chunks = await self.next_chunks()
             if chunks is None:
                 raise StopAsyncIteration
@@ -214,43 +335,28 @@ class AsyncStream(AsyncIterator[Chunk]):
         Raises:
             BatonError: See :meth:`baton.Client.generate`.
         """
-        if self._done or self._stopped.is_set():
+        if self._done or self._cancelled.is_set():
             return None
         try:
             message = await self._call.read()
         except asyncio.CancelledError:
-            if self._stopped.is_set() and not _task_is_cancelled():
+            if self._cancelled.is_set() and not _task_is_cancelled():
                 return None
             self.cancel()
             if _task_is_cancelled():
                 raise
             raise UnavailableError(CLOSED) from None
         except grpc.RpcError as error:
-            if self._answer.started:
+            if self.answer.started:
                 self._done = True
                 raise from_rpc_error(error) from error
             await self._try_again(error)
             return []
         if message is not grpc.aio.EOF:  # type: ignore[attr-defined]
-            return self._answer.feed(message)
+            return self.answer.feed(message)
         self._done = True
-        self._answer.require_complete()
+        self.answer.require_complete()
         return None
-
-    @property
-    def request_id(self) -> str:
-        """The request's id, once the first message has come."""
-        return self._answer.request_id
-
-    @property
-    def trace(self) -> Trace | None:
-        """How the request came to its KV; complete at the end of the stream."""
-        return self._answer.trace
-
-    @property
-    def decision(self) -> RouteDecision | None:
-        """Where the request runs."""
-        return self._answer.decision
 
     async def collect(self) -> Generation:
         """Read to the end and return everything that came, chunks taken before included."""
@@ -261,15 +367,16 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     def result(self) -> Generation:
         """Return what has come so far."""
-        return self._answer.result()
+        return self.answer.result()
 
     def cancel(self) -> None:
         """End the request; the iteration stops."""
-        self._stopped.set()
+        self._cancelled.set()
         self.abort()
 
     def abort(self) -> None:
         """End the request because the client is closed, as who reads is told."""
+        self._aborted.set()
         if self._call is not None and not self._done:
             self._call.cancel()
 
@@ -283,16 +390,14 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     def __del__(self) -> None:
         # Whatever thread drops the last reference, calls are cancelled in their loop.
-        if self._call is not None and not self._done and not self._stopped.is_set():
+        if self._call is not None and not (self._done or self._cancelled.is_set()):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and its calls are
                 self._loop.call_soon_threadsafe(self._call.cancel)
 
     async def _try_again(self, error: grpc.RpcError) -> None:
         try:
-            delay = self._budget.after(error)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), delay)
-            if not self._stopped.is_set():
+            await _wait(self._aborted, self._budget.after(error))
+            if not self._cancelled.is_set():
                 self._call = self._open_call(self._budget.remaining())
         except BaseException:
             self._done = True

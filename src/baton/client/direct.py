@@ -19,7 +19,6 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
-from baton.client.call_state import Settings
 from baton.errors import ConfigError, InternalError
 from baton.rpc.convert import finish_from_pb, finish_to_pb, logprob_from_pb, logprob_to_pb, sampling_from_pb
 from baton.seeds import sequence_seed
@@ -298,14 +297,21 @@ class DirectLinks:
     """What the direct calls of one client share: channels to decode instances, the tokenizer, notices on their way.
 
     Args:
-        settings: The client's.
         router: Stub of the router.
+        open_channel: Opens a channel to an address.
+        metadata: Goes with every call.
         tokenizer: Directory of the tokenizer; empty: the one that the instance names.
     """
 
-    def __init__(self, settings: Settings, router: Any, tokenizer: str) -> None:
-        self.router, self.metadata, self._settings = router, settings.metadata, settings
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        router: Any,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        metadata: tuple[tuple[str, str], ...],
+        tokenizer: str,
+    ) -> None:
+        self.router, self.metadata = router, metadata
+        self._open_channel, self._tokenizer = open_channel, tokenizer
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._models: dict[str, TextModel] = {}
         self._notes: set[asyncio.Task[None]] = set()
@@ -318,7 +324,7 @@ class DirectLinks:
             if len(self._channels) >= _MAX_CHANNELS:
                 # Calls that run on it keep it open until they end.
                 self._channels.pop(next(iter(self._channels)))
-            channel = self._settings.channel(address)
+            channel = self._open_channel(address)
         self._channels[address] = channel
         return worker_pb2_grpc.WorkerServiceStub(channel)
 

@@ -1,28 +1,166 @@
-"""The synchronous client: the asynchronous one behind a :class:`~baton.client.portal.Portal`."""
+"""The synchronous client: the asynchronous one in a background thread's event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import concurrent.futures
+import contextlib
+import os
 import queue
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
-from baton.client.async_client import AsyncClient, AsyncStream
-from baton.client.call_state import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S
-from baton.client.portal import Portal
+from baton.client.async_client import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, AsyncClient, AsyncStream
 from baton.client.request import Options, Prompt
-from baton.client.types import Chunk, Generation, Instance, Model, RouteDecision, Trace
-from baton.errors import UnavailableError
+from baton.client.types import Answered, Chunk, Generation, Instance, Model, RouteDecision
+from baton.errors import DeadlineError, UnavailableError
 from baton.rpc.tls import Tls
 
 T = TypeVar("T")
 
+_FORKED = "this client was used before the process was forked: make one client in each process"
 _GRACE_S = 5.0
 """How much longer than its deadline a call is waited for: calls end by their deadlines, in the event loop."""
+_CLOSE_S = 5.0
+_LONGEST_WAIT_S = 1e8
+"""Three years: a thread cannot wait much longer."""
+
+
+class Portal:
+    """Runs coroutines for threads that have no event loop. May be used from several threads at once.
+
+    The thread starts with the first call and ends with :meth:`close`. It is a daemon: an open portal does not keep the
+    interpreter from exiting. A portal belongs to the process it was first used in.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._closed = False
+        self._ending = asyncio.Event()
+        self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Run a coroutine to its end and return its result.
+
+        An exception in this thread meanwhile (``KeyboardInterrupt``) cancels it.
+
+        Args:
+            work: What to run.
+            timeout: Seconds after which the loop is given up; the work has a deadline of its own.
+
+        Raises:
+            UnavailableError: The portal is closed, or belongs to another process.
+            DeadlineError: The event loop did not answer.
+        """
+        future = None
+        try:
+            future = self._submit(work)
+            return future.result(min(timeout, _LONGEST_WAIT_S))
+        except concurrent.futures.CancelledError:
+            raise UnavailableError(CLOSED) from None
+        except BaseException as error:
+            if future is None:
+                work.close()
+            elif isinstance(error, TimeoutError) and not future.done():
+                future.cancel()
+                raise _unanswered(timeout) from error
+            else:
+                future.cancel()
+            raise
+
+    def take(self, items: queue.SimpleQueue[T], timeout: float) -> T:
+        """Return the next item that a coroutine puts into a queue; wait as :meth:`call` does.
+
+        Raises:
+            UnavailableError: The portal belongs to another process.
+            DeadlineError: The event loop did not answer.
+        """
+        self._check_process()
+        try:
+            return items.get(timeout=min(timeout, _LONGEST_WAIT_S))
+        except queue.Empty as error:
+            raise _unanswered(timeout) from error
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Have something done in the loop and do not wait; a closed portal drops it. Safe in finalizers."""
+        loop = self._loop
+        if loop is not None and self._pid == os.getpid():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(action)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel what runs, end the loop and wait for its thread. May be called twice and in finalizers.
+
+        Args:
+            last: Makes a coroutine that is run before.
+        """
+        if self._pid not in (0, os.getpid()):
+            return  # after a fork there is no thread
+        with self._lock:
+            already, self._closed = self._closed, True
+            thread = self._thread
+        if thread is None:
+            return
+        if not already:
+            self._last = last
+            self.post(self._ending.set)
+        if thread is not threading.current_thread():
+            thread.join(2 * _CLOSE_S)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        self._check_process()  # before the lock, which another thread may have held at the fork
+        with self._lock:
+            if self._closed:
+                raise UnavailableError(CLOSED)
+            # With the lock held: what is submitted is in the loop before close() ends it.
+            return asyncio.run_coroutine_threadsafe(work, self._loop or self._start())
+
+    def _check_process(self) -> None:
+        if self._thread is threading.current_thread():
+            raise RuntimeError("the synchronous client cannot be used in its own event loop")
+        self._pid = self._pid or os.getpid()
+        if self._pid != os.getpid():
+            raise UnavailableError(_FORKED)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = runner.get_loop()
+        # Known before it runs: an interrupt meanwhile must not leave a thread behind that nothing ends.
+        self._thread = threading.Thread(target=self._run, args=(runner,), name="baton client", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no thread
+            self._loop = self._thread = None
+            runner.close()
+            raise
+        return self._loop
+
+    def _run(self, runner: asyncio.Runner) -> None:
+        with runner:  # at its end it cancels the tasks that still run, whose callers are told that the client is closed
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(_report)
+        await self._ending.wait()
+        if self._last is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._last(), _CLOSE_S)
+
+
+def _unanswered(timeout: float) -> DeadlineError:
+    return DeadlineError(f"the client's event loop did not answer within {timeout:g} s")
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # grpc wakes every event loop of the process through one socket; the loops that come too late to read it raise this.
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)
 
 
 class Client:
@@ -107,28 +245,30 @@ class Client:
         Raises:
             BatonError: See :mod:`baton.errors`. With ``stream=True`` most come from the iteration.
         """
-        generate: Any = functools.partial(self._core.generate, prompt, model=model, timeout=timeout, **options)
         if not stream:
-            answer: Generation = self._call(generate, timeout)
-            return answer
+            return self._call(self._core.generate(prompt, model=model, timeout=timeout, **options), timeout)
+        opening = self._core.generate(prompt, model=model, timeout=timeout, stream=True, **options)
         messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        core = self._call(functools.partial(_open_stream, generate, messages), timeout)
+        try:
+            core = self._call(_open_stream(opening, messages, self._portal), timeout)
+        except BaseException:
+            del messages  # which ends the request: the traceback would keep it
+            raise
         return Stream(self, core, messages, timeout)
 
     def route(
         self, prompt: Prompt, *, model: str = "", cache_salt: str = "", timeout: float | None = None
     ) -> RouteDecision:
         """Ask where a prompt would go, and why; nothing is reserved."""
-        route = functools.partial(self._core.route, prompt, model=model, cache_salt=cache_salt, timeout=timeout)
-        return self._call(route, timeout)
+        return self._call(self._core.route(prompt, model=model, cache_salt=cache_salt, timeout=timeout), timeout)
 
     def list_instances(self, *, timeout: float | None = None) -> list[Instance]:
         """Return every instance that the router knows."""
-        return self._call(functools.partial(self._core.list_instances, timeout=timeout), timeout)
+        return self._call(self._core.list_instances(timeout=timeout), timeout)
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the models that requests can name."""
-        return self._call(functools.partial(self._core.models, timeout=timeout), timeout)
+        return self._call(self._core.models(timeout=timeout), timeout)
 
     def close(self) -> None:
         """End every call, the connection and the background thread."""
@@ -142,39 +282,48 @@ class Client:
     ) -> None:
         self.close()
 
-    def _call(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
         return self._portal.call(work, self._patience(timeout))
 
     def _patience(self, timeout: float | None) -> float:
         return (self._timeout if timeout is None else timeout) + _GRACE_S
 
 
-_Message: TypeAlias = list[Chunk] | Exception | None
-"""What the event loop hands to a stream: chunks, the error that ended it, or ``None`` at its end."""
+_Message: TypeAlias = Chunk | Exception | None
+"""What the event loop hands to a stream: a chunk, the error that ended it, or ``None`` at its end."""
 
 
 async def _open_stream(
-    generate: Callable[..., Coroutine[Any, Any, AsyncStream]], messages: queue.SimpleQueue[_Message]
+    opening: Coroutine[Any, Any, AsyncStream], messages: queue.SimpleQueue[_Message], portal: Portal
 ) -> AsyncStream:
-    core = await generate(stream=True)
-    core.reader = asyncio.create_task(_read(core, messages))
+    core = await opening
+    # The request lives as long as its queue: the caller may be interrupted before it has a stream.
+    weakref.finalize(messages, portal.post, core.cancel).atexit = False
+    core.reader = asyncio.create_task(_read(core, weakref.ref(messages)))
     return core
 
 
-async def _read(core: AsyncStream, messages: queue.SimpleQueue[_Message]) -> None:
+async def _read(core: AsyncStream, messages: weakref.ref[queue.SimpleQueue[_Message]]) -> None:
     """Put what comes into a queue: a waiting thread takes it without a turn of the event loop per chunk."""
+
+    def put(message: _Message) -> None:
+        known = messages()
+        if known is not None:
+            known.put(message)
+
     try:
         while (chunks := await core.next_chunks()) is not None:
-            messages.put(chunks)
-        messages.put(None)
+            for chunk in chunks:
+                put(chunk)
+        put(None)
     except asyncio.CancelledError:
-        messages.put(UnavailableError(CLOSED))
+        put(UnavailableError(CLOSED))
         raise
     except Exception as error:
-        messages.put(error)  # for the thread that reads
+        put(error)  # for the thread that reads
 
 
-class Stream(Iterator[Chunk]):
+class Stream(Answered, Iterator[Chunk]):
     """An answer as it comes: iterate over its chunks.
 
     Leaving it before its end (``cancel``, the end of a ``with`` block, dropping the last reference) cancels the
@@ -186,43 +335,27 @@ class Stream(Iterator[Chunk]):
         self, client: Client, core: AsyncStream, messages: queue.SimpleQueue[_Message], timeout: float | None
     ) -> None:
         self._client, self._core, self._messages, self._timeout = client, core, messages, timeout
-        self._pending: deque[Chunk] = deque()
+        self.answer = core.answer
         self._ended = False
 
     def __next__(self) -> Chunk:
-        while not self._pending:
-            if self._ended:
-                raise StopIteration
-            message = self._client._portal.take(self._messages, self._client._patience(self._timeout))
-            if isinstance(message, list):
-                self._pending.extend(message)
-                continue
-            self._ended = True
-            if message is not None:
-                raise message
-        return self._pending.popleft()
-
-    @property
-    def request_id(self) -> str:
-        """The request's id, once the first message has come."""
-        return self._core.request_id
-
-    @property
-    def trace(self) -> Trace | None:
-        """How the request came to its KV; complete at the end of the stream."""
-        return self._core.trace
-
-    @property
-    def decision(self) -> RouteDecision | None:
-        """Where the request runs."""
-        return self._core.decision
+        if self._ended:
+            raise StopIteration
+        message = self._client._portal.take(self._messages, self._client._patience(self._timeout))
+        cancelled, self._ended = self._ended, self._ended or not isinstance(message, Chunk)
+        if isinstance(message, Chunk) and not cancelled:
+            return message
+        self._messages.put(None)  # for other threads that read
+        if isinstance(message, Exception) and not cancelled:
+            raise message
+        raise StopIteration
 
     def collect(self) -> Generation:
         """Read to the end and return everything that came, chunks taken before included."""
         with self:
             for _ in self:
                 pass
-        return self._core.result()
+        return self.answer.result()
 
     def cancel(self) -> None:
         """End the request; the iteration stops."""
@@ -235,7 +368,4 @@ class Stream(Iterator[Chunk]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
         self.cancel()

@@ -1,4 +1,4 @@
-"""What the SDK answers with: plain frozen dataclasses, none of the wire's messages."""
+"""What the SDK answers with: plain frozen dataclasses, none of the wire's messages; and how an answer is gathered."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from baton.api.v1 import common_pb2, router_pb2
-from baton.errors import InvalidRequestError
-from baton.rpc.convert import path_from_pb, role_from_pb
+from baton.errors import InternalError, InvalidRequestError
+from baton.rpc.convert import finish_from_pb, logprob_from_pb, path_from_pb, prompt_logprobs_from_pb, role_from_pb
 from baton.types import FinishReason, PrefillPath, Role, TokenLogprob
 
 T = TypeVar("T")
@@ -223,3 +223,108 @@ def read_instance(message: router_pb2.InstanceStatus) -> Instance:
 def read_model(message: router_pb2.ModelDescription) -> Model:
     """Model from the wire."""
     return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids))
+
+
+@dataclass
+class _Partial:
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+
+class Answer:
+    """Gathers the messages of one generation.
+
+    Attributes:
+        started: Whether a token has come: from then on a failed call must not be repeated.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.started = False
+        self.request_id = ""
+        self.trace: Trace | None = None
+        self.decision: RouteDecision | None = None
+        self._prompt_logprobs: list[TokenLogprob | None] = []
+        self._parts = [_Partial() for _ in range(n)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sequence has ended."""
+        return all(part.finish_reason is not None for part in self._parts)
+
+    def feed(self, message: router_pb2.RouterGenerateResponse) -> list[Chunk]:
+        """Take a message and return its news.
+
+        Raises:
+            InternalError: The server names a sequence that was not asked for.
+        """
+        self.request_id = message.request_id or self.request_id
+        if message.HasField("trace"):
+            self.trace = read_trace(message.trace)
+        if message.HasField("decision"):
+            self.decision = read_decision(message.decision)
+        if message.prompt_logprobs:
+            self._prompt_logprobs = prompt_logprobs_from_pb(list(message.prompt_logprobs))
+        chunks = [self._chunk(delta) for delta in message.deltas]
+        self.started = self.started or bool(chunks)
+        return chunks
+
+    def result(self) -> Generation:
+        """Return all that has arrived so far."""
+        choices = [
+            Choice(i, "".join(p.text), p.token_ids, p.finish_reason, p.stop_reason, p.logprobs or None)
+            for i, p in enumerate(self._parts)
+        ]
+        return Generation(self.request_id, choices, self.trace, self.decision, self._prompt_logprobs)
+
+    def require_complete(self) -> None:
+        """Raise ``InternalError`` if the server ended the stream before it ended every sequence."""
+        if not self.complete:
+            raise InternalError("the server ended the stream in the middle of an answer")
+
+    def _chunk(self, delta: router_pb2.TextDelta) -> Chunk:
+        if delta.index >= len(self._parts):
+            raise InternalError(f"the server answered with sequence {delta.index} of {len(self._parts)}")
+        logprobs = tuple(logprob_from_pb(item) for item in delta.logprobs)
+        chunk = Chunk(
+            delta.index,
+            delta.text,
+            tuple(delta.token_ids),
+            logprobs,
+            finish_from_pb(delta.finish_reason),
+            delta.stop_reason or None,
+        )
+        part = self._parts[chunk.index]
+        part.text.append(chunk.text)
+        part.token_ids.extend(chunk.token_ids)
+        part.logprobs.extend(logprobs)
+        part.finish_reason = chunk.finish_reason or part.finish_reason
+        part.stop_reason = chunk.stop_reason or part.stop_reason
+        return chunk
+
+
+class Answered:
+    """What both clients' streams tell of an answer while it comes.
+
+    Attributes:
+        answer: Gathers it.
+    """
+
+    answer: Answer
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, once the first message has come."""
+        return self.answer.request_id
+
+    @property
+    def trace(self) -> Trace | None:
+        """How the request came to its KV; complete at the end of the stream."""
+        return self.answer.trace
+
+    @property
+    def decision(self) -> RouteDecision | None:
+        """Where the request runs."""
+        return self.answer.decision

@@ -401,3 +401,20 @@ async def test_closing_ends_what_is_being_read() -> None:
         with pytest.raises(UnavailableError, match="closed"):
             await asyncio.wait_for(reader, WAIT_S)
         await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
+
+
+async def test_closing_ends_a_wait_between_tries(both: Both) -> None:
+    async def later(request: Any) -> AsyncIterator[Any]:
+        raise UnavailableError("nobody", retry_after_s=3600.0)
+        yield
+
+    async with router() as (servicer, address):
+        servicer.script = later
+        async with both.connect(address, timeout=36000.0) as client:
+            reader = asyncio.create_task(client.call("generate", "hi"))
+            while not servicer.calls:
+                await asyncio.wait([reader], timeout=0.01)
+            done, _ = await asyncio.wait([reader], timeout=0.1)
+            assert not done
+        with pytest.raises(UnavailableError, match="closed"):
+            await asyncio.wait_for(reader, WAIT_S)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from tests.integration.client.test_client import STOP, WAIT_S, delta, endless, message, router
+from tests.integration.client.test_client import STOP, WAIT_S, Both, both, delta, endless, message, router
 
 from baton import Client
 from baton.client import Stream
+from baton.client.sync_client import Portal
 from baton.errors import UnavailableError
+
+__all__ = ["both"]  # the fixture
 
 
 def loops() -> int:
@@ -165,3 +169,109 @@ async def test_a_wait_between_tries_is_cut_short_by_cancelling() -> None:
             assert not done
             stream.cancel()
             assert await asyncio.wait_for(reader, WAIT_S) == []
+
+
+async def test_after_a_cancel_not_even_the_rest_of_a_message_comes(both: Both) -> None:
+    async def one_message(request: Any) -> AsyncIterator[Any]:
+        yield message(delta("a", 1), delta("b", 2), delta("c", 3))
+        await asyncio.Event().wait()
+
+    async with router() as (servicer, address), both.connect(address) as client:
+        servicer.script = one_message
+        stream = await client.call("generate", "hi", stream=True)
+        first = await client.next(stream)
+        assert first is not None
+        assert first.text == "a"
+        stream.cancel()
+        assert await client.rest(stream) == []
+
+
+async def test_every_thread_that_reads_a_stream_hears_of_its_end() -> None:
+    go_on = asyncio.Event()
+
+    async def held(request: Any) -> AsyncIterator[Any]:
+        await go_on.wait()
+        async for item in echo(request):
+            yield item
+
+    async with router() as (servicer, address):
+        servicer.script = held
+        with Client(address) as client:
+            stream = await asyncio.to_thread(client.generate, "a b c", stream=True)
+            texts: list[str] = []
+
+            def read(_: int) -> None:
+                texts.extend(chunk.text for chunk in stream)
+
+            reader = asyncio.create_task(asyncio.to_thread(in_threads, 3, read))
+            done, _ = await asyncio.wait([reader], timeout=0.3)
+            assert not done
+            go_on.set()
+            assert await reader == []
+            assert sorted(texts) == [".", "a", "b", "c"]
+
+
+async def test_an_interrupt_before_the_caller_has_the_stream_ends_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = Portal.call
+
+    begun = threading.Event()
+
+    async def noted(request: Any) -> AsyncIterator[Any]:
+        begun.set()
+        async for item in endless(request):
+            yield item
+
+    def interrupted(*args: Any) -> Any:
+        call(*args)
+        assert begun.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    async with router() as (servicer, address):
+        servicer.script = noted
+        with Client(address) as client:
+            monkeypatch.setattr(Portal, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                await asyncio.to_thread(client.generate, "hi", stream=True)
+            await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
+
+
+async def test_a_deadline_in_thousands_of_years_is_none(both: Both) -> None:
+    async with router() as (_, address), both.connect(address, timeout=1e12) as client:
+        assert (await client.call("models"))[0].name == "tiny"
+        assert (await client.call("generate", "hi", n=2)).text == "hello"
+
+
+FORK = """
+import os, sys
+from baton import Client
+from baton.errors import UnavailableError
+
+address, how = sys.argv[1:]
+client = Client(address, retries=0, timeout=20)
+assert client.models()
+if how == "closed":
+    client.close()
+child = os.fork()
+if child == 0:
+    with Client(address, retries=0, timeout=20) as other:
+        try:
+            os._exit(10 if other.models() else 2)
+        except UnavailableError as error:
+            os._exit(11 if "fork" in str(error) else 3)
+        except BaseException:
+            os._exit(4)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+if how == "open":
+    assert client.models()
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("open", 11), ("closed", 10)])
+async def test_a_fork_beside_an_open_client_is_refused_at_once_and_harms_nobody(how: str, code: int) -> None:
+    """gRPC's event loop of the child would take what belongs to the parent's."""
+    async with router() as (_, address):
+        done = await asyncio.create_subprocess_exec(sys.executable, "-W", "ignore", "-c", FORK, address, how)
+        assert await asyncio.wait_for(done.wait(), 60) == code

@@ -12,7 +12,7 @@ import baton
 import baton.client
 from baton.api.v1 import common_pb2, router_pb2
 from baton.client import Instance, Load, Model, RouteCandidate, RouteDecision, Trace
-from baton.client.call_state import Settings
+from baton.client.async_client import Settings
 from baton.client.request import Options, build_generate, build_route
 from baton.errors import InvalidRequestError
 from baton.rpc.convert import sampling_from_pb
