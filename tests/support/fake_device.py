@@ -6,8 +6,7 @@ import numpy as np
 
 from baton.errors import InternalError
 from baton.kv_cache.arena import ArenaState, Spans
-from baton.kv_cache.arena.base import Bytes, checked_spans
-from baton.kv_cache.arena.state import state_bytes
+from baton.kv_cache.arena.base import Bytes, checked_spans, state_bytes
 from baton.types import Epoch
 
 

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from baton.api.v1 import events_pb2
-from baton.kv_cache.events import DISK, HOST, REMOTE, BlocksRemoved, BlocksStored, KVEvent
-from baton.kv_cache.prefix_cache import merge_events
+from baton.kv_cache.events import DISK, HOST, REMOTE, BlocksRemoved, BlocksStored, KVEvent, merge_events
 from baton.types import BlockHash, Epoch
 from baton.worker.events import KvEventLog
 from baton_kvstore.tiers.tiered_store import TieredStore

@@ -25,8 +25,7 @@ from baton.hashing import root_hash
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.block_pool import BlockPool
 from baton.kv_cache.connector import KVConnector, LoadUpdate
-from baton.kv_cache.events import BlocksStored, KVEvent
-from baton.kv_cache.prefix_cache import merge_events
+from baton.kv_cache.events import BlocksStored, KVEvent, merge_events
 from baton.kv_cache.shards import KVShards
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 

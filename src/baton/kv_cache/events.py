@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.types import BlockHash
@@ -42,3 +43,40 @@ class CacheCleared:
 
 
 KVEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+def merge_events(events: Iterable[KVEvent]) -> list[KVEvent]:
+    """Join neighbours: a run and its continuation, removals that follow one another. Order is kept."""
+    merged: list[KVEvent] = []
+    stored: list[BlockHash] = []
+    removed: list[BlockHash] = []
+    parent: BlockHash | None = None
+    tier = DEVICE
+
+    def flush() -> None:
+        if stored:
+            merged.append(BlocksStored(parent, tuple(stored), tier))
+            stored.clear()
+        if removed:
+            merged.append(BlocksRemoved(tuple(removed), tier))
+            removed.clear()
+
+    for event in events:
+        if event.tier != tier:
+            flush()
+            tier = event.tier
+        if isinstance(event, BlocksStored):
+            # Parents are not known in lower tiers, so any two runs go together.
+            if not stored or (tier == DEVICE and stored[-1] != event.parent):
+                flush()
+                parent = event.parent
+            stored.extend(event.hashes)
+        elif isinstance(event, BlocksRemoved):
+            if stored:
+                flush()
+            removed.extend(event.hashes)
+        else:
+            flush()
+            merged.append(event)
+    flush()
+    return merged

@@ -84,10 +84,8 @@ def token_pieces(source_size: int, target_size: int) -> tuple[TokenPiece, ...]:
     cuts = sorted({*range(0, period + 1, source_size), *range(0, period + 1, target_size)})
     pieces = []
     for begin, end in itertools.pairwise(cuts):
-        (source_block, source_token), (target_block, target_token) = (
-            divmod(begin, source_size),
-            divmod(begin, target_size),
-        )
+        source_block, source_token = divmod(begin, source_size)
+        target_block, target_token = divmod(begin, target_size)
         pieces.append(TokenPiece(source_block, source_token, target_block, target_token, end - begin))
     return tuple(pieces)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
-from baton.kv_cache.prefix_cache import PrefixCache, merge_events
+from baton.kv_cache.block_pool import PrefixCache
+from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent, merge_events
 from baton.types import BlockHash, BlockId
 
 

@@ -1,25 +1,89 @@
-"""What a KV pool's memory offers, wherever it lies.
+"""What a KV pool's memory offers, wherever it lies, and what is shared of it apart from its blocks.
 
-Epoch, generations and progress are always in host memory (:class:`~baton.kv_cache.arena.state.ArenaState`): the block
-pool raises generations, one-sided readers check them. The blocks' bytes need not be: memory of a device is reached
-by explicit copies alone, :meth:`Arena.read_into` and :meth:`Arena.write_from`.
+Epoch, a generation per block, and progress are always in host memory (:class:`ArenaState`). The blocks' bytes need not
+be: memory of a device is reached by explicit copies alone, :meth:`Arena.read_into` and :meth:`Arena.write_from`.
+
+Generations fence one-sided reads. The owner raises a block's generation before it hands the block to a new user,
+so a reader who finds the generation unchanged *after* its copy knows that the block was not written meanwhile.
+
+Progress is a counter that the owner raises and readers wait for: the layers of a running step, as they are computed.
+A reader that was told "block 7 is complete at 1234" waits for 1234 and copies, while the owner computes the next
+layer. Waiting is the kernel's futex on the mapping itself: no message, no polling, and the owner's cost without a
+waiter is one system call. A waiter for a value is woken by the values up to it that are congruent to it modulo 32,
+so as a rule once, and not for every layer.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
+import platform
+import secrets
+import time
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import InternalError
-from baton.kv_cache.arena.state import Progress
+from baton.errors import ConfigError, InternalError
 from baton.types import BlockId, Epoch
 
 Bytes = npt.NDArray[np.uint8]
 Spans = npt.NDArray[np.int64]
 """int64 [m, 3]: block id, first byte within the block, number of bytes."""
+
+MAGIC = b"BATONKV1"
+_HEADER_BYTES = 4096
+_FIELDS_BYTES = 40
+_PROGRESS_AT = 64  # a cache line of its own
+_FUTEX_WAIT_BITSET, _FUTEX_WAKE_BITSET = 9, 10
+_BITS = 32
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
+_POLL_S = 0.0005
+
+
+class Progress:
+    """The counter.
+
+    Args:
+        word: uint64 [1], aligned to 8 bytes, in memory that all parties map; readers may map it read-only.
+    """
+
+    def __init__(self, word: npt.NDArray[np.uint64]) -> None:
+        self._word = word
+        # The kernel compares 32 bits: the low half, which changes with every step.
+        self._address = int(word.__array_interface__["data"][0])
+        number = _SYS_FUTEX.get(platform.machine())
+        self._futex = None if number is None else _futex_call(number)
+
+    @property
+    def value(self) -> int:
+        """The counter now."""
+        return int(self._word[0])
+
+    def advance(self, value: int) -> None:
+        """Raise the counter and wake waiting readers; a value not above the present one changes nothing."""
+        before = int(self._word[0])
+        if value > before:
+            self._word[0] = value
+            if self._futex is not None:
+                self._futex(self._address, _FUTEX_WAKE_BITSET, 2**31 - 1, None, _bits(before + 1, value))
+
+    def wait(self, value: int, timeout_s: float) -> int:
+        """Block until the counter has reached ``value`` or the time is up; returns the counter."""
+        deadline = time.monotonic() + timeout_s
+        while (now := int(self._word[0])) < value:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if self._futex is None:
+                time.sleep(min(left, _POLL_S))  # a machine whose number of the system call is not known here
+                continue
+            self._futex(self._address, _FUTEX_WAIT_BITSET, now & 0xFFFFFFFF, deadline, _bits(value, value))
+        return now
 
 
 class Arena(Protocol):
@@ -102,3 +166,99 @@ def checked_spans(
     for block, start, size in spans.tolist():
         yield slice(at, at + size), block, slice(start, start + size)
         at += size
+
+
+# The shared state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArenaState:
+    """The shared state of an arena: a header page (magic, epoch, sizes, progress), then the generations.
+
+    Attributes:
+        generations: uint64 [num_blocks].
+    """
+
+    epoch: Epoch
+    num_blocks: int
+    block_bytes: int
+    generations: npt.NDArray[np.uint64]
+    progress: Progress
+
+    @classmethod
+    def create(
+        cls, memory: npt.NDArray[np.uint8], num_blocks: int, block_bytes: int, epoch: Epoch | None = None
+    ) -> ArenaState:
+        """Lay the state of a new arena into zeroed memory.
+
+        Args:
+            memory: uint8, at least ``state_bytes(num_blocks)``, aligned to 8 bytes.
+            num_blocks: Of the arena.
+            block_bytes: Size of each.
+            epoch: Default: a new one.
+        """
+        epoch = epoch or Epoch(secrets.token_bytes(16))
+        header = MAGIC + epoch + num_blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")
+        memory[: len(header)] = np.frombuffer(header, np.uint8)
+        return cls.at(memory, header)
+
+    @classmethod
+    def at(cls, memory: npt.NDArray[np.uint8], header: bytes) -> ArenaState:
+        """Return the state that lies in memory under a header that :func:`read_header` accepts."""
+        epoch, num_blocks, block_bytes = read_header(header)
+        generations = memory[_HEADER_BYTES : _HEADER_BYTES + 8 * num_blocks].view(np.uint64)
+        progress = Progress(memory[_PROGRESS_AT : _PROGRESS_AT + 8].view(np.uint64))
+        return cls(epoch, num_blocks, block_bytes, generations, progress)
+
+
+def read_header(header: bytes) -> tuple[Epoch, int, int]:
+    """Return epoch, number of blocks and bytes per block from the beginning of an arena's state.
+
+    Raises:
+        ConfigError: It is no arena's.
+    """
+    if len(header) < _FIELDS_BYTES or header[:8] != MAGIC:
+        raise ConfigError("the memory received is not a KV arena")
+    return Epoch(header[8:24]), int.from_bytes(header[24:32], "little"), int.from_bytes(header[32:40], "little")
+
+
+def state_bytes(num_blocks: int) -> int:
+    """Bytes of the state, in whole pages."""
+    return _HEADER_BYTES + page_up(8 * num_blocks)
+
+
+def page_up(size: int) -> int:
+    """Round bytes up to whole pages."""
+    return -(-size // 4096) * 4096
+
+
+def _bits(first: int, last: int) -> int:
+    """The set of bits that stands for the values from the first to the last."""
+    run = (1 << min(last - first + 1, _BITS)) - 1 << first % _BITS
+    return (run | run >> _BITS) & 0xFFFFFFFF
+
+
+def _futex_call(number: int) -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    syscall = libc.syscall
+    syscall.restype = ctypes.c_long
+
+    class Timespec(ctypes.Structure):
+        _fields_ = (("sec", ctypes.c_long), ("nsec", ctypes.c_long))
+
+    def call(address: int, operation: int, value: int, deadline: float | None, bits: int) -> int:
+        limit = None
+        if deadline is not None:  # that of ``time.monotonic``, the clock of this operation
+            seconds = int(deadline)
+            limit = ctypes.byref(Timespec(seconds, int((deadline - seconds) * 1e9)))
+        result = syscall(
+            ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_int(operation), ctypes.c_uint32(value),
+            limit, None, ctypes.c_uint32(bits),
+        )  # fmt: skip
+        code = ctypes.get_errno()
+        # Changed before the wait began, time-out, signal: the caller looks at the counter again in any case.
+        if result < 0 and code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(code, os.strerror(code))
+        return int(result)
+
+    return call

@@ -17,8 +17,7 @@ import os
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.kv_cache.arena.base import Bytes, Spans, checked_spans
-from baton.kv_cache.arena.state import ArenaState, page_up, read_header, state_bytes
+from baton.kv_cache.arena.base import ArenaState, Bytes, Spans, checked_spans, page_up, read_header, state_bytes
 from baton.types import Epoch
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
