@@ -32,7 +32,7 @@ def token_ids(ids: Sequence[int]) -> TokenIds:
 
 def max_id(ids: TokenIds) -> int:
     """Return the largest id; 0 of none."""
-    return int(np.frombuffer(ids, np.uint32).max(initial=0)) if ids else 0
+    return int(np.frombuffer(ids, np.uint32).max()) if ids else 0
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -1,8 +1,7 @@
 """Spans: what happened to a request and when, and what it is part of (W3C Trace Context).
 
-A request carries a :class:`Span` on its way, whose events are noted where they happen. Without an exporter nothing of
-it leaves the process, and a caller's ``traceparent`` is passed on as it came; with one, the caller's span is its
-parent.
+A request carries a :class:`Span` on its way, whose events are noted where they happen. With an exporter the caller's
+span is its parent; without one nothing is noted, and a caller's ``traceparent`` is passed on as it came.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class Span:
 
     Attributes:
         context: Its place; ``None``: it has no parent and no exporter.
-        events: In order.
-        status: How it ended: ``ok`` or an error's code; empty: not yet.
+        events: In order; none without an exporter.
+        status: How it ended: ``ok`` or an error's code; empty: not yet, or there is no exporter.
         end_ns: When it ended.
     """
 
@@ -95,12 +94,15 @@ class Span:
 
     def event(self, name: str, detail: str = "") -> None:
         """Note that something happened now."""
-        self.events.append(Event(name, time.perf_counter_ns(), detail))
+        if self._exporter is not None:
+            self.events.append(Event(name, time.perf_counter_ns(), detail))
 
     def end(self, status: str = "ok") -> None:
         """Note the end, once, and hand the span to the exporter."""
-        if self.status:
-            return
-        self.end_ns, self.status = time.perf_counter_ns(), status
-        if self._exporter is not None:
+        if self._exporter is not None and not self.status:
+            self.end_ns, self.status = time.perf_counter_ns(), status
             self._exporter.export(self)
+
+
+UNTRACED = Span("request")
+"""Stands for the span of every request that is traced neither here nor by its caller."""

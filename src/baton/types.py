@@ -140,21 +140,15 @@ class SamplingParams:
         Raises:
             InvalidRequestError: Names the first field that is out of range.
         """
-
-        def need(ok: bool, name: str, what: str) -> None:
-            if not ok:
-                raise InvalidRequestError(
-                    f"{name} must be {what}, got {shown(getattr(self, name))}", field=prefix + name
-                )
-
-        for name, low, high, what in _RANGES:
-            value = getattr(self, name)
+        for (name, low, high, what), value in zip(_RANGES, _RANGED_VALUES(self), strict=True):
             if value is not None and not low <= value <= high:
-                need(False, name, what)
-        if self.max_tokens is not None:
-            need(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})")
-        need(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-        need(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+                raise _out_of_range(name, what, value, prefix)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _out_of_range("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens, prefix)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise _out_of_range("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", self.stop_token_ids, prefix)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _out_of_range("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", self.logit_bias, prefix)
         for token, bias in self.logit_bias.items():
             ok = token >= 0 and (vocab_size is None or token < vocab_size) and -100.0 <= bias <= 100.0
             if not ok:
@@ -167,6 +161,10 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"stop_token_ids has {token}, which is not in the vocabulary", field=f"{prefix}stop_token_ids"
                 )
+
+
+def _out_of_range(name: str, what: str, value: object, prefix: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be {what}, got {shown(value)}", field=prefix + name)
 
 
 _FIELD_VALUES = operator.attrgetter(*SamplingParams.__slots__)
@@ -187,3 +185,4 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("n", 1, MAX_N, f"between 1 and {MAX_N}"),
 )
 """Fields of :class:`SamplingParams` that are numbers: least and greatest value, and what errors say."""
+_RANGED_VALUES = operator.attrgetter(*(name for name, *_ in _RANGES))

@@ -32,11 +32,11 @@ from baton_router.frontend.app import create_app
 from baton_router.frontend.console.debug import add_replicas, watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
-from baton_router.frontend.http.options import HttpOptions
+from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics.fast_metrics import GaugeFunction
-from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.registry.discovery import discoveries
 from baton_router.registry.load import Waiters
 from baton_router.registry.registry import Registry

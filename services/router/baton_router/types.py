@@ -12,7 +12,7 @@ import msgspec
 from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
 from baton.token_ids import TokenIds
-from baton.tracing import Span
+from baton.tracing import UNTRACED, Span
 from baton.types import RequestId, SamplingParams, Tenant
 
 MAX_SALT_CHARS = 512
@@ -120,4 +120,4 @@ class RoutedRequest(msgspec.Struct):
     output_token_ids: Sequence[int] = ()
     account: Account | None = None
     order: Order | None = None
-    span: Span = msgspec.field(default_factory=lambda: Span("request"))
+    span: Span = UNTRACED

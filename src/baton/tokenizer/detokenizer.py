@@ -28,7 +28,7 @@ class IncrementalDetokenizer:
     whatever the portions they came in. An incomplete character is held back until its last byte is there.
     """
 
-    __slots__ = ("_decoder", "_hidden")
+    __slots__ = ("_held", "_hidden", "_strip", "_token_bytes", "_window")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         """Begin a sequence.
@@ -40,36 +40,23 @@ class IncrementalDetokenizer:
                 are looked at. Without, a tokenizer that drops the space at the start of a text drops it here.
         """
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decoder: _BytesDecoder | _WindowDecoder
-        if tokenizer.scheme is not None:
-            strip = tokenizer.scheme.strip_start
-            self._decoder = _BytesDecoder(tokenizer, strip if strip and not self._shown(context[-_MAX_HELD:]) else 0)
-        else:
-            self._decoder = _WindowDecoder(tokenizer, self._shown(context[-_MAX_HELD:]))
+        self._token_bytes, self._held, self._strip = tokenizer.token_bytes, b"", 0
+        self._window: _WindowDecoder | None = None
+        """Decodes where a text is not the concatenation of its tokens' bytes."""
+        if tokenizer.scheme is None:
+            self._window = _WindowDecoder(tokenizer, self._shown(context[-_MAX_HELD:]))
+        elif tokenizer.scheme.strip_start and not self._shown(context[-_MAX_HELD:]):
+            self._strip = tokenizer.scheme.strip_start
 
     def _shown(self, ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in ids if token_id not in self._hidden]
 
     def push(self, ids: Sequence[int]) -> str:
         """Take more ids and return the text that is complete with them."""
-        return self._decoder.push(ids if self._hidden.isdisjoint(ids) else self._shown(ids))
-
-    def flush(self) -> str:
-        """Return what was held back: no more ids come. Bytes that are no character become U+FFFD."""
-        return self._decoder.flush()
-
-
-class _BytesDecoder:
-    """For tokenizers whose text is the concatenation of their tokens' bytes."""
-
-    __slots__ = ("_held", "_strip", "_token_bytes")
-
-    def __init__(self, tokenizer: Tokenizer, strip: int) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._held = b""
-        self._strip = strip
-
-    def push(self, ids: Iterable[int]) -> str:
+        if not self._hidden.isdisjoint(ids):
+            ids = self._shown(ids)
+        if self._window is not None:
+            return self._window.push(ids)
         data = self._held + b"".join(map(self._token_bytes, ids))
         # What an incremental decoder calls: one of those for each sequence costs more than the decoding.
         text, used = utf_8_decode(data, "replace", False)
@@ -77,6 +64,9 @@ class _BytesDecoder:
         return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
+        """Return what was held back: no more ids come. Bytes that are no character become U+FFFD."""
+        if self._window is not None:
+            return self._window.flush()
         if not self._held:
             return ""
         text, _ = utf_8_decode(self._held, "replace", True)

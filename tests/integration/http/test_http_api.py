@@ -25,10 +25,10 @@ from baton.tokenizer import TextModelCache, Tokenizer
 from baton_router.accounts.accounts import Accounts
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import create_app
-from baton_router.frontend.http.options import HttpOptions
+from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
-from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationMetrics
 
 CHAT: list[Any] = [{"role": "user", "content": "write add"}]
 KEYS = ("key-one", "key-two")
@@ -712,7 +712,7 @@ def test_a_body_has_no_thousands_of_fields(api: Served) -> None:
 
 
 def test_what_is_tokenized_and_turned_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton_router.frontend.openai.other_endpoints._LEAST_BOUND", 3000)
+    monkeypatch.setattr("baton_router.frontend.app._LEAST_BOUND", 3000)
     with Served() as api:
         for path, body, param in (
             ("/tokenize", {"prompt": "x" * 3001}, "prompt"),

@@ -18,8 +18,8 @@ from baton.tokenizer import TextModelCache
 from baton.types import PrefillPath
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.grpc import generate as grpc_generate
-from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationMetrics
 
 
 @pytest.fixture

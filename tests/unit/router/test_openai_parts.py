@@ -16,12 +16,19 @@ from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
 from baton.types import InstanceId, Role, SamplingParams, TokenLogprob
 from baton_router.frontend.http.errors import baton_error_object
-from baton_router.frontend.http.metrics import HttpMetrics
-from baton_router.frontend.openai.logprobs import LogprobWriter
-from baton_router.frontend.openai.messages import parse_messages
-from baton_router.frontend.openai.response_headers import Route, route_lines
-from baton_router.frontend.openai.schemas import ChatBody, CompletionBody, parse_body
-from baton_router.frontend.openai.unsupported_params import HARMLESS, ONLY_DEFAULT, header_value, ignored_fields
+from baton_router.frontend.http.middleware import HttpMetrics
+from baton_router.frontend.openai.answer import LogprobWriter
+from baton_router.frontend.openai.generation import Route, route_lines
+from baton_router.frontend.openai.openai_request import parse_messages
+from baton_router.frontend.openai.schemas import (
+    HARMLESS,
+    ONLY_DEFAULT,
+    ChatBody,
+    CompletionBody,
+    header_value,
+    ignored_fields,
+    parse_body,
+)
 from baton_router.processor.text_request import TextChunk
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.policies import Ratings, Scores, Side

@@ -28,8 +28,8 @@ from baton.tokenizer import TextModel, TextModelCache
 from baton.types import FinishReason, SamplingParams
 from baton_router.dispatch.interface import RoutedChunk, RoutedDelta
 from baton_router.frontend.grpc import generate as grpc_generate
-from baton_router.processor.generation_metrics import GenerationMetrics, cached_tokens
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationMetrics, cached_tokens
 from baton_router.processor.text_request import ChatPrompt, TextChunk, TextRequest
 from baton_router.types import ModelInfo, RoutedRequest
 
@@ -37,7 +37,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 
 
 def pipeline(dispatcher: ScriptedDispatcher, **options: Any) -> InputProcessor:
-    return InputProcessor(dispatcher, TextModelCache(), **options)
+    return InputProcessor(
+        dispatcher, TextModelCache(), **{"metrics": GenerationMetrics(CollectorRegistry()), **options}
+    )
 
 
 async def collect(dispatcher: ScriptedDispatcher, request: TextRequest, **options: Any) -> list[TextChunk]:
@@ -157,7 +159,7 @@ async def test_a_model_without_chat_template() -> None:
 
     request = TextRequest(ChatPrompt([{"role": "user", "content": "x"}]), GREEDY, prompt_field="messages")
     with pytest.raises(InvalidRequestError, match="chat template") as caught:
-        await InputProcessor(ScriptedDispatcher(), Bare()).prepare(request)
+        await InputProcessor(ScriptedDispatcher(), Bare(), GenerationMetrics(CollectorRegistry())).prepare(request)
     assert caught.value.field == "messages"
 
 

@@ -10,8 +10,8 @@ from baton.api.v1 import common_pb2
 from baton.tokenizer import TextModelCache
 from baton.types import SamplingParams
 from baton_router.dispatch.metrics import DispatchMetrics
-from baton_router.processor.generation_metrics import GenerationMetrics
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.processor.text_request import ChatPrompt, TextRequest
 
 

@@ -15,7 +15,7 @@ from baton.types import InstanceId, PrefillPath, Role
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.flows import Flow, Flows
 from baton_router.frontend.console.window_stats import WindowStats, quantile
-from baton_router.processor.generation_metrics import GenerationClock, GenerationMetrics
+from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextDelta
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.metrics import SchedulerMetrics

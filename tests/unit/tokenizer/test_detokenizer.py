@@ -164,7 +164,7 @@ def test_general_decoder_holds_a_bounded_number_of_tokens() -> None:
     detokenizer = IncrementalDetokenizer(tokenizer)
     text = "".join(detokenizer.push([broken]) for _ in range(200))
     assert len(text) > 150
-    assert len(detokenizer._decoder._ids) < 32  # type: ignore[union-attr]
+    assert len(detokenizer._window._ids) < 32  # type: ignore[union-attr]
 
 
 def test_schemes_are_recognized() -> None:

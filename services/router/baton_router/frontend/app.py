@@ -1,36 +1,57 @@
-"""The HTTP app: what generates by callbacks, all other endpoints by FastAPI."""
+"""The HTTP app: what generates by callbacks (``openai/generation.py``), and here all other endpoints, by FastAPI."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InternalError
+from baton.errors import BatonError, CancelledError, InternalError, InvalidRequestError
+from baton.tokenizer import Tokenizer
+from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
 from baton_router.frontend.http import errors
-from baton_router.frontend.http.metrics import HttpMetrics
-from baton_router.frontend.http.middleware import AccessCheck, HttpMiddleware
-from baton_router.frontend.http.options import HttpOptions
+from baton_router.frontend.http.http_exchange import (
+    DRAIN_FACTOR,
+    DRAIN_S,
+    check_media,
+    decode_json,
+    too_late,
+    too_long,
+)
+from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions, account_of
 from baton_router.frontend.openai.generation import GenerationEndpoints
-from baton_router.frontend.openai.other_endpoints import Health, Models, TokenizerEndpoints
+from baton_router.frontend.openai.openai_request import chat_prompt
 from baton_router.frontend.openai.schemas import (
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    check_strict,
+    header_value,
     json_schemas,
+    parse_body,
+    unknown_fields,
 )
-from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.input_processor import InputProcessor, count_chars
+from baton_router.processor.text_request import Prompt, TextRequest
+from baton_router.types import ModelInfo
+
+_INLINE_TOKENS = 4096
+_LEAST_BOUND = 2**20
+"""Characters, and tokens, that can be tokenized and turned back whatever the model's context."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -68,10 +89,10 @@ def create_app(
         steps: Of this router's requests; default: HTTP has its own.
     """
     options = options or HttpOptions()
-    metrics, access = HttpMetrics(registry), AccessCheck(options.accounts)
+    metrics = HttpMetrics(registry)
     app = _DocumentedApp(title="Baton", version=__version__, redoc_url=None)
     errors.install(app)
-    app.add_middleware(HttpMiddleware, access=access, metrics=metrics)
+    app.add_middleware(HttpMiddleware, accounts=options.accounts, metrics=metrics)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -93,7 +114,7 @@ def create_app(
     _add(app, "GET", "/readyz", health.ready)
     _add(app, "GET", "/metrics", health.metrics)
     _add(app, "GET", "/version", health.version)
-    return HttpFront(app, GenerationEndpoints(processor, options, metrics, access, steps or TurnBatcher()))
+    return HttpFront(app, GenerationEndpoints(processor, options, metrics, steps or TurnBatcher()))
 
 
 class _DocumentedApp(FastAPI):
@@ -122,3 +143,186 @@ def _add(app: FastAPI, method: str, path: str, endpoint: Endpoint, body: type[Bo
     app.add_api_route(path, endpoint, methods=[method], response_class=Response, openapi_extra=extra, name=name)
     if method == "GET":  # whatever can be got can be asked for without its body
         app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
+
+
+class Models:
+    """Serves ``/v1/models``."""
+
+    def __init__(self, processor: InputProcessor) -> None:
+        self._processor = processor
+        self._created = int(time.time())
+
+    async def list(self, request: Request) -> Response:
+        """Serve ``GET /v1/models``."""
+        return _json({"object": "list", "data": [self._model(self._processor.model_info())]})
+
+    async def get(self, request: Request) -> Response:
+        """Serve ``GET /v1/models/{id}``; without an id it is the list."""
+        model = request.path_params["model"]
+        return _json(self._model(self._processor.model_info(model))) if model else await self.list(request)
+
+    def _model(self, info: ModelInfo) -> dict[str, Any]:
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "max_model_len": info.max_model_len,
+        }
+
+
+class TokenizerEndpoints:
+    """Serves ``/tokenize`` and ``/detokenize``."""
+
+    def __init__(self, processor: InputProcessor, options: HttpOptions, metrics: HttpMetrics) -> None:
+        self._processor = processor
+        self._options = options
+        self._metrics = metrics
+
+    async def tokenize(self, request: Request) -> Response:
+        """Serve ``POST /tokenize``."""
+        body = parse_body(TokenizeBody, value := await _read_json(request, self._options))
+        headers = self._ignored(TokenizeBody, value)
+        info = self._processor.model_info(body.model or "")
+        prompt, field = _prompt(body), "prompt" if body.messages is None else "messages"
+        most = max(_LEAST_BOUND, 8 * info.max_model_len)
+        if count_chars(prompt) > most:
+            raise InvalidRequestError(f"{field} must have at most {most} characters", field=field)
+        account = account_of(request)
+        text_request = TextRequest(
+            prompt=prompt,
+            sampling=SamplingParams(),
+            cache_salt=account.salt("") if account is not None else "",
+            prompt_field=field,
+            # As the completion endpoints do it: a rendered conversation has its special tokens already.
+            add_special_tokens=(body.messages is None if body.add_special_tokens is None else body.add_special_tokens),
+        )
+        ids = list(await self._processor.tokenize(text_request, info))
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            tokenizer = (await self._processor.text_model(info)).tokenizer
+            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+        return _json(answer, headers)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Serve ``POST /detokenize``."""
+        body = parse_body(DetokenizeBody, value := await _read_json(request, self._options))
+        headers = self._ignored(DetokenizeBody, value)
+        info = self._processor.model_info(body.model or "")
+        if body.tokens is None:
+            raise InvalidRequestError("tokens is required", field="tokens")
+        most = max(_LEAST_BOUND, info.max_model_len)
+        if len(body.tokens) > most:
+            raise InvalidRequestError(f"tokens must be at most {most}, got {len(body.tokens)}", field="tokens")
+        for at, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < info.vocab_size:
+                field = f"tokens[{at}]"
+                raise InvalidRequestError(f"{field} must be between 0 and {info.vocab_size - 1}", field=field)
+        tokenizer = (await self._processor.text_model(info)).tokenizer
+        return _json({"prompt": await _decode(tokenizer, body.tokens, bool(body.skip_special_tokens))}, headers)
+
+    def _ignored(self, schema: type[Body], value: dict[str, Any]) -> dict[str, str]:
+        ignored = list(unknown_fields(schema, value))
+        check_strict(ignored, self._options.strict_fields)
+        self._metrics.count_ignored(ignored)
+        return {"x-baton-ignored-fields": header_value(ignored)} if ignored else {}
+
+
+class Health:
+    """Serves what probes and scrapers ask for."""
+
+    def __init__(self, ready: Callable[[], bool], registry: CollectorRegistry) -> None:
+        self._ready = ready
+        self._registry = registry
+
+    async def health(self, request: Request) -> Response:
+        """Serve ``GET /health``: the process is up."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Serve ``GET /readyz``: a decode instance is ready, and its model's tokenizer is loaded."""
+        try:
+            ready = self._ready()
+        except BatonError:
+            ready = False
+        return _json({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Serve ``GET /metrics``."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, request: Request) -> Response:
+        """Serve ``GET /version``."""
+        return _json({"version": __version__})
+
+
+def _prompt(body: TokenizeBody) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("send prompt or messages, one of them", field="prompt")
+    if body.prompt is not None:
+        return body.prompt
+    return chat_prompt(body, body.chat_template_kwargs or {})
+
+
+async def _decode(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:
+    if len(ids) > _INLINE_TOKENS:
+        return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
+    return tokenizer.decode(ids, skip_special_tokens)
+
+
+def _json(value: Any, headers: dict[str, str] | None = None, *, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json", headers=headers)
+
+
+class ClientGone(CancelledError):
+    """The client closed its connection."""
+
+    code = "client_gone"
+
+
+async def _read_json(request: Request, options: HttpOptions) -> Any:
+    """Return the decoded body.
+
+    Raises:
+        InvalidRequestError: It is not JSON.
+        HTTPException: It is too long (413), comes too slowly (408), or says that it is something else or compressed
+            (415).
+        ClientGone: The client left while sending.
+    """
+    limit = options.max_body_bytes
+    refusal = check_media(request.scope["headers"], limit)
+    if refusal is not None and refusal.status_code != 413:
+        raise refusal
+    data = bytearray()
+    more = True
+    try:
+        async with asyncio.timeout(options.body_timeout_s):
+            while more and refusal is None:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client closed the connection before its request was complete")
+                data += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(data) > limit:
+                    refusal = too_long(limit)
+    except TimeoutError as error:
+        raise too_late(options.body_timeout_s) from error
+    if refusal is not None:
+        if more:
+            await _drain(request, limit)
+        raise refusal
+    return decode_json(bytes(data))
+
+
+async def _drain(request: Request, limit: int) -> None:
+    """Take and drop what is still coming, within bounds: a client that can't finish sending never reads the answer."""
+    left = DRAIN_FACTOR * limit
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return

@@ -21,12 +21,11 @@ from baton.errors import (
 )
 from baton.token_ids import TokenIds, max_id, token_ids
 from baton.tokenizer import StopStrings, TextModel
-from baton.tracing import Span, SpanExporter, parse_traceparent
+from baton.tracing import UNTRACED, Span, SpanExporter, parse_traceparent
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Tenants
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
-from baton_router.processor.generation_metrics import GenerationClock, GenerationMetrics
-from baton_router.processor.output_processor import OutputProcessor, TextSink
+from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
 from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.types import MAX_SALT_CHARS, ModelInfo, RoutedRequest
@@ -67,7 +66,7 @@ class InputProcessor:
         self,
         dispatcher: Dispatcher,
         tokenizers: TokenizerProvider,
-        metrics: GenerationMetrics | None = None,
+        metrics: GenerationMetrics,
         decisions: DecisionLog | None = None,
         exporter: SpanExporter | None = None,
     ) -> None:
@@ -156,10 +155,9 @@ class InputProcessor:
             return now
         arrived = time.perf_counter()
         info = self.model_info(request.model)
-        stops = _stops(request)
         text_model = await self.text_model(info)
         ids = await self.tokenize(request, info, limit=info.max_model_len)
-        return self._prepared((request, info, text_model, stops), ids, fallback_id, arrived)
+        return self._prepared(request, info, text_model, ids, fallback_id, arrived)
 
     def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
         """Do what :meth:`prepare` does without waiting; ``None``: the tokenizer is not loaded, or the text is long.
@@ -169,22 +167,22 @@ class InputProcessor:
         """
         arrived = time.perf_counter()
         info = self.model_info(request.model)
-        stops = _stops(request)
         _check_bounds(request)
         text_model = self._tokenizers.loaded(info.path)
         if text_model is None or count_chars(request.prompt) > _INLINE_CHARS:
             return None
         ids = _tokenize(text_model, request, info, info.max_model_len)
-        return self._prepared((request, info, text_model, stops), ids, fallback_id, arrived)
+        return self._prepared(request, info, text_model, ids, fallback_id, arrived)
 
     def _prepared(
         self,
-        known: tuple[TextRequest, ModelInfo, TextModel, StopStrings | None],
+        request: TextRequest,
+        info: ModelInfo,
+        text_model: TextModel,
         ids: TokenIds,
         fallback_id: str,
         arrived: float,
     ) -> PreparedRequest:
-        request, info, text_model, stops = known
         sampling = _complete(request, info, len(ids))
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
@@ -201,9 +199,15 @@ class InputProcessor:
             arrived=arrived,
             account=request.account,
             order=request.order,
-            span=Span("request", parse_traceparent(request.traceparent), self._exporter, int(1e9 * arrived)),
+            span=self._span(request, arrived),
         )
+        stops = StopStrings(sampling.stop) if sampling.stop else None
         return PreparedRequest(request, routed, info, text_model, stops, arrived)
+
+    def _span(self, request: TextRequest, arrived: float) -> Span:
+        if self._exporter is None and not request.traceparent:
+            return UNTRACED
+        return Span("request", parse_traceparent(request.traceparent), self._exporter, int(1e9 * arrived))
 
     def start(self, prepared: PreparedRequest, sink: TextSink) -> Running:
         """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.
@@ -289,17 +293,13 @@ def _render(model: TextModel, prompt: ChatPrompt, field: str) -> str:
     )
 
 
-def _stops(request: TextRequest) -> StopStrings | None:
-    stops = request.sampling.stop
-    if not stops:
-        return None
+def _check_stops(stops: tuple[str, ...]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
     if not all(stops):
         raise InvalidRequestError("stop must not contain an empty string", field="stop")
     if sum(map(len, stops)) > MAX_STOP_CHARS:
         raise InvalidRequestError(f"stop must have at most {MAX_STOP_CHARS} characters in all", field="stop")
-    return StopStrings(stops)
 
 
 def _session(request: TextRequest) -> str:
@@ -310,6 +310,8 @@ def _session(request: TextRequest) -> str:
 
 
 def _check_bounds(request: TextRequest) -> None:
+    if request.sampling.stop:
+        _check_stops(request.sampling.stop)
     if not -(2**31) <= request.priority < 2**31:
         raise InvalidRequestError(f"priority must fit into 32 bits, got {request.priority}", field="priority")
     if len(request.cache_salt) > MAX_SALT_CHARS:

@@ -1,17 +1,124 @@
-"""One running request in text: its tokens become text, and what is counted of it is counted."""
+"""One running request in text: its tokens become text, and what users feel of it is counted."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Protocol
 
+from prometheus_client import CollectorRegistry
+
+from baton.api.v1 import common_pb2
 from baton.errors import BatonError, InternalError, UnavailableError
 from baton.types import FinishReason
 from baton_router.dispatch.interface import Dispatcher, RoutedChunk, RoutedDelta, Running
-from baton_router.processor.generation_metrics import GenerationClock, cached_tokens
+from baton_router.metrics.fast_metrics import Counter, Histogram
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
 from baton_router.scheduler.decision import DecisionLog
 
 _ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+class GenerationMetrics:
+    """Metrics of all generations, whichever interface they came by, in the registry that was passed in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "baton_request_"
+        # Of those without labels their only series, which is quicker to count in than its family.
+        self.ttft = Histogram(name + "ttft_seconds", "Arrival to first token", [], registry, buckets=_TTFT_S).labels()
+        self.itl = Histogram(
+            name + "itl_seconds", "Between two messages with tokens", [], registry, buckets=_ITL_S
+        ).labels()
+        self.e2e = Histogram(name + "e2e_seconds", "Arrival to last token", [], registry, buckets=_E2E_S).labels()
+        self.prompt_tokens = Counter(name + "prompt_tokens", "Prompt tokens of placed requests", [], registry).labels()
+        self.generated_tokens = Counter(name + "generated_tokens", "Tokens delivered", [], registry).labels()
+        self.cached_tokens = Counter(
+            name + "cached_tokens", "Prompt tokens whose KV was in a cache", [], registry
+        ).labels()
+        self.finished = Counter(name + "finished", "Generations, by how they ended", ["outcome"], registry)
+
+
+class GenerationClock:
+    """Times one generation.
+
+    Args:
+        metrics: Where to count.
+        arrived: When the request came, by ``time.perf_counter()``.
+
+    Attributes:
+        first_token_s: Seconds from its arrival to its first token; ``None``: there is none yet.
+        generated: Tokens so far.
+    """
+
+    __slots__ = ("_arrived", "_last", "_metrics", "first_token_s", "generated")
+
+    def __init__(self, metrics: GenerationMetrics, arrived: float) -> None:
+        self._metrics, self._arrived = metrics, arrived
+        self._last = 0.0
+        self.first_token_s: float | None = None
+        self.generated = 0
+
+    def tokens(self, deltas: list[TextDelta]) -> None:
+        """Count new tokens that arrived together."""
+        count = 0
+        for delta in deltas:
+            count += len(delta.token_ids)
+        if count == 0:
+            return
+        now = time.perf_counter()
+        if self._last:
+            self._metrics.itl.observe(now - self._last)
+        else:
+            self.first_token_s = now - self._arrived
+            self._metrics.ttft.observe(self.first_token_s)
+        self._last = now
+        self.generated += count
+        self._metrics.generated_tokens.inc(count)
+
+    def told(self, first_token_s: float | None, gaps_s: Iterable[float], generated: int) -> None:
+        """Take what a client that has the tokens from an instance itself has measured.
+
+        Args:
+            first_token_s: Seconds from the request's arrival to its first token, if there is one; the first is taken.
+            gaps_s: Seconds between messages with tokens that have not been told yet.
+            generated: Tokens so far; fewer than before are passed over.
+        """
+        if first_token_s is not None and self.first_token_s is None:
+            self.first_token_s = first_token_s
+            self._metrics.ttft.observe(first_token_s)
+        for gap in gaps_s:
+            self._metrics.itl.observe(gap)
+        if generated > self.generated:
+            self._metrics.generated_tokens.inc(generated - self.generated)
+            self.generated = generated
+
+    def prompt(self, prompt_tokens: int, cached: int) -> None:
+        """Count the prompt, once it is known how its KV came about."""
+        self._metrics.prompt_tokens.inc(prompt_tokens)
+        self._metrics.cached_tokens.inc(cached)
+
+    def end(self, outcome: str) -> None:
+        """Count the end: ``done``, ``cancelled`` or an error's code."""
+        self._metrics.e2e.observe(time.perf_counter() - self._arrived)
+        self._metrics.finished.labels(outcome).inc()
+
+
+def cached_tokens(trace: common_pb2.RequestTrace | None) -> int:
+    """Return how many prompt tokens did not have to be computed for this request.
+
+    From the decode instance's own cache, from the prefill instance's cache where it did the prefill, or from the store.
+    """
+    if trace is None:
+        return 0
+    cached, path = trace.cached_tokens, trace.path
+    if path == common_pb2.PREFILL_PATH_STORE:
+        cached += trace.transferred_tokens
+    elif path == common_pb2.PREFILL_PATH_REMOTE:
+        cached = max(cached, trace.prefill_cached_tokens)
+    return min(cached, trace.prompt_tokens)
 
 
 class TextSink(Protocol):
@@ -35,29 +142,23 @@ class OutputProcessor:
     """
 
     __slots__ = (
-        "_answer",
-        "_clock",
-        "_decisions",
-        "_ended",
-        "_prompt_tokens",
-        "_record",
-        "_routed",
-        "_running",
-        "_sink",
+        *("_clock", "_decisions", "_ended", "_generating", "_open", "_prepared", "_record", "_running"),
+        *("_sequences", "_sink"),
     )
 
     def __init__(self, prepared: PreparedRequest, sink: TextSink, clock: GenerationClock, log: DecisionLog) -> None:
-        self._sink, self._clock, self._decisions = sink, clock, log
-        self._routed = prepared.routed
-        self._prompt_tokens = prepared.prompt_tokens
-        self._record = log.begin(prepared.routed.request_id, self._prompt_tokens, clock, tenant=prepared.routed.tenant)
-        self._answer = _Answer(prepared)
+        self._prepared, self._sink, self._clock, self._decisions = prepared, sink, clock, log
+        routed = prepared.routed
+        self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
+        self._sequences = [prepared.sequence() for _ in range(routed.sampling.n)]
+        self._open = self._generating = len(self._sequences)
+        """Sequences whose text has not ended; and those that the instance still runs, also behind a stop string."""
         self._running: Running | None = None
         self._ended = False
 
     def start(self, dispatcher: Dispatcher) -> None:
         """Begin."""
-        running = dispatcher.start(self._routed, self)
+        running = dispatcher.start(self._prepared.routed, self)
         if self._ended:  # before there was anything to cancel
             running.cancel()
         else:
@@ -67,35 +168,59 @@ class OutputProcessor:
         """Take a chunk."""
         if self._ended:
             return
-        answer, trace = self._answer, chunk.trace
+        prepared, trace = self._prepared, chunk.trace
         try:
-            text = answer.follow(chunk)
+            deltas = self._text(chunk.deltas)
         except Exception as error:
             self._end(error)
             return
+        text = TextChunk(deltas, trace, chunk.decision, chunk.prompt_logprobs, 0, prepared.request.prompt_index)
         if trace is not None:
             text.cached_tokens = cached_tokens(trace)
-        if chunk.decision is not None:
-            self._clock.prompt(self._prompt_tokens, text.cached_tokens)
-        if trace is not None:
             self._decisions.answered(self._record, trace)
-        self._clock.tokens(text.deltas)
-        if answer.ended_by_strings:
+        if chunk.decision is not None:
+            self._clock.prompt(prepared.prompt_tokens, text.cached_tokens)
+        self._clock.tokens(deltas)
+        if self._generating and not self._open:  # stop strings ended what is left
             self._leave("done")  # before it is handed on: the instances are free at once
             self._sink.on_chunk(text)
             self._sink.on_end(None)
         else:
             self._sink.on_chunk(text)
 
+    def _text(self, deltas: list[RoutedDelta]) -> list[TextDelta]:
+        """Return what tokens say; those after a sequence's stop string are left out.
+
+        Raises:
+            UnavailableError: An instance gave the request up.
+            InternalError: An instance failed it.
+        """
+        texts = []
+        for delta in deltas:
+            if not 0 <= delta.index < len(self._sequences):
+                raise InternalError(f"an instance answered with sequence {delta.index} of {len(self._sequences)}")
+            sequence = self._sequences[delta.index]
+            finish = delta.finish_reason
+            if finish is not None:
+                self._generating -= 1
+            if sequence.ended:
+                continue
+            if finish is _ABORT:
+                raise UnavailableError("the request was aborted by the instance that ran it", retry_after_s=1.0)
+            if finish is _ERROR:
+                raise InternalError("the instance that ran the request failed it")
+            text = sequence.push(delta)
+            if text.finish_reason is not None:
+                self._open -= 1
+            texts.append(text)
+        return texts
+
     def on_end(self, error: Exception | None) -> None:
         """Take the end."""
         if self._ended:
             return
-        if error is None:
-            try:
-                self._answer.check_ended()
-            except InternalError as missing:
-                error = missing
+        if error is None and self._open:
+            error = InternalError(f"the stream ended before {self._open} of {len(self._sequences)} sequences had")
         self._end(error)
 
     def cancel(self) -> None:
@@ -120,60 +245,3 @@ class OutputProcessor:
             running.cancel()
         self._clock.end(outcome)
         self._decisions.end(self._record, outcome)
-
-
-class _Answer:
-    """The sequences of one request."""
-
-    __slots__ = ("_open", "_running", "_sequences")
-
-    def __init__(self, prepared: PreparedRequest) -> None:
-        count = prepared.routed.sampling.n
-        self._sequences = [prepared.sequence()] if count == 1 else [prepared.sequence() for _ in range(count)]
-        self._open = len(self._sequences)
-        self._running = len(self._sequences)
-
-    @property
-    def ended_by_strings(self) -> bool:
-        """Whether all sequences have ended, but the instance still runs some, which stop strings ended."""
-        return self._open == 0 and self._running > 0
-
-    def follow(self, chunk: RoutedChunk) -> TextChunk:
-        """Return what a message brings in text; tokens after a sequence's stop string are left out.
-
-        Raises:
-            UnavailableError: An instance gave the request up.
-            InternalError: An instance failed it.
-        """
-        deltas = []
-        for delta in chunk.deltas:
-            text = self._follow(delta)
-            if text is not None:
-                deltas.append(text)
-        return TextChunk(deltas, chunk.trace, chunk.decision, chunk.prompt_logprobs)
-
-    def _follow(self, delta: RoutedDelta) -> TextDelta | None:
-        if not 0 <= delta.index < len(self._sequences):
-            raise InternalError(f"an instance answered with sequence {delta.index} of {len(self._sequences)}")
-        sequence = self._sequences[delta.index]
-        finish = delta.finish_reason
-        self._running -= finish is not None
-        if sequence.ended:
-            return None
-        if finish is _ABORT:
-            raise UnavailableError("the request was aborted by the instance that ran it", retry_after_s=1.0)
-        if finish is _ERROR:
-            raise InternalError("the instance that ran the request failed it")
-        text = sequence.push(delta)
-        if text.finish_reason is not None:
-            self._open -= 1
-        return text
-
-    def check_ended(self) -> None:
-        """Check that every sequence has ended.
-
-        Raises:
-            InternalError: The stream ended before them.
-        """
-        if self._open:
-            raise InternalError(f"the stream ended before {self._open} of {len(self._sequences)} sequences had")

@@ -59,6 +59,7 @@ class TextRequest(msgspec.Struct):
         order: In which it is to be served; ``None``: in the router's own.
         traceparent: W3C trace context of the caller; empty: none.
         output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
+        prompt_index: Which of its HTTP request's prompts it is.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
         field_prefix: Put before the names of sampling fields in errors, e.g. ``"sampling."``.
@@ -82,6 +83,7 @@ class TextRequest(msgspec.Struct):
     order: Order | None = None
     traceparent: str = ""
     output_token_ids: Sequence[int] = ()
+    prompt_index: int = 0
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
     field_prefix: str = ""
@@ -129,6 +131,7 @@ class TextChunk(msgspec.Struct):
         decision: With the first chunk.
         prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
         cached_tokens: With the trace: how many prompt tokens did not have to be computed.
+        prompt_index: Of the request: see :class:`TextRequest`.
     """
 
     deltas: list[TextDelta]
@@ -136,3 +139,4 @@ class TextChunk(msgspec.Struct):
     decision: Decision | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
+    prompt_index: int = 0

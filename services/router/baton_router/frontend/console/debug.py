@@ -177,7 +177,7 @@ def require_admin(request: Request) -> None:
 
 def _only(request: Request) -> str | None:
     """Return whose requests alone may be shown; ``None``: all."""
-    account = account_of(request.scope)
+    account = account_of(request)
     return None if account is None or account.admin else account.name
 
 

@@ -20,8 +20,8 @@ from baton.errors import BatonError, InternalError, InvalidRequestError, Unavail
 from baton.rpc.ticket import Bearer, sign
 from baton_router.frontend.grpc.generate import text_request
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
-from baton_router.processor.generation_metrics import GenerationClock, cached_tokens
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationClock, cached_tokens
 from baton_router.processor.text_request import PreparedRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.placement import Placement

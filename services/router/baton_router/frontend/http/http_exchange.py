@@ -1,4 +1,4 @@
-"""One HTTP request of an endpoint that is served by callbacks, and its answer."""
+"""One HTTP request of an endpoint that is served by callbacks, its body's bounds, and its answer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import orjson
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from baton_router.frontend.http.body import DRAIN_FACTOR, DRAIN_S, too_late, too_long
-from baton_router.frontend.http.metrics import HttpMetrics
-from baton_router.frontend.http.options import HttpOptions
+from baton.errors import InvalidRequestError
+from baton_router.frontend.http.middleware import Headers, HttpMetrics, HttpOptions
+from baton_router.types import Account
 
+DRAIN_FACTOR = 4
+DRAIN_S = 5.0
+"""How much of a body that is refused is read and dropped, in longest bodies, and for how long."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLIENT_GONE = 499
 """Status in the metrics of requests whose client left before there was an answer."""
@@ -25,7 +29,7 @@ class Connection(Protocol):
     transport: Any
     flow: Any
     parser: Any
-    headers: list[tuple[bytes, bytes]]
+    headers: Headers
     expect_100_continue: bool
     loop: AbstractEventLoop
     server_state: Any
@@ -68,7 +72,9 @@ class HttpExchange:
 
     Attributes:
         path: Its path, one of the endpoints'.
-        scope: ``headers`` and ``state``, as in an ASGI scope.
+        headers: Its headers, names in lower case.
+        request_id: Its id.
+        account: Whose API key it showed; ``None``: there are no API keys.
         common: Header lines that every answer to it has, each with its line break.
         status: Of the answer, for the metrics; 0: it has not begun.
         on_gone: Called when the client has gone, once.
@@ -81,8 +87,8 @@ class HttpExchange:
     __slots__ = (
         *("_begun", "_chunked", "_connection", "_counted", "_expects_continue", "_handler", "_head", "_pieces"),
         *("_received", "_refusal", "_timer", "_whole"),
-        *("common", "disconnected", "in_turn", "keep_alive", "on_flow", "on_gone", "path", "response_complete"),
-        *("scope", "status"),
+        *("account", "common", "disconnected", "headers", "in_turn", "keep_alive", "on_flow", "on_gone", "path"),
+        *("request_id", "response_complete", "status"),
     )
 
     def __init__(self, connection: Connection, handler: Handler, path: str) -> None:
@@ -98,7 +104,9 @@ class HttpExchange:
         self.keep_alive = self._chunked and connection.parser.should_keep_alive()
         self.in_turn = False
         self.path = path
-        self.scope = {"headers": connection.headers, "state": {}}
+        self.headers = connection.headers
+        self.request_id = ""
+        self.account: Account | None = None
         self.common = b""
         self.status = 0
         self.on_gone: Callable[[], None] | None = None
@@ -264,3 +272,41 @@ class HttpExchange:
             self._counted = True
             seconds = time.perf_counter() - self._begun
             self._handler.metrics.end(self.path, self.status or _CLIENT_GONE, seconds)
+
+
+def check_media(headers: Headers, limit: int) -> HTTPException | None:
+    """Return why a body is refused by what its headers say: another type, compressed (415), too long (413)."""
+    for name, value in headers:
+        if name == b"content-type" and value != b"application/json":
+            kind = value.decode("latin-1").partition(";")[0].strip().lower()
+            if kind != "application/json" and not kind.endswith("+json"):
+                return HTTPException(415, f"the body must be application/json, not {kind!r:.80}")
+        elif name == b"content-encoding":
+            encoding = value.decode("latin-1").strip().lower()
+            if encoding != "identity":
+                return HTTPException(415, f"the body must come as it is, not with content-encoding {encoding!r:.80}")
+        elif name == b"content-length" and value.isdigit() and int(value) > limit:
+            return too_long(limit)
+    return None
+
+
+def too_long(limit: int) -> HTTPException:
+    """Return the error for a body that is too long."""
+    return HTTPException(413, f"the body must be at most {limit} bytes", headers={"connection": "close"})
+
+
+def too_late(limit_s: float) -> HTTPException:
+    """Return the error for a body that comes too slowly."""
+    return HTTPException(408, f"the body did not arrive within {limit_s:g} s")
+
+
+def decode_json(data: bytes) -> Any:
+    """Return a body's JSON value.
+
+    Raises:
+        InvalidRequestError: It is not JSON.
+    """
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error

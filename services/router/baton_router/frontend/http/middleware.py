@@ -1,28 +1,33 @@
-"""What surrounds every request: its id, the API key, metrics, CORS, and the answer to unexpected errors."""
+"""What surrounds every request: options and metrics, its id, the API key, CORS, and the answer to unexpected errors."""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from collections.abc import Collection, MutableMapping
-from typing import Any
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BatonError, InternalError, UnauthenticatedError
+from baton.errors import InternalError, UnauthenticatedError
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.http.errors import baton_error_response
-from baton_router.frontend.http.metrics import HttpMetrics
+from baton_router.metrics.fast_metrics import Amount, Counter, Distribution, Gauge, Histogram
 from baton_router.types import Account
 
 log = logging.getLogger(__name__)
 
+Headers: TypeAlias = list[tuple[bytes, bytes]]
 _ids = random.Random()
 """Of ids, which are to differ and are no secrets."""
-_ID = "baton_request_id"
 _ACCOUNT = "baton_account"
 _MAX_ID_CHARS = 128
+_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_MAX_FIELD_LABELS = 100
 _OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/metrics", "/version", "/console", "/console/{file}"})
 """What probes, scrapers and browsers on their way to the console call, without a key."""
 ENDPOINTS = frozenset(
@@ -36,57 +41,109 @@ _WITH_NAME = (
 )
 
 
-def request_id(scope: MutableMapping[str, Any]) -> str:
-    """Return the id of a request."""
-    value: str = scope["state"][_ID]
-    return value
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Options of the HTTP front.
+
+    Attributes:
+        accounts: Whose keys a client must show as ``Authorization: Bearer``; ``None``: no key is wanted.
+        strict_fields: Refuse requests with fields that have no effect, instead of naming these in a header.
+        max_body_bytes: Longest request body.
+        max_prompts: Prompts in one completion request.
+        body_timeout_s: Seconds a client has to send its request.
+        send_timeout_s: Seconds a client may leave a piece of the answer untaken before its request is cancelled.
+        request_timeout_s: Seconds a generation may take.
+        cors_origins: Origins that browsers may call from.
+    """
+
+    accounts: Accounts | None = None
+    strict_fields: bool = False
+    max_body_bytes: int = 16 * 2**20
+    max_prompts: int = 128
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0
+    cors_origins: tuple[str, ...] = ()
 
 
-def name_request(scope: MutableMapping[str, Any]) -> str:
-    """Give a request its id, the client's if it can be used, and return it."""
-    ident = _request_id(_header(scope, b"x-request-id"))
-    scope.setdefault("state", {})[_ID] = ident
-    return ident
+class HttpMetrics:
+    """Metrics of the HTTP front, in the registry that was passed in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "baton_http_"
+        self._children: dict[tuple[str, int], tuple[Amount, Amount, Distribution]] = {}
+        self._requests = Counter(
+            name + "requests", "Requests, by endpoint and status", ["endpoint", "status"], registry
+        )
+        self._in_flight = Gauge(name + "in_flight", "Requests that are being served", ["endpoint"], registry)
+        self._seconds = Histogram(
+            name + "request_seconds", "First byte in to last byte out", ["endpoint"], registry, buckets=_SECONDS
+        )
+        self._ignored = Counter(name + "ignored_fields", "Request fields that had no effect", ["field"], registry)
+        self._field_labels: set[str] = set()
+
+    def begin(self, endpoint: str) -> None:
+        """Count a request that begins."""
+        self._in_flight.labels(endpoint).inc()
+
+    def end(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count a request that has ended."""
+        children = self._children.get((endpoint, status))
+        if children is None:  # looking a series up costs more than counting
+            children = (
+                self._requests.labels(endpoint, str(status)),
+                self._in_flight.labels(endpoint),
+                self._seconds.labels(endpoint),
+            )
+            self._children[endpoint, status] = children
+        children[0].inc()
+        children[1].dec()
+        children[2].observe(seconds)
+
+    def count_ignored(self, fields: Iterable[str]) -> None:
+        """Count ignored fields. Clients choose the names, so only the first hundred have series of their own."""
+        for field in fields:
+            label = field[:64]
+            if label not in self._field_labels:
+                if len(self._field_labels) < _MAX_FIELD_LABELS:
+                    self._field_labels.add(label)
+                else:
+                    label = "other"
+            self._ignored.labels(label).inc()
 
 
-def set_account(scope: MutableMapping[str, Any], account: Account) -> None:
-    """Note whose API key a request showed."""
-    scope["state"][_ACCOUNT] = account
+def request_id(headers: Headers) -> str:
+    """Return the id of a request: the client's if logs and headers can bear it, else a new one."""
+    given = _header(headers, b"x-request-id")
+    if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given:
+        return given
+    return _ids.getrandbits(128).to_bytes(16).hex()
 
 
-def account_of(scope: MutableMapping[str, Any]) -> Account | None:
-    """Return whose API key a request showed; ``None``: there are no API keys."""
-    account: Account | None = scope["state"].get(_ACCOUNT)
+def account_of(request: Request) -> Account | None:
+    """Return whose API key a request of the ASGI app showed; ``None``: there are no API keys."""
+    account: Account | None = request.scope.get("state", {}).get(_ACCOUNT)
     return account
 
 
-class AccessCheck:
-    """Checks API keys.
+def identify(accounts: Accounts, headers: Headers) -> Account:
+    """Return whose API key a request shows.
 
-    Args:
-        accounts: Whose keys requests must show; ``None``: no check.
+    Raises:
+        UnauthenticatedError: No account's.
     """
-
-    def __init__(self, accounts: Accounts | None) -> None:
-        self._accounts = accounts
-
-    def refusal(self, scope: MutableMapping[str, Any], endpoint: str) -> BatonError | None:
-        """Check whose request it is, and note that in its scope; return why it is not served, if so."""
-        if self._accounts is None or endpoint in _OPEN_ENDPOINTS:
-            return None
-        account = self._accounts.identify(_header(scope, b"authorization"))
-        if account is None:
-            return UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
-        set_account(scope, account)
-        return None
+    account = accounts.identify(_header(headers, b"authorization"))
+    if account is None:
+        raise UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
+    return account
 
 
-def cors_lines(scope: MutableMapping[str, Any], origins: Collection[str]) -> bytes:
+def cors_lines(headers: Headers, origins: Collection[str]) -> bytes:
     """Return the header lines that let a page of a request's origin read the answer; empty: it may not.
 
     What Starlette's ``CORSMiddleware`` adds to answers of the other endpoints; it answers preflight requests to all.
     """
-    origin = _header(scope, b"origin") if origins else ""
+    origin = _header(headers, b"origin") if origins else ""
     if not origin or not ("*" in origins or origin in origins):
         return b""
     allowed = "*" if "*" in origins else f"{origin}\r\nvary: Origin"
@@ -96,17 +153,15 @@ def cors_lines(scope: MutableMapping[str, Any], origins: Collection[str]) -> byt
 class HttpMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, *, access: AccessCheck, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, accounts: Accounts | None, metrics: HttpMetrics) -> None:
         """Wrap an app.
 
         Args:
             app: The app.
-            access: Checks API keys.
+            accounts: Whose API keys requests must show; ``None``: no check.
             metrics: Where to count.
         """
-        self._app = app
-        self._metrics = metrics
-        self._access = access
+        self._app, self._accounts, self._metrics = app, accounts, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -115,7 +170,7 @@ class HttpMiddleware:
             return
         begun = time.perf_counter()
         endpoint = _endpoint(scope["path"])
-        ident = name_request(scope)
+        ident = request_id(scope["headers"])
         status = 499  # a client that left before there was an answer
         started = False
 
@@ -128,11 +183,11 @@ class HttpMiddleware:
 
         self._metrics.begin(endpoint)
         try:
-            error = self._access.refusal(scope, endpoint)
-            if error is not None:
-                await baton_error_response(error)(scope, receive, send_with_id)
-            else:
-                await self._app(scope, receive, send_with_id)
+            if self._accounts is not None and endpoint not in _OPEN_ENDPOINTS:
+                scope.setdefault("state", {})[_ACCOUNT] = identify(self._accounts, scope["headers"])
+            await self._app(scope, receive, send_with_id)
+        except UnauthenticatedError as error:
+            await baton_error_response(error)(scope, receive, send_with_id)
         except Exception:
             # It ends here: the server would close the connection on it, under the next request of a client that has
             # a whole answer and was promised that the connection stays. (One cut short it closes anyway.)
@@ -145,18 +200,11 @@ class HttpMiddleware:
             self._metrics.end(endpoint, status, time.perf_counter() - begun)
 
 
-def _header(scope: MutableMapping[str, Any], name: bytes) -> str:
-    for key, value in scope["headers"]:
+def _header(headers: Headers, name: bytes) -> str:
+    for key, value in headers:
         if key == name:
-            text: str = value.decode("latin-1")
-            return text
+            return value.decode("latin-1")
     return ""
-
-
-def _request_id(given: str) -> str:
-    """Return the client's id if it is one that logs and headers can bear, else a new one."""
-    usable = 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given
-    return given if usable else _ids.getrandbits(128).to_bytes(16).hex()
 
 
 def _endpoint(path: str) -> str:

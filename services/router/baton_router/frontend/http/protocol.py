@@ -152,11 +152,6 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._in_head, self._head_bytes = True, 0
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; those behind a body are dropped: a proxy that checks heads has not seen them there."""
-        if self._in_head:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         """End a request's head.
 
@@ -170,7 +165,9 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._end_head()
         in_turn = self.cycle is None or self.cycle.response_complete
-        path = self.handler.paths.get(self._path()) if method == b"POST" else None
+        path = None
+        if method == b"POST":
+            path = self.handler.paths.get(self.url) or self.handler.paths.get(self._path())
         if path is None:
             super().on_headers_complete()
         else:
@@ -182,6 +179,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self.pipeline.appendleft((exchange, None))
         if in_turn:
             self._serving = self.cycle
+        # Those behind the body are not the request's: a proxy that checks heads has not seen them there.
+        self.headers = []
 
     def _path(self) -> bytes:
         path: bytes = httptools.parse_url(self.url).path

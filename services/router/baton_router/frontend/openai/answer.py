@@ -1,16 +1,114 @@
-"""Whole answers: collects the chunks of a request's generations and writes the response object."""
+"""The formatters: they write a generation's chunks as one response object, or as server-sent events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
+from baton.errors import BatonError
+from baton.tokenizer import IncrementalDetokenizer, Tokenizer
 from baton.types import FinishReason, TokenLogprob
-from baton_router.frontend.openai.logprobs import LogprobWriter, text_offsets
+from baton_router.frontend.http.errors import baton_error_object
 from baton_router.frontend.openai.openai_request import OpenAIRequest
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
+
+DONE = b"data: [DONE]\n\n"
+_NULL = b"null"
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON doesn't have."""
+
+
+class LogprobWriter:
+    """Writes log probabilities in the dialects of chat and of plain completions.
+
+    Args:
+        tokenizer: Gives tokens their text.
+        as_ids: Spell tokens as ``token_id:17``.
+    """
+
+    __slots__ = ("_as_ids", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+
+    def chat(self, items: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+        """Return the entries of a chat answer's ``logprobs.content``."""
+        return [
+            {
+                **self._chat_token(item.token_id, item.logprob),
+                "top_logprobs": [self._chat_token(token_id, value) for token_id, value in item.top],
+            }
+            for item in items
+        ]
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        text = f"token_id:{token_id}" if self._as_ids else data.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(data)}
+
+    def completion(
+        self, ids: Sequence[int], items: Sequence[TokenLogprob | None], offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return a completion's ``logprobs``.
+
+        Args:
+            ids: The tokens.
+            items: Parallel to ``ids``; ``None`` where there is none (a prompt's first token).
+            offsets: Parallel to ``ids``: where each token begins in the text.
+        """
+        return {
+            "tokens": [self._completion_token(token_id) for token_id in ids],
+            "token_logprobs": [None if item is None else max(item.logprob, _LOWEST) for item in items],
+            "top_logprobs": [None if item is None else self._top(item) for item in items],
+            "text_offset": list(offsets),
+        }
+
+    def _top(self, item: TokenLogprob) -> dict[str, float]:
+        """Return the most probable tokens, and the chosen one if it is not among them."""
+        top = {self._completion_token(token_id): max(value, _LOWEST) for token_id, value in item.top}
+        top.setdefault(self._completion_token(item.token_id), max(item.logprob, _LOWEST))
+        return top
+
+    def _completion_token(self, token_id: int) -> str:
+        """Return a token as this dialect spells it: bytes that are no text are written out, so that keys differ."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def prompt(self, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+        """Return a prompt's log probabilities in the extended format: by token id, with rank and text."""
+        return [None if item is None else self._prompt_token(item) for item in items]
+
+    def _prompt_token(self, item: TokenLogprob) -> dict[str, Any]:
+        ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(item.top, 1)]
+        entries = {item.token_id: (item.logprob, item.rank)}
+        for token_id, value, rank in ranked:
+            entries.setdefault(token_id, (value, rank))
+        return {
+            str(token_id): {
+                "logprob": max(value, _LOWEST),
+                "rank": rank,
+                "decoded_token": self._tokenizer.token_text(token_id),
+            }
+            for token_id, (value, rank) in entries.items()
+        }
+
+
+def text_offsets(tokenizer: Tokenizer, ids: Iterable[int], *, skip_special_tokens: bool) -> list[int]:
+    """Return, for each token, how many characters of the text come before it."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+    offsets = []
+    chars = 0
+    for token_id in ids:
+        offsets.append(chars)
+        chars += len(detokenizer.push((token_id,)))
+    return offsets
 
 
 class Usage:
@@ -19,17 +117,15 @@ class Usage:
     __slots__ = ("_cached", "_count_output", "_output", "_prompt")
 
     def __init__(self, prepared: Sequence[PreparedRequest], *, count_output: bool = True) -> None:
-        self._prompt = 0
-        for item in prepared:
-            self._prompt += item.prompt_tokens
+        self._prompt = sum([item.prompt_tokens for item in prepared])
         self._cached = [0] * len(prepared)
         self._output = 0
         self._count_output = count_output
 
-    def add(self, at: int, chunk: TextChunk) -> None:
-        """Count what a chunk of prompt ``at`` brought."""
+    def add(self, chunk: TextChunk) -> None:
+        """Count what a chunk brought."""
         if chunk.trace is not None:
-            self._cached[at] = chunk.cached_tokens
+            self._cached[chunk.prompt_index] = chunk.cached_tokens
         if self._count_output:
             for delta in chunk.deltas:
                 self._output += len(delta.token_ids)
@@ -83,35 +179,33 @@ class Choice:
 
 
 class WholeAnswer:
-    """The formatter of answers in one piece."""
+    """The formatter of answers in one piece.
+
+    Args:
+        request: What was asked for.
+        prepared: One per prompt.
+        ident: The answer's id.
+        created: Seconds since 1970.
+    """
 
     __slots__ = ("_choices", "_head", "_prepared", "_prompt_logprobs", "_request", "_usage")
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
-        """Begin.
-
-        Args:
-            request: What was asked for.
-            prepared: One per prompt.
-            ident: The answer's id.
-            created: Seconds since 1970.
-        """
         self._request = request
         self._prepared = prepared
         self._head = {"id": ident, "created": created, "model": prepared[0].info.name}
-        self._choices: list[list[Choice]] = []
-        for _ in prepared:
-            self._choices.append([Choice()] if request.n == 1 else [Choice() for _ in range(request.n)])
+        self._choices = [[Choice() for _ in range(request.n)] for _ in prepared]
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prepared)
         self._usage = Usage(prepared, count_output=not request.score_only)
 
-    def add(self, at: int, chunk: TextChunk) -> bytes:
-        """Take a chunk of prompt ``at``; there is nothing to send before the end."""
-        self._usage.add(at, chunk)
+    def add(self, chunk: TextChunk) -> bytes:
+        """Take a chunk; there is nothing to send before the end."""
+        self._usage.add(chunk)
         if chunk.prompt_logprobs is not None:
-            self._prompt_logprobs[at] = chunk.prompt_logprobs
+            self._prompt_logprobs[chunk.prompt_index] = chunk.prompt_logprobs
+        choices = self._choices[chunk.prompt_index]
         for delta in chunk.deltas:
-            self._choices[at][delta.index].add(delta)
+            choices[delta.index].add(delta)
         return b""
 
     @property
@@ -161,7 +255,7 @@ class WholeAnswer:
         out: dict[str, Any] = {
             "index": at * request.n + index,
             "text": echo.text + text if echo else text,
-            "logprobs": self.completion_logprobs(choice, echo) if request.logprobs else None,
+            "logprobs": self._completion_logprobs(choice, echo) if request.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -172,7 +266,7 @@ class WholeAnswer:
             out["prompt_logprobs"] = self._writer.prompt(self._prompt_logprobs[at] or [])
         return out
 
-    def completion_logprobs(self, choice: Choice, echo: Echo | None) -> dict[str, Any]:
+    def _completion_logprobs(self, choice: Choice, echo: Echo | None) -> dict[str, Any]:
         """Return a completion's ``logprobs``, with those of the prompt first if it is echoed."""
         ids, items, offsets = choice.ids, list[TokenLogprob | None](choice.logprobs), choice.offsets
         if echo is not None:
@@ -180,3 +274,105 @@ class WholeAnswer:
             items = [*echo.logprobs, *items]
             offsets = [*echo.offsets, *(len(echo.text) + offset for offset in offsets)]
         return self._writer.completion(ids, items, offsets)
+
+
+class EventStream:
+    """The formatter of streamed answers; made as :class:`WholeAnswer`.
+
+    Everything that does not change from piece to piece is encoded once; per piece there is the text's own encoding and
+    a concatenation.
+    """
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+        self._request = request
+        self._prepared = prepared
+        self._writer = LogprobWriter(prepared[0].text_model.tokenizer, as_ids=request.tokens_as_ids)
+        self._usage = Usage(prepared, count_output=not request.score_only)
+        head = {
+            "id": ident,
+            "object": "chat.completion.chunk" if request.chat else "text_completion",
+            "created": created,
+            "model": prepared[0].info.name,
+        }
+        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._before_text = b',"delta":{"content":' if request.chat else b',"text":'
+        self._after_text = b'},"logprobs":' if request.chat else b',"logprobs":'
+        # With include_usage every event has the field: null up to the last one.
+        self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._begun = [False] * len(prepared)
+        self._echo_chars = [0] * len(prepared)
+
+    def add(self, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk; empty if there is nothing to say yet."""
+        request, at = self._request, chunk.prompt_index
+        self._usage.add(chunk)
+        if request.continuous_usage:
+            self._tail = b'],"usage":' + orjson.dumps(self._usage.as_object()) + b"}\n\n"
+        events = []
+        if not self._begun[at]:
+            self._begun[at] = True
+            events += self._begin(at, chunk.prompt_logprobs)
+        by_token = request.logprobs or request.return_token_ids
+        for delta in chunk.deltas:
+            if request.score_only:
+                if delta.finish_reason is not None:
+                    events.append(self._piece(at, TextDelta(delta.index, "", [], finish_reason=FinishReason.LENGTH)))
+            elif delta.text or delta.finish_reason or (delta.token_ids and by_token):
+                events.append(self._piece(at, delta))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Return the events that end a stream."""
+        if not self._request.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._usage.as_object()) + b"}\n\n" + DONE
+
+    def error(self, error: BatonError) -> bytes:
+        """Return the event that ends a stream which cannot go on."""
+        return b"data: " + orjson.dumps(baton_error_object(error)) + b"\n\n"
+
+    def _begin(self, at: int, prompt_logprobs: list[TokenLogprob | None] | None) -> list[bytes]:
+        """Return what comes before the text: the role of a chat message, or the echoed prompt."""
+        request = self._request
+        first: dict[str, Any] = {}
+        if request.return_token_ids:
+            first["prompt_token_ids"] = list(self._prepared[at].routed.prompt_token_ids)
+        if request.chat:
+            first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None, **first}
+        elif request.echo:
+            echo = Echo(self._prepared[at], prompt_logprobs)
+            self._echo_chars[at] = len(echo.text)
+            logprobs = self._writer.completion(echo.ids, echo.logprobs, echo.offsets) if request.logprobs else None
+            first = {"text": echo.text, "logprobs": logprobs, "finish_reason": None, **first}
+        elif first:
+            first = {"text": "", "logprobs": None, "finish_reason": None, **first}
+        else:
+            return []
+        indices = range(at * request.n, (at + 1) * request.n)
+        return [self._head + orjson.dumps({"index": index, **first}) + self._tail for index in indices]
+
+    def _piece(self, at: int, delta: TextDelta) -> bytes:
+        request = self._request
+        finish = delta.finish_reason
+        parts = [
+            self._head,
+            b'{"index":%d' % (at * request.n + delta.index),
+            self._before_text,
+            orjson.dumps(delta.text),
+            self._after_text,
+            self._logprobs(at, delta) if request.logprobs else _NULL,
+            b',"finish_reason":',
+            _NULL if finish is None else b'"%s"' % finish.encode(),
+        ]
+        if finish is not None:
+            parts += (b',"stop_reason":', orjson.dumps(delta.stop_reason))
+        if request.return_token_ids:
+            parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
+        parts += (b"}", self._tail)
+        return b"".join(parts)
+
+    def _logprobs(self, at: int, delta: TextDelta) -> bytes:
+        if self._request.chat:
+            return orjson.dumps({"content": self._writer.chat(delta.logprobs), "refusal": None})
+        offsets = [self._echo_chars[at] + offset for offset in delta.offsets]
+        return orjson.dumps(self._writer.completion(delta.token_ids, delta.logprobs, offsets))

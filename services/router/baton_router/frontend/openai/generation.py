@@ -1,37 +1,35 @@
 """``/v1/chat/completions`` and ``/v1/completions``: from a request's body to the bytes of its answer, by callbacks.
 
 An endpoint is a parser (``openai_request``) and a formatter (:class:`~baton_router.frontend.openai.answer.WholeAnswer`
-or :class:`~baton_router.frontend.openai.events.EventStream`).
+or :class:`~baton_router.frontend.openai.answer.EventStream`). The ``x-baton-*`` headers say which way a request went.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from baton.errors import BatonError, DeadlineError, InternalError
+from baton.api.v1 import common_pb2
+from baton.errors import BatonError, DeadlineError, InternalError, UnauthenticatedError
+from baton.rpc.convert import path_to_pb
+from baton.types import PrefillPath
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import Running
-from baton_router.frontend.http.body import check_media, decode
 from baton_router.frontend.http.errors import answer_to
-from baton_router.frontend.http.http_exchange import HttpExchange
-from baton_router.frontend.http.metrics import HttpMetrics
-from baton_router.frontend.http.middleware import AccessCheck, cors_lines, name_request, request_id
-from baton_router.frontend.http.options import HttpOptions
-from baton_router.frontend.openai.answer import WholeAnswer
-from baton_router.frontend.openai.events import EventStream
-from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat, parse_completion
-from baton_router.frontend.openai.request_headers import with_headers
-from baton_router.frontend.openai.response_headers import Route, route_lines
-from baton_router.frontend.openai.unsupported_params import check_strict, header_value
+from baton_router.frontend.http.http_exchange import HttpExchange, check_media, decode_json
+from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
+from baton_router.frontend.openai.answer import EventStream, WholeAnswer
+from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers, parse_chat, parse_completion
+from baton_router.frontend.openai.schemas import check_strict, header_value
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import PreparedRequest, TextChunk
+from baton_router.scheduler.decision import Decision
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,6 @@ class GenerationEndpoints:
         processor: Runs the generations.
         options: Limits.
         metrics: Where requests are counted.
-        access: Checks API keys.
         steps: Of this router's requests.
 
     Attributes:
@@ -56,37 +53,37 @@ class GenerationEndpoints:
     """
 
     def __init__(
-        self,
-        processor: InputProcessor,
-        options: HttpOptions,
-        metrics: HttpMetrics,
-        access: AccessCheck,
-        steps: TurnBatcher,
+        self, processor: InputProcessor, options: HttpOptions, metrics: HttpMetrics, steps: TurnBatcher
     ) -> None:
         self.processor, self.options, self.metrics, self.steps = processor, options, metrics, steps
         self.deadlines = Deadlines(options.request_timeout_s)
-        self._access = access
         self._parsers: dict[str, tuple[Callable[[Any], OpenAIRequest], str]] = {
             "/v1/chat/completions": (parse_chat, "chatcmpl"),
-            "/v1/completions": (partial(parse_completion, max_prompts=options.max_prompts), "cmpl"),
+            "/v1/completions": (functools.partial(parse_completion, max_prompts=options.max_prompts), "cmpl"),
         }
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in self._parsers}
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
         """Name a request, and check its API key and what it says of its body; return why it is refused, if it is."""
-        scope = exchange.scope
-        ident = name_request(scope)
-        exchange.common = b"x-request-id: %b\r\n" % ident.encode() + cors_lines(scope, self.options.cors_origins)
-        refusal = self._access.refusal(scope, exchange.path)
-        return refusal or check_media(scope["headers"], self.options.max_body_bytes)
+        headers, options = exchange.headers, self.options
+        exchange.request_id = request_id(headers)
+        exchange.common = b"x-request-id: %b\r\n" % exchange.request_id.encode()
+        if options.cors_origins:
+            exchange.common += cors_lines(headers, options.cors_origins)
+        if options.accounts is not None:
+            try:
+                exchange.account = identify(options.accounts, headers)
+            except UnauthenticatedError as error:
+                return error
+        return check_media(headers, options.max_body_bytes)
 
     def serve(self, exchange: HttpExchange, body: bytes) -> None:
         """Serve a request, now or later."""
         try:
             parse, prefix = self._parsers[exchange.path]
-            request = parse(decode(body))
-            request.requests = with_headers(exchange.scope, request.requests)
-            generation = Generation(self, exchange, request, f"{prefix}-{request_id(exchange.scope)}")
+            request = parse(decode_json(body))
+            apply_headers(request.requests, exchange.headers, exchange.account)
+            generation = Generation(self, exchange, request, f"{prefix}-{exchange.request_id}")
         except Exception as error:
             self.refuse(exchange, error)
         else:
@@ -184,8 +181,8 @@ class Generation:
             self._fail(error)
 
     def _generate(self) -> None:
-        for at, item in enumerate(self._prepared):
-            running = self._endpoints.processor.start(item, _Sink(self, at))
+        for item in self._prepared:
+            running = self._endpoints.processor.start(item, self)
             if self._ended:  # by an error, or its client has gone
                 running.cancel()
                 return
@@ -195,15 +192,15 @@ class Generation:
 
     # --- what the generation brings ---
 
-    def on_chunk(self, at: int, chunk: TextChunk) -> None:
-        """Take a chunk of prompt ``at``."""
+    def on_chunk(self, chunk: TextChunk) -> None:
+        """Take a chunk of one prompt."""
         if self._ended:
             return
         try:
             if chunk.trace is not None or chunk.decision is not None:
-                self._routes[at].add(chunk)
+                self._routes[chunk.prompt_index].add(chunk)
             assert self._format is not None
-            data = self._format.add(at, chunk)
+            data = self._format.add(chunk)
             if self._request.stream:
                 self._send(data)
         except Exception as error:
@@ -306,30 +303,13 @@ class Generation:
         self._running.clear()  # no reference cycle: all of it is freed at once
 
 
-class _Sink:
-    """Takes what one prompt's generation brings."""
-
-    __slots__ = ("_at", "_generation")
-
-    def __init__(self, generation: Generation, at: int) -> None:
-        self._generation, self._at = generation, at
-
-    def on_chunk(self, chunk: TextChunk) -> None:
-        """Take a chunk."""
-        self._generation.on_chunk(self._at, chunk)
-
-    def on_end(self, error: Exception | None) -> None:
-        """Take the end."""
-        self._generation.on_end(error)
-
-
 _OWN_HEADERS = frozenset({b"content-length", b"connection"})
 """Headers of an error that the exchange writes itself."""
 
 
 def hide(error: Exception, exchange: HttpExchange) -> InternalError:
     """Log an error that is not meant for clients, and return what they are told instead."""
-    log.error("request %s to %s failed", request_id(exchange.scope), exchange.path, exc_info=error)
+    log.error("request %s to %s failed", exchange.request_id, exchange.path, exc_info=error)
     return InternalError("something went wrong inside Baton")
 
 
@@ -338,3 +318,89 @@ def _unread_variables(request: OpenAIRequest, prepared: PreparedRequest) -> list
     template = prepared.text_model.chat_template
     read = template.variables if template is not None else frozenset()
     return [name for variable, name in request.template_fields.items() if variable not in read]
+
+
+NONE = "none"
+_PATHS: dict[int, str] = {path_to_pb(path): path.value for path in PrefillPath}
+_NO_TRACE = common_pb2.RequestTrace()
+
+
+class Route:
+    """How one prompt was served, as far as it is known."""
+
+    __slots__ = ("cached_tokens", "decision", "trace")
+
+    def __init__(self) -> None:
+        self.cached_tokens = 0
+        self.trace: common_pb2.RequestTrace | None = None
+        self.decision: Decision | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Take what a chunk tells; later traces are more complete."""
+        if chunk.trace is not None:
+            self.trace, self.cached_tokens = chunk.trace, chunk.cached_tokens
+        if chunk.decision is not None:
+            self.decision = chunk.decision
+
+    def row(self) -> tuple[Any, ...]:
+        """Return the values of all headers, in the order of ``_HEADERS``."""
+        trace, decision = self.trace or _NO_TRACE, self.decision
+        prefill, decode, rate, state = trace.prefill_instance, trace.decode_instance, 0.0, ""
+        if decision is not None:
+            decode = decode or decision.decode_instance
+            if self.trace is None:
+                prefill = decision.prefill_instance
+            rate, state = decision.match_rate_of(prefill or decode), decision.index_state
+        return (
+            *(_name(prefill), _name(decode), rate, _PATHS.get(trace.path, NONE), _name(trace.pipe), trace.kv_bytes),
+            *(trace.transfer_us / 1000, trace.exposed_us / 1000, self.cached_tokens, _name(state)),
+            *(_name(trace.order), _name(trace.local_reason), trace.router_queue_us / 1000, trace.num_migrations),
+        )
+
+
+def route_lines(routes: Sequence[Route]) -> bytes:
+    """Return the headers for an answer as lines, each with its line break.
+
+    Args:
+        routes: One per prompt. Of several, names are listed, amounts added up, and the match rate is their mean; those
+            of which nothing is known yet are left out.
+    """
+    rows = [route.row() for route in routes if route.trace is not None or route.decision is not None]
+    if len(rows) == 1:
+        return (_LINES % rows[0]).encode("latin-1")
+    columns = zip(*(rows or [Route().row()]), strict=True)
+    return (_LINES % tuple(merge(column) for merge, column in zip(_MERGES, columns, strict=True))).encode("latin-1")
+
+
+@functools.lru_cache(1024)  # a few instances' names, again and again
+def _name(value: str) -> str:
+    return (value if value.isascii() and value.isprintable() else ascii(value)) if value else NONE
+
+
+def _names(values: Iterable[str]) -> str:
+    return ",".join(sorted({value for value in values if value != NONE})) or NONE
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+_HEADERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("x-baton-prefill-instance", "%s", _names),
+    ("x-baton-decode-instance", "%s", _names),
+    ("x-baton-match-rate", "%.4f", _mean),
+    ("x-baton-path", "%s", _names),
+    ("x-baton-pipe", "%s", _names),
+    ("x-baton-kv-bytes", "%d", sum),
+    ("x-baton-transfer-ms", "%.3f", sum),
+    ("x-baton-exposed-ms", "%.3f", sum),
+    ("x-baton-cached-tokens", "%d", sum),
+    ("x-baton-index-state", "%s", _names),
+    ("x-baton-order", "%s", _names),
+    ("x-baton-local-reason", "%s", _names),
+    ("x-baton-queue-ms", "%.3f", sum),
+    ("x-baton-migrations", "%d", sum),
+)
+"""Name, format, and how the values of several prompts become one."""
+_LINES = "".join(f"{name}: {form}\r\n" for name, form, _ in _HEADERS)
+_MERGES = [merge for _, _, merge in _HEADERS]

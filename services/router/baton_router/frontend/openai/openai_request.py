@@ -1,34 +1,41 @@
-"""The parsers of the endpoints that generate: from a request's body to the generations it asks for."""
+"""The parsers of the endpoints that generate: from a request's body and headers to the generations it asks for.
+
+Prompts and messages are checked by hand so that errors say exactly where.
+"""
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import msgspec
+import orjson
 
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, shown
+from baton.tokenizer.chat_template import flatten_content
 from baton.types import MAX_LOGPROBS, SamplingParams
-from baton_router.frontend.openai.messages import parse_messages, parse_prompts
+from baton_router.frontend.http.middleware import Headers
 from baton_router.frontend.openai.schemas import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     StreamOptions,
+    TokenizeBody,
+    ignored_fields,
     parse_body,
     unknown_fields,
 )
-from baton_router.frontend.openai.unsupported_params import ignored_fields
-from baton_router.processor.text_request import ChatPrompt, TextRequest
+from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest
+from baton_router.types import Account, Order
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_MESSAGES = 10_000
 _READ = frozenset({"max_tokens", "logprobs", "stop", "stop_token_ids", "logit_bias"})
 """Sampling fields whose values in a body are not yet those of :class:`SamplingParams`."""
-_COPIED = tuple(
-    field.name
-    for field in fields(SamplingParams)
-    if field.name in GenerationBody.__struct_fields__ and field.name not in _READ
-)
+_COPIED = {field.name for field in fields(SamplingParams)} & {*GenerationBody.__struct_fields__} - _READ
 """Sampling fields that are taken from a body as they are: all others that both sides have."""
 
 
@@ -78,7 +85,7 @@ def parse_completion(value: Any, max_prompts: int) -> OpenAIRequest:
     body = parse_body(CompletionBody, value)
     prompts = parse_prompts(body.prompt, max_prompts)
     echo = bool(body.echo)
-    sampling = _sampling(body, body.max_tokens, body.logprobs)
+    sampling = _sampling(body, value, body.max_tokens, body.logprobs)
     score_only = echo and body.max_tokens == 0
     if score_only:
         sampling = sampling.replace(max_tokens=1, min_tokens=0)
@@ -89,10 +96,11 @@ def parse_completion(value: Any, max_prompts: int) -> OpenAIRequest:
             body,
             sampling,
             prompt=prompt,
+            prompt_index=at,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
             add_special_tokens=body.add_special_tokens is not False,
         )
-        for prompt in prompts
+        for at, prompt in enumerate(prompts)
     ]
     request = _request(body, value, requests, sampling)
     request.echo, request.score_only, request.logprobs = echo, score_only, body.logprobs is not None
@@ -109,7 +117,12 @@ def parse_chat(value: Any) -> OpenAIRequest:
         InvalidRequestError: A field is wrong or asks for what can't be done; names it.
     """
     body = parse_body(ChatBody, value)
-    messages = parse_messages(body.messages)
+    variables = dict(body.chat_template_kwargs or {})
+    template_fields = {variable: f"chat_template_kwargs.{variable}" for variable in variables}
+    if body.reasoning_effort is not None and "reasoning_effort" not in variables:
+        variables["reasoning_effort"] = body.reasoning_effort
+        template_fields["reasoning_effort"] = "reasoning_effort"
+    prompt = chat_prompt(body, variables)
     if body.echo:
         raise InvalidRequestError("echo is for plain completions", field="echo")
     max_tokens, name = body.max_tokens, "max_tokens"
@@ -117,19 +130,7 @@ def parse_chat(value: Any) -> OpenAIRequest:
         max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
         if body.max_tokens not in (None, max_tokens):
             raise InvalidRequestError("max_tokens and max_completion_tokens differ", field=name)
-    sampling = _sampling(body, max_tokens, _chat_logprobs(body))
-    variables = dict(body.chat_template_kwargs or {})
-    template_fields = {variable: f"chat_template_kwargs.{variable}" for variable in variables}
-    if body.reasoning_effort is not None and "reasoning_effort" not in variables:
-        variables["reasoning_effort"] = body.reasoning_effort
-        template_fields["reasoning_effort"] = "reasoning_effort"
-    go_on = bool(body.continue_final_message)
-    prompt = ChatPrompt(
-        messages=messages,
-        add_generation_prompt=not go_on if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=go_on,
-        variables=variables,
-    )
+    sampling = _sampling(body, value, max_tokens, _chat_logprobs(body))
     text_request = _text_request(
         body,
         sampling,
@@ -199,7 +200,9 @@ def _request(
     )
 
 
-def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _sampling(
+    body: GenerationBody, value: dict[str, Any], max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
     sampling = SamplingParams(
         max_tokens=max_tokens,
         logprobs=logprobs,
@@ -207,10 +210,10 @@ def _sampling(body: GenerationBody, max_tokens: int | None, logprobs: int | None
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logit_bias=_logit_bias(body.logit_bias),
     )
-    for name in _COPIED:
-        value = getattr(body, name)
-        if value is not None:
-            setattr(sampling, name, value)
+    for name in _COPIED.intersection(value):
+        item = getattr(body, name)
+        if item is not None:
+            setattr(sampling, name, item)
     return sampling
 
 
@@ -230,3 +233,184 @@ def _logit_bias(value: dict[str, float] | None) -> dict[int, float]:
             raise InvalidRequestError(f"logit_bias: {key[:40]!r} is not a token id", field="logit_bias")
         bias[int(key)] = number
     return bias
+
+
+# --- prompts and messages ---
+
+
+def parse_prompts(value: Any, max_prompts: int) -> list[Prompt]:
+    """Return the prompts of a completion request.
+
+    Args:
+        value: A string, a list of strings, a list of token ids, or a list of such lists; or ids as an array.
+        max_prompts: How many there may be.
+
+    Raises:
+        InvalidRequestError: It is none of these; names the place.
+    """
+    if isinstance(value, str | array):
+        return [value]
+    if value is None:
+        raise InvalidRequestError("prompt is required", field="prompt")
+    if not isinstance(value, list):
+        raise InvalidRequestError("prompt must be a string, token ids, or a list of either", field="prompt")
+    if not value:
+        raise InvalidRequestError("prompt must not be empty", field="prompt")
+    if type(value[0]) is int:
+        return [_token_ids(value, "prompt")]
+    if len(value) > max_prompts:
+        raise InvalidRequestError(f"prompt must have at most {max_prompts} prompts, got {len(value)}", field="prompt")
+    prompts: list[Prompt] = []
+    for at, item in enumerate(value):
+        field = f"prompt[{at}]"
+        if isinstance(item, list) and isinstance(value[0], list):
+            prompts.append(_token_ids(item, field))
+        elif isinstance(item, str) and isinstance(value[0], str):
+            prompts.append(item)
+        else:
+            raise InvalidRequestError(
+                f"{field}: a list of prompts has strings alone or lists of token ids alone", field=field
+            )
+    return prompts
+
+
+def _token_ids(value: list[Any], field: str) -> list[int]:
+    if not value:
+        raise InvalidRequestError(f"{field} must not be empty", field=field)
+    if set(map(type, value)) != {int}:  # a bool is an int elsewhere, but no token id
+        at, item = next((at, item) for at, item in enumerate(value) if type(item) is not int)
+        raise InvalidRequestError(f"{field}[{at}] must be a token id, got {shown(item)}", field=f"{field}[{at}]")
+    return value
+
+
+def chat_prompt(body: ChatBody | TokenizeBody, variables: Mapping[str, Any]) -> ChatPrompt:
+    """Return the conversation that a body has.
+
+    Raises:
+        InvalidRequestError: A message is wrong; names the place.
+    """
+    go_on = bool(body.continue_final_message)
+    return ChatPrompt(
+        messages=parse_messages(body.messages),
+        add_generation_prompt=not go_on if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=go_on,
+        variables=variables,
+    )
+
+
+def parse_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat request as chat templates want them: content is one string.
+
+    Raises:
+        InvalidRequestError: Something is wrong; names the place.
+    """
+    if value is None:
+        raise InvalidRequestError("messages is required", field="messages")
+    if not isinstance(value, list):
+        raise InvalidRequestError("messages must be a list", field="messages")
+    if not value:
+        raise InvalidRequestError("messages must not be empty", field="messages")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequestError(f"messages must be at most {MAX_MESSAGES}, got {len(value)}", field="messages")
+    return [_message(item, at) for at, item in enumerate(value)]
+
+
+def _message(value: Any, at: int) -> dict[str, Any]:
+    field = f"messages[{at}]"
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field} must be an object", field=field)
+    role = value.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"{field}.role must be a non-empty string", field=f"{field}.role")
+    content = value.get("content")
+    calls = value.get("tool_calls")
+    if content is None and not (role == "assistant" and calls):
+        raise InvalidRequestError(f"{field}.content is required", field=f"{field}.content")
+    if content is not None and not isinstance(content, str | list):
+        raise InvalidRequestError(f"{field}.content must be a string or a list of parts", field=f"{field}.content")
+    message = flatten_content(value, at)
+    if content is None:
+        message["content"] = ""
+    if calls is not None:
+        message["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls")
+    return message
+
+
+def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
+    """Return earlier tool calls with their arguments as objects, which is what chat templates expect."""
+    if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
+        raise InvalidRequestError(f"{field} must be a list of objects", field=field)
+    calls = []
+    for at, call in enumerate(value):
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            where = f"{field}[{at}].function"
+            raise InvalidRequestError(f"{where} must be an object with a name", field=where)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = orjson.loads(arguments) if arguments else {}
+            except orjson.JSONDecodeError as error:
+                where = f"{field}[{at}].function.arguments"
+                raise InvalidRequestError(f"{where} must be JSON: {error}", field=where) from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+# --- headers ---
+
+
+def apply_headers(requests: list[TextRequest], headers: Headers, account: Account | None) -> None:
+    """Put what the headers of an HTTP request say into its generations: they go before the fields of its body.
+
+    Raises:
+        InvalidRequestError: A header is wrong; names it.
+    """
+    for name, value in headers:
+        reader = _READERS.get(name)
+        text = value.decode("latin-1").strip() if reader is not None else ""
+        if reader is not None and text:
+            field, read = reader
+            for request in requests:
+                setattr(request, field, read(name.decode(), text))
+    if account is not None:
+        for request in requests:
+            request.account, request.cache_salt = account, account.salt(request.cache_salt)
+
+
+def _text(name: str, value: str) -> str:
+    return value
+
+
+def _milliseconds(name: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise InvalidRequestError(f"{name} must be a number above 0, got {shown(value)}", field=name)
+    return number
+
+
+def _order(name: str, value: str) -> Order:
+    if value not in list(Order):
+        raise InvalidRequestError(f"{name} must be {' or '.join(Order)}, got {shown(value)}", field=name)
+    return Order(value)
+
+
+def _integer(name: str, value: str) -> int:
+    digits = value.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 11):
+        raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}", field=name)
+    return int(value)
+
+
+_READERS: Mapping[bytes, tuple[str, Callable[[str, str], Any]]] = {
+    b"x-baton-session": ("session", _text),
+    b"x-baton-ttft-ms": ("ttft_ms", _milliseconds),
+    b"x-baton-itl-ms": ("itl_ms", _milliseconds),
+    b"x-baton-priority": ("priority", _integer),
+    b"x-baton-order": ("order", _order),
+    b"traceparent": ("traceparent", _text),  # one that cannot be read is ignored, as W3C Trace Context says
+}
+"""Headers, the fields of :class:`TextRequest` that they are for, and how they are read."""
