@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InternalError
+from baton_kvstore.memory.eviction import POLICIES
 
 FILE = Path(__file__).resolve().parents[3] / "benchmarks" / "store" / "soak.py"
 
@@ -29,7 +30,7 @@ def soak() -> Iterator[ModuleType]:
     del sys.modules["store_soak"]
 
 
-@pytest.mark.parametrize("eviction", ["lru", "s3fifo"])
+@pytest.mark.parametrize("eviction", POLICIES)
 def test_thousands_of_operations_add_up(soak: ModuleType, eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "SAMPLES", 10)
     monkeypatch.setattr(soak, "SLOTS", 500)

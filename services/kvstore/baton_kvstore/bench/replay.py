@@ -28,7 +28,8 @@ from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
 from baton_kvstore.bench.belady import Clairvoyant, Need
 from baton_kvstore.bench.report import FILE_WIDTH
-from baton_kvstore.memory.eviction import POLICIES, S3Fifo
+from baton_kvstore.memory.eviction import POLICIES
+from baton_kvstore.memory.eviction.s3fifo import S3Fifo
 from baton_kvstore.memory.pool import Entry
 from baton_kvstore.memory.store import BlockStore
 

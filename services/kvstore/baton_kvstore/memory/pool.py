@@ -110,11 +110,6 @@ class Pool:
         """Memory that this pool takes, free warm slots included."""
         return self.num_backed * self.block_bytes
 
-    @property
-    def num_warm(self) -> int:
-        """Free slots that still have memory."""
-        return len(self._warm)
-
     def ready(self, block_hash: BlockHash) -> Entry | None:
         """Return a block that can be found and is whole."""
         entry = self.index.get(block_hash)

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
-from baton_kvstore.memory.eviction import POLICIES, Eviction
-from baton_kvstore.memory.leases import Lease, LeaseTable
-from baton_kvstore.memory.pins import Pins
+from baton_kvstore.memory.eviction import Eviction, make_policy
+from baton_kvstore.memory.leases import Lease, LeaseTable, Pins
 from baton_kvstore.memory.pool import RETRY_AFTER_S, Entry, Pool, PoolSet, State
 from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.types import Counters, Listeners, StoreStats, TierListener
@@ -107,7 +106,7 @@ class BlockStore:
         self.leases = LeaseTable(max_leases, clock)
         self._on_close = on_close
         self._kinds = PoolSet(capacity_bytes, max_pools, self._drop)
-        self.recency: Eviction = POLICIES[eviction](behind=behind)
+        self.recency = make_policy(eviction, behind=behind)
         self._pinned: set[Entry] = set()
         self.quotas = quotas or Quotas()
         self.holds = Pins(capacity_bytes, clock)

@@ -6,7 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from baton_kvstore.memory.eviction.base import Eviction
+from baton_kvstore.memory.eviction import Eviction, insert_by_age, is_in_order
 from baton_kvstore.memory.pool import Entry
 
 
@@ -49,8 +49,7 @@ class Lru(Eviction):
     @property
     def in_order(self) -> bool:
         """Whether what would be evicted next is really what was unused for longest."""
-        first, waiting = next(iter(self._saved), None), next(iter(self._unsaved), None)
-        return waiting is None or (first is not None and first.stamp <= waiting.stamp)
+        return is_in_order(self._saved, self._unsaved)
 
     def pin(self, entry: Entry) -> None:
         """Take an entry out."""
@@ -60,13 +59,9 @@ class Lru(Eviction):
         """Make an entry evictable: the last one, or, if it was not used, at about its age."""
         if used:
             self.touch(entry)
-        queue = self._saved if entry.saved else self._unsaved
-        first = next(iter(queue), None)
-        queue[entry] = None
+        insert_by_age(self._saved if entry.saved else self._unsaved, entry)
         if entry.saved:
             self.saved_bytes += entry.pool.block_bytes
-        if not used and first is not None and entry.stamp < first.stamp:
-            queue.move_to_end(entry, last=False)
 
     def touch(self, entry: Entry) -> None:
         """Note that an entry was used."""

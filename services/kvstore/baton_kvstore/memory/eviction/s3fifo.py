@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from baton.types import BlockHash
-from baton_kvstore.memory.eviction.base import Eviction
+from baton_kvstore.memory.eviction import Eviction, insert_by_age, is_in_order
 from baton_kvstore.memory.pool import Entry
 
 SMALL_SHARE = 0.6
@@ -44,13 +44,9 @@ class _Queue:
     def sort_in(self, entry: Entry) -> None:
         """Put an entry on the side where it belongs now, at about its age."""
         side, other = (self.saved, self.unsaved) if entry.saved else (self.unsaved, self.saved)
-        if entry not in other:
-            return
-        del other[entry]
-        first = next(iter(side), None)
-        side[entry] = None
-        if first is not None and entry.stamp < first.stamp:
-            side.move_to_end(entry, last=False)
+        if entry in other:
+            del other[entry]
+            insert_by_age(side, entry)
 
     def victims(self, *, behind: bool) -> OrderedDict[Entry, None]:
         """Return those of which one could be evicted, if it is not pinned."""
@@ -104,8 +100,7 @@ class S3Fifo(Eviction):
     def in_order(self) -> bool:
         """Whether what would be evicted next is really what should go."""
         queue = self._queues()[0]
-        first, waiting = next(iter(queue.saved), None), next(iter(queue.unsaved), None)
-        return waiting is None or (first is not None and first.stamp <= waiting.stamp)
+        return is_in_order(queue.saved, queue.unsaved)
 
     def pin(self, entry: Entry) -> None:
         """Leave an entry where it is, but do not evict it."""
@@ -202,10 +197,7 @@ class S3Fifo(Eviction):
             self._num_saved += 1
             self.saved_bytes += entry.pool.block_bytes
         elif by > 0:
-            first = next(iter(self._waiting), None)
-            self._waiting[entry] = None
-            if first is not None and entry.stamp < first.stamp:
-                self._waiting.move_to_end(entry, last=False)
+            insert_by_age(self._waiting, entry)
 
     def _remember(self, entry: Entry) -> None:
         """Keep the name of an evicted block; as many as there are blocks."""
