@@ -28,9 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import PAGE
 from baton_kvstore.tiers.disk.log import DiskLog
-from baton_kvstore.types import KvFormat
+from baton_kvstore.types import PAGE, KvFormat
 
 
 def main() -> None:
@@ -67,7 +66,7 @@ def _measure(args: argparse.Namespace, path: Path) -> str:
     with ThreadPoolExecutor(args.threads) as pool:
 
         def tier(part: range) -> None:
-            if not all(log.read(kind, hashes[part.start : part.stop], views[part.start : part.stop])):
+            if not all(log.index.read(kind, hashes[part.start : part.stop], views[part.start : part.stop])):
                 raise SystemExit("a block was damaged")
 
         def plain(part: range) -> None:

@@ -16,9 +16,9 @@ from baton_kvstore.memory.quotas import ShareUse
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain
 from baton_kvstore.tiers.disk.index import DiskCounters
-from baton_kvstore.tiers.disk.tier import DiskStats, DiskTier
+from baton_kvstore.tiers.disk.tier import DiskTier
 from baton_kvstore.tiers.moves import ChainCounters
-from baton_kvstore.tiers.tier import BackStats
+from baton_kvstore.tiers.tier import TierStats
 from baton_kvstore.tiers.tiered_store import TieredStore
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -144,7 +144,7 @@ class StoreMetrics(Collector):
         yield misses
         yield from chain_metrics(self._tiers.chain)
         disk = DiskCounters() if self._disk is None else self._disk.counters
-        stats = DiskStats(0, 0, 0, 0, 0) if self._disk is None else self._disk.stats()
+        stats = TierStats() if self._disk is None else self._disk.stats()
         for name, text in self._TIER_COUNTERS.items():
             yield CounterMetricFamily(f"baton_kvstore_{name}", text, value=getattr(counts, name))
         for name, text in self._DISK_COUNTERS.items():
@@ -212,17 +212,17 @@ def tier_names(chain: Chain | None) -> list[str]:
 
 def chain_metrics(chain: Chain | None) -> Iterable[Metric]:
     """Yield what every tier tells, by tier, and what moves between them (any thread)."""
-    stats = {tier.name: tier.back_stats() for tier in chain.tiers} if chain else {}
+    stats = {tier.name: tier.stats() for tier in chain.tiers} if chain else {}
     names = tier_names(chain)[1:]
     for field, text in _GAUGES.items():
         gauge = GaugeMetricFamily(f"baton_kvstore_tier_{field.removeprefix('num_')}", text, labels=["tier"])
         for name in names:
-            gauge.add_metric([name], float(getattr(stats.get(name, BackStats()), field)))
+            gauge.add_metric([name], float(getattr(stats.get(name, TierStats()), field)))
         yield gauge
     for field, text in _COUNTERS.items():
         counter = CounterMetricFamily(f"baton_kvstore_tier_{field}", text, labels=["tier"])
         for name in names:
-            counter.add_metric([name], getattr(stats.get(name, BackStats()), field))
+            counter.add_metric([name], getattr(stats.get(name, TierStats()), field))
         yield counter
     counts = dataclasses.asdict(chain.counters if chain else ChainCounters())
     for field, text in _CHAIN.items():

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import xxhash
+
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash
+
+log = logging.getLogger(__name__)
+
+PAGE = 4096
+MAX_BLOCK_BYTES = 1 << 32
+"""Of a block in a tier behind memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,16 @@ class KvFormat:
 def kv_format_of(fingerprint: Fingerprint) -> KvFormat:
     """Return what a tier behind needs to know of a kind of KV."""
     return KvFormat(fingerprint.digest(), fingerprint.content_key(), fingerprint.block_bytes)
+
+
+def pages(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def digest_of(payload: memoryview) -> bytes:
+    """XXH3-128 of a block's bytes."""
+    return bytes(xxhash.xxh3_128_digest(payload))
 
 
 @dataclass
@@ -73,9 +91,6 @@ class TierCounters:
     promotions: int = 0
     demotions: int = 0
     refused: int = 0
-
-
-log = logging.getLogger(__name__)
 
 
 class TierListener(Protocol):

@@ -183,7 +183,7 @@ async def test_what_the_disk_gave_to_the_object_store_is_still_its_tenants(tmp_p
         for label in labels:
             await put(instance, common_pb2.Tenant(id="c"), label, durable=True)
         tier = chain.tiers[1]
-        await until(lambda: tier.back_stats().num_blocks == chain.counters.handed_over > 20)
+        await until(lambda: tier.stats().num_blocks == chain.counters.handed_over > 20)
         request = kvstore_pb2.DeleteRequest(tenant="c")
         assert (await instance.stub.Delete(request, timeout=WAIT_S)).num_deleted == 120
         assert await contained(instance, labels) == []

@@ -41,8 +41,8 @@ from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads
 from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest
-from baton_kvstore.tiers.disk.format import VERSION
-from baton_kvstore.tiers.disk.recovery import decode_checkpoint
+from baton_kvstore.tiers.disk.directory import decode_checkpoint
+from baton_kvstore.tiers.disk.segment import VERSION
 from baton_router.frontend.grpc.generate import text_request
 from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
 

@@ -163,14 +163,13 @@ async def test_a_block_deleted_while_the_disk_hands_it_over_is_gone(tmp_path: Pa
     first, second = disk(tmp_path), objects(tmp_path)
     async with chain_of(first, second) as chain:
         await write(chain, *range(3))
-        leaving = first.leaving
-        assert leaving is not None
         views = buffers(3)
         for view, name in zip(views, names(*range(3)), strict=True):
             view[:] = content(name)
 
         def hand_over(hashes: Sequence[BlockHash] | None) -> None:
-            with leaving(KIND) as offer:
+            with first.leaving(KIND) as offer:
+                assert offer is not None
                 assert name_of(1) in offer.wanted(names(*range(3)))
                 gone = threading.Event()
                 chain.delete(KIND, hashes, lambda right: gone.set())
@@ -221,7 +220,7 @@ async def test_what_is_damaged_in_one_tier_is_read_from_the_next(tmp_path: Path)
         assert await read(chain, 1, 2) == [True] * 2
         await drained(first)
         assert (held(first, 1), held(second, 1)) == ([False], [True])
-        assert first.back_stats().damaged == 1
+        assert first.stats().damaged == 1
 
 
 async def test_durable_is_what_the_disk_or_an_object_store_has(tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ async def test_what_redis_refuses_goes_to_the_object_store_unless_it_was_deleted
             gate = threading.Event()
             first.sync(lambda right: gate.wait(WAIT_S) and None)  # holds the thread
             writing = asyncio.create_task(write(chain, 4, 5))
-            await asyncio.to_thread(_until, lambda: first.back_stats().queued_bytes > 0)
+            await asyncio.to_thread(_until, lambda: first.stats().queued_bytes > 0)
             deleting = asyncio.create_task(told(lambda done: chain.delete(KIND, names(4), done)))
             await asyncio.to_thread(_until, lambda: bool(chain._moves and chain._moves[0].unwanted))
             gate.set()

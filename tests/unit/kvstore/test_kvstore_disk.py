@@ -19,21 +19,25 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import (
-    PAGE,
+from baton_kvstore.tiers.disk.directory import (
+    Covered,
+    Known,
+    decode_checkpoint,
+    decode_store,
+    encode_checkpoint,
+    encode_store,
+)
+from baton_kvstore.tiers.disk.log import DiskLog
+from baton_kvstore.tiers.disk.segment import (
     Record,
     RecordType,
     decode_record,
     decode_segment,
-    decode_store,
     encode_record,
     encode_segment,
-    encode_store,
 )
-from baton_kvstore.tiers.disk.log import DiskLog
-from baton_kvstore.tiers.disk.recovery import Covered, Known, decode_checkpoint, encode_checkpoint
 from baton_kvstore.tiers.disk.tier import DiskTier
-from baton_kvstore.types import KvFormat
+from baton_kvstore.types import PAGE, KvFormat
 
 BLOCK = 8192
 KIND = KvFormat(b"k" * 32, b"c" * 32, BLOCK)
@@ -71,7 +75,7 @@ def write(log: DiskLog, *labels: int, kind: KvFormat = KIND) -> list[bool]:
 
 def read(log: DiskLog, *labels: int, kind: KvFormat = KIND) -> list[bool]:
     views = buffers(len(labels), kind)
-    results = log.read(kind, [name_of(label) for label in labels], views)
+    results = log.index.read(kind, [name_of(label) for label in labels], views)
     for view, label, there in zip(views, labels, results, strict=True):
         assert not there or bytes(view) == content(kind, label)
     return results
@@ -175,7 +179,7 @@ def test_deleted_blocks_stay_away_after_a_restart_and_compaction(opened: Any) ->
     log = opened(segment_bytes=16 * PAGE)
     write(log, *range(20))
     gone = [name_of(i) for i in range(18)]
-    assert len(log.hide(KIND, gone, [])) == 18
+    assert len(log.index.hide(KIND, gone, [])) == 18
     log.bury(KIND, gone)
     files = len(segments(opened.path))
     while log.compact():
@@ -196,7 +200,7 @@ def test_compaction_of_deletions_ends(opened: Any) -> None:
     write(log, *range(10))
     for label in range(100, 200):
         write(log, label)
-        log.hide(KIND, [name_of(label)], [])
+        log.index.hide(KIND, [name_of(label)], [])
         log.bury(KIND, [name_of(label)])
     assert any(not log.compact() for _ in range(50))
     log.sync()
@@ -210,8 +214,8 @@ def test_clear_drops_a_kinds_files_and_no_others(opened: Any) -> None:
     log = opened()
     write(log, 1, 2)
     write(log, 1, kind=OTHER)
-    log.hide(KIND, None, [])
-    log.clear(KIND.key)
+    log.index.hide(KIND, None, [])
+    log.clear(KIND)
     log.sync()
     assert len(segments(opened.path)) == 1
     log = opened()
@@ -243,7 +247,7 @@ def test_a_damaged_payload_is_never_served_and_a_damaged_header_costs_one_block(
         raw.seek(PAGE + (PAGE + BLOCK) + 5)  # block 2's header
         raw.write(b"x")
     assert read(log, 1, 2) == [False, True]
-    assert log.forget_damaged() == [(KIND, name_of(1))]
+    assert log.index.forget_damaged() == [(KIND, name_of(1))]
     log = opened()
     assert read(log, 1, 2, 3, 4) == [False, False, True, True]
     assert log.index.counters.checksum_failures == 1
@@ -253,7 +257,7 @@ def test_a_torn_end_is_cut(opened: Any) -> None:
     log = opened()
     write(log, 1)
     log.sync()
-    synced = log.synced[1]
+    synced = log._segments[1].synced
     write(log, 2, 3)
     (file,) = segments(opened.path)
     opened.close()
@@ -328,6 +332,6 @@ def test_the_queue_is_bounded_and_a_block_deleted_on_its_way_is_not_found(path: 
     assert not tier.holds(KIND, name_of(1))
     tier.close()
     log = DiskLog(path, max_bytes=MAX_BYTES, segment_bytes=MAX_BYTES)
-    assert log.index.find(KIND.key, name_of(1)) is None
-    assert log.index.find(KIND.key, name_of(2)) is not None
+    assert log.index.find(KIND, name_of(1)) is None
+    assert log.index.find(KIND, name_of(2)) is not None
     log.close()

@@ -101,7 +101,7 @@ def check(path: Path, model: Model) -> tuple[int, int]:
             for number, kind in enumerate(KINDS):
                 for label in range(LABELS):
                     name = name_of(label)
-                    if log.read(kind, [name], [buffer]) == [True]:
+                    if log.index.read(kind, [name], [buffer]) == [True]:
                         assert bytes(buffer) == content(kind, name)
                         served.add((number, label))
         assert not model.there - served, "acknowledged as synced, and lost"

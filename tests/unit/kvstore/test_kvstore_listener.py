@@ -105,10 +105,10 @@ def test_the_disk_tells_what_a_restart_found_what_came_and_what_went(tmp_path: P
     assert ear.has("disk") == set(names(1, 2))
     log.write(KIND, names(2, 3), views[:2], set())
     assert ear.has("disk") == set(names(1, 2, 3))
-    log.hide(KIND, names(3, 4), [])
+    log.index.hide(KIND, names(3, 4), [])
     assert ear.has("disk") == set(names(1, 2))
     for label in range(10, 400):
         log.write(KIND, names(label), views[:1], set())
     assert log.index.counters.evictions
-    assert ear.has("disk") == set(log.index.hashes(KIND.key))
+    assert ear.has("disk") == set(log.index.hashes(KIND))
     log.close()

@@ -26,10 +26,9 @@ from tests.support.servers.redis_server import RedisServer, missing_redis, redis
 from baton.errors import ConfigError
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_block, decode_kind, encode_header
-from baton_kvstore.tiers.remote.index import RemoteIndex
 from baton_kvstore.tiers.remote.object_backend import ObjectBackend
 from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
-from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
+from baton_kvstore.tiers.remote.tier import RemoteIndex, RemoteOptions, RemoteTier
 from baton_kvstore.types import KvFormat
 
 BLOCK = 5000

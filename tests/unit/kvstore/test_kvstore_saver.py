@@ -18,14 +18,14 @@ from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.saver import Saver, Watermarks, ask
-from baton_kvstore.tiers.tier import BackStats, Leaving
+from baton_kvstore.tiers.tier import LowerTier, TierStats
 from baton_kvstore.types import KvFormat, TierCounters, TierListener
 
 BLOCK = KIND.block_bytes
 WAIT_S = 20.0
 
 
-class Tier:
+class Tier(LowerTier):
     """Takes blocks at once and keeps their names.
 
     Attributes:
@@ -34,10 +34,10 @@ class Tier:
         narrow: Is full after the next write.
     """
 
-    name, exact, durable, shared, resting = "disk", True, True, False, False
+    name, exact, durable, shared = "disk", True, True, False
 
     def __init__(self) -> None:
-        self.leaving: Leaving | None = None
+        super().__init__(1)
         self.blocks: set[BlockHash] = set()
         self.written: list[BlockHash] = []
         self.answers: list[bool] = []
@@ -52,9 +52,6 @@ class Tier:
 
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         return self.answers.pop(0) if self.answers else block_hash in self.blocks
-
-    def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
-        return set()
 
     def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         return [False] * len(hashes)
@@ -86,8 +83,8 @@ class Tier:
     def sync(self, done: Callable[[bool], None]) -> None:
         self._thread.submit(done, True)
 
-    def back_stats(self) -> BackStats:
-        return BackStats()
+    def stats(self) -> TierStats:
+        return TierStats()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -14,9 +14,8 @@ from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash
-from baton_kvstore.types import kv_format_of
+from baton_kvstore.types import PAGE, kv_format_of
 
-PAGE_BYTES = 4096
 MAX_SLOTS = 2**32 - 1
 """Block ids are uint32 on the wire."""
 
@@ -98,7 +97,7 @@ class Pool:
         self._next = 0
         self._backed = np.zeros(self.arena.num_blocks, dtype=np.bool_)
         self.num_backed = 0
-        self._reach = -(-PAGE_BYTES // self.arena.block_bytes)  # slots on each side that may share a page
+        self._reach = -(-PAGE // self.arena.block_bytes)  # slots on each side that may share a page
 
     @property
     def block_bytes(self) -> int:

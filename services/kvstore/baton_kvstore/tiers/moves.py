@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import PAGE, pages
 from baton_kvstore.tiers.tier import LowerTier
-from baton_kvstore.types import KvFormat
+from baton_kvstore.types import PAGE, KvFormat, pages
 
 _HAND_OVER_S = 5.0
 """Longest time that a tier waits, each time it makes room, for the next ones to take what it drops."""

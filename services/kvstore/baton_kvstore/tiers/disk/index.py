@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import mmap
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.segment import Segment
-from baton_kvstore.types import Listeners, TierListener
+from baton_kvstore.tiers.disk.segment import Segment, disk_bytes
+from baton_kvstore.types import PAGE, KvFormat, Listeners, TierListener, digest_of, pages
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +29,10 @@ class Location:
     sequence: int
     digest: bytes
     hot: bool = False
+
+    def follows(self, other: Location) -> bool:
+        """Whether the record lies right behind another one."""
+        return self.segment is other.segment and self.offset == other.offset + disk_bytes(self.segment.kind)
 
 
 @dataclass
@@ -44,16 +53,15 @@ class DiskCounters:
     cut_bytes: int = 0
 
 
-@dataclass
 class DiskIndex:
     """Blocks by kind and hash. Every method may be called from any thread."""
 
-    counters: DiskCounters = field(default_factory=DiskCounters)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.counters = DiskCounters()
         self._kinds: dict[bytes, dict[BlockHash, Location]] = {}
         self._mutex = threading.Lock()
         self._listeners = Listeners("disk")
+        self._damaged: list[tuple[KvFormat, BlockHash, Location]] = []
 
     def __len__(self) -> int:
         with self._mutex:
@@ -67,30 +75,23 @@ class DiskIndex:
                     listener(next(iter(blocks.values())).segment.kind, list(blocks), self._listeners.tier, True)
             self._listeners.add(listener)
 
-    def find(self, key: bytes, block_hash: BlockHash) -> Location | None:
+    def find(self, kind: KvFormat, block_hash: BlockHash) -> Location | None:
         """Return where a block is."""
         with self._mutex:
-            return self._kinds.get(key, {}).get(block_hash)
+            return self._kinds.get(kind.key, {}).get(block_hash)
 
-    def hashes(self, key: bytes) -> list[BlockHash]:
+    def hashes(self, kind: KvFormat) -> list[BlockHash]:
         """Return a kind's blocks."""
         with self._mutex:
-            return list(self._kinds.get(key, {}))
+            return list(self._kinds.get(kind.key, {}))
 
     def add(
-        self, key: bytes, blocks: Iterable[tuple[BlockHash, Location]], size: int, unwanted: set[BlockHash]
+        self, kind: KvFormat, blocks: Iterable[tuple[BlockHash, Location]], unwanted: Iterable[BlockHash] = ()
     ) -> None:
-        """Make blocks findable that are newer than what is known of them.
-
-        Args:
-            key: Their kind.
-            blocks: Hashes and places.
-            size: That each takes on disk.
-            unwanted: Blocks deleted meanwhile, which stay unfindable.
-        """
+        """Make blocks findable that are newer than what is known of them; ``unwanted`` were deleted meanwhile."""
+        size, new = disk_bytes(kind), list[BlockHash]()
         with self._mutex:
-            known = self._kinds.setdefault(key, {})
-            new: list[BlockHash] = []
+            known = self._kinds.setdefault(kind.key, {})
             for block_hash, location in blocks:
                 old = known.get(block_hash)
                 if block_hash not in unwanted and (old is None or old.sequence < location.sequence):
@@ -100,54 +101,115 @@ class DiskIndex:
                         new.append(block_hash)
                     known[block_hash] = location
                     location.segment.live_bytes += size
-            if new and self._listeners:
-                self._listeners.tell(known[new[0]].segment.kind, new, True)
+            self._listeners.tell(kind, new, True)
 
-    def move(self, key: bytes, block_hash: BlockHash, old: Location, new: Location, size: int) -> None:
+    def move(self, kind: KvFormat, block_hash: BlockHash, old: Location, new: Location) -> None:
         """Let a block be found elsewhere, unless it was deleted meanwhile."""
         with self._mutex:
-            known = self._kinds.get(key, {})
+            known = self._kinds.get(kind.key, {})
             if known.get(block_hash) is old:
                 known[block_hash] = new
-                new.segment.live_bytes += size
-                old.segment.live_bytes -= size
+                new.segment.live_bytes += disk_bytes(kind)
+                old.segment.live_bytes -= disk_bytes(kind)
 
     def hide(
-        self, key: bytes, hashes: Sequence[BlockHash] | None, size: int, unwanted: Iterable[set[BlockHash]]
+        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, unwanted: Iterable[set[BlockHash]]
     ) -> list[BlockHash]:
         """Make blocks unfindable (``None``: all of the kind) and return those that could be found.
 
         Args:
-            key: Their kind.
+            kind: What they are.
             hashes: The blocks.
-            size: That each takes on disk.
             unwanted: Of writes on their way: told not to make these blocks findable again.
         """
         with self._mutex:
-            known = self._kinds.get(key, {})
+            known = self._kinds.get(kind.key, {})
             gone = list(known) if hashes is None else hashes
             for names in unwanted:
                 names.update(gone)
             found = [name for name in gone if name in known]
             for name in found:
-                place = known.pop(name)
-                place.segment.live_bytes -= size
-            if found and self._listeners:
-                self._listeners.tell(place.segment.kind, found, False)
+                known.pop(name).segment.live_bytes -= disk_bytes(kind)
+            self._listeners.tell(kind, found, False)
             return found
 
-    def drop(self, key: bytes, block_hash: BlockHash, location: Location, size: int) -> bool:
+    def drop(self, kind: KvFormat, block_hash: BlockHash, location: Location) -> bool:
         """Forget a block if it is still there; ``False`` if it is not."""
         with self._mutex:
-            known = self._kinds.get(key, {})
+            known = self._kinds.get(kind.key, {})
             if known.get(block_hash) is not location:
                 return False
             del known[block_hash]
-            location.segment.live_bytes -= size
-            self._listeners.tell(location.segment.kind, [block_hash], False)
+            location.segment.live_bytes -= disk_bytes(kind)
+            self._listeners.tell(kind, [block_hash], False)
             return True
 
     def snapshot(self) -> list[tuple[BlockHash, Location]]:
         """Return every block and its place at one moment."""
         with self._mutex:
             return [item for blocks in self._kinds.values() for item in blocks.items()]
+
+    def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """Read blocks into page-aligned buffers, those that follow one another at once, and check them.
+
+        Returns:
+            Which are right. What is not there is ``False``; so is what is damaged, see :meth:`forget_damaged`.
+        """
+        results = [False] * len(hashes)
+        places = [(i, place) for i, name in enumerate(hashes) if (place := self.find(kind, name)) is not None]
+        runs: list[list[tuple[int, Location]]] = []
+        for i, place in places:
+            if runs and place.follows(runs[-1][-1][1]):
+                runs[-1].append((i, place))
+            else:
+                runs.append([(i, place)])
+        for run in runs:
+            rights = self._read_run(kind, [(hashes[i], place, into[i]) for i, place in run])
+            for (i, _), right in zip(run, rights, strict=True):
+                results[i] = right
+        return results
+
+    def forget_damaged(self) -> list[tuple[KvFormat, BlockHash]]:
+        """Make the blocks unfindable that were found damaged since the last call, and return them to be buried."""
+        found = []
+        while self._damaged:
+            kind, name, place = self._damaged.pop()
+            if self.drop(kind, name, place):
+                found.append((kind, name))
+        return found
+
+    def _read_run(self, kind: KvFormat, blocks: Sequence[tuple[BlockHash, Location, memoryview]]) -> list[bool]:
+        """Read blocks whose records follow one another, in one system call."""
+        start = blocks[0][1]
+        if not start.segment.hold():
+            return [False] * len(blocks)
+        counters, size = self.counters, kind.block_bytes
+        gap = pages(size) - size
+        with contextlib.closing(mmap.mmap(-1, 2 * PAGE)) as scratch, memoryview(scratch) as skipped:
+            buffers: list[memoryview] = []
+            for _, _, view in blocks:
+                buffers += [view, skipped[: gap + PAGE]]
+            try:
+                start.segment.read(start.offset + PAGE, buffers[:-1])
+            except OSError as error:
+                counters.read_errors += 1
+                log.error("reading %d blocks from disk failed: %s", len(blocks), error)
+                self._damaged += [(kind, name, place) for name, place, _ in blocks]
+                return [False] * len(blocks)
+            finally:
+                start.segment.let_go()
+                for buffer in buffers[1::2]:
+                    buffer.release()
+        results = []
+        for name, place, view in blocks:
+            right = digest_of(view) == place.digest
+            if right:
+                place.hot = True
+                counters.reads += 1
+                counters.read_bytes += size
+            else:
+                counters.checksum_failures += 1
+                log.error("a block on disk is damaged: %s", name.hex())
+                self._damaged.append((kind, name, place))
+            results.append(right)
+        return results

@@ -12,26 +12,23 @@ import contextlib
 import logging
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.directory import Directory
-from baton_kvstore.tiers.disk.format import PAGE, Record, RecordType, digest_of, disk_bytes, encode_segment, pages
-from baton_kvstore.tiers.disk.index import DiskCounters, DiskIndex, Location
-from baton_kvstore.tiers.disk.reading import read_blocks
-from baton_kvstore.tiers.disk.recovery import Covered, Known, encode_checkpoint, recover
-from baton_kvstore.tiers.disk.segment import Segment, Write, scan
-from baton_kvstore.tiers.tier import Leaving, Offer
-from baton_kvstore.types import KvFormat
+from baton_kvstore.tiers.disk.directory import Covered, Directory, Known, encode_checkpoint, recover
+from baton_kvstore.tiers.disk.index import DiskIndex, Location
+from baton_kvstore.tiers.disk.segment import EMPTY, Record, RecordType, Segment, disk_bytes, encode_segment, scan
+from baton_kvstore.tiers.tier import Leaving, Offer, no_next_tier
+from baton_kvstore.types import PAGE, KvFormat, digest_of, pages
 
 log = logging.getLogger(__name__)
 
 _COPY_BYTES = 8 << 20
+"""Of blocks that are moved or offered at once."""
 _GARBAGE = 0.5
 """Share of a segment above which it is worth emptying."""
 _TOMBSTONES = 256
 """In one system call."""
-_EMPTY = memoryview(b"")
 
 
 class DiskLog:
@@ -58,8 +55,7 @@ class DiskLog:
         self._segment_bytes = min(segment_bytes, max(2 * PAGE, max_bytes // 8 // PAGE * PAGE))
         self._direct = direct
         self.index = DiskIndex()
-        self.leaving: Leaving | None = None
-        self._damaged: list[tuple[KvFormat, BlockHash, Location]] = []
+        self.leaving: Leaving = no_next_tier
         try:
             found = recover(self._directory, direct=direct)
         except BaseException:
@@ -70,9 +66,8 @@ class DiskLog:
         self._next_segment = max(self._segments, default=0) + 1
         self._active = {segment.kind.key: segment for segment in found.segments}
         self.index.counters.cut_bytes = found.cut_bytes
-        kinds = {segment.kind.key: segment.kind for segment in found.segments}
-        for key, blocks in found.blocks.items():
-            self.index.add(key, blocks.items(), disk_bytes(kinds[key]), set())
+        for kind in {segment.kind for segment in found.segments}:
+            self.index.add(kind, found.blocks[kind.key].items())
 
     @property
     def used_bytes(self) -> int:
@@ -83,34 +78,6 @@ class DiskLog:
     def num_segments(self) -> int:
         """Files."""
         return len(self._segments)
-
-    @property
-    def synced(self) -> dict[int, int]:
-        """Per segment, where the part ends that survives a loss of power."""
-        return {number: segment.synced for number, segment in self._segments.items()}
-
-    # Any thread
-
-    def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Read blocks and check them; what is not there or damaged is ``False``, see :meth:`forget_damaged`."""
-        return read_blocks(self.index, kind, hashes, into, self._damaged)
-
-    def forget_damaged(self) -> list[tuple[KvFormat, BlockHash]]:
-        """Make the blocks unfindable that were found damaged since the last call, and return them to be buried."""
-        found = []
-        while self._damaged:
-            kind, name, place = self._damaged.pop()
-            if self.index.drop(kind.key, name, place, disk_bytes(kind)):
-                found.append((kind, name))
-        return found
-
-    def hide(
-        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, unwanted: Sequence[set[BlockHash]]
-    ) -> list[BlockHash]:
-        """Make blocks unfindable in this process; see :meth:`DiskIndex.hide`."""
-        return self.index.hide(kind.key, hashes, disk_bytes(kind), unwanted)
-
-    # The writer's thread
 
     def write(
         self, kind: KvFormat, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
@@ -124,7 +91,7 @@ class DiskLog:
         if 4 * (size + PAGE) > self._max_bytes:
             return [False] * len(hashes)
         # A second record of a block would be the one that counts, and be lost if it is torn: the first is good.
-        new = [i for i, name in enumerate(hashes) if self.index.find(kind.key, name) is None]
+        new = [i for i, name in enumerate(hashes) if self.index.find(kind, name) is None]
         done = 0
         while done < len(new):
             self._make_room(min((len(new) - done) * size, max(size, self._segment_bytes)))
@@ -133,26 +100,25 @@ class DiskLog:
             batch = new[done : done + count]
             self._append(segment, [hashes[i] for i in batch], [views[i] for i in batch], unwanted)
             done += len(batch)
-        return [self.index.find(kind.key, name) is not None for name in hashes]
+        return [self.index.find(kind, name) is not None for name in hashes]
 
     def _append(
         self, segment: Segment, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
     ) -> None:
-        kind, size, count = segment.kind, disk_bytes(segment.kind), len(hashes)
+        kind, count = segment.kind, len(hashes)
         records = [
             Record(RecordType.BLOCK, self._sequence + i, name, kind.block_bytes, digest_of(view))
             for i, (name, view) in enumerate(zip(hashes, views, strict=True))
         ]
         self._sequence += count
-        writes = [Write(record, view) for record, view in zip(records, views, strict=True)]
-        offsets = segment.append(writes, self._directory.secret)
+        offsets = segment.append(list(zip(records, views, strict=True)), self._directory.secret)
         self.index.counters.writes += count
-        self.index.counters.written_bytes += count * size
+        self.index.counters.written_bytes += count * disk_bytes(kind)
         blocks = [
             (record.block_hash, Location(segment, offset, record.sequence, record.digest))
             for record, offset in zip(records, offsets, strict=True)
         ]
-        self.index.add(kind.key, blocks, size, unwanted)
+        self.index.add(kind, blocks, unwanted)
 
     def bury(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
         """Append tombstones of blocks that were hidden, so that a restart does not find them either.
@@ -169,15 +135,15 @@ class DiskLog:
                 Record(RecordType.TOMBSTONE, self._sequence + i, name, 0, bytes(16)) for i, name in enumerate(names)
             ]
             self._sequence += len(names)
-            segment.append([Write(record, _EMPTY) for record in records], self._directory.secret)
+            segment.append([(record, EMPTY) for record in records], self._directory.secret)
 
-    def clear(self, key: bytes) -> None:
+    def clear(self, kind: KvFormat) -> None:
         """Delete a kind's files; its blocks were hidden before.
 
         Raises:
             OSError: Some may be left.
         """
-        for segment in [segment for segment in self._segments.values() if segment.kind.key == key]:
+        for segment in [segment for segment in self._segments.values() if segment.kind.key == kind.key]:
             self._remove(segment)
         self._directory.sync()
 
@@ -265,12 +231,10 @@ class DiskLog:
 
     def _doubt(self, segment: Segment) -> None:
         """Forget what a failed sync may have lost: the kernel says of the same pages only once that they are gone."""
-        key, size = segment.kind.key, disk_bytes(segment.kind)
         for name, place in self.index.snapshot():
             if place.segment is segment and place.offset >= segment.synced:
-                self.index.drop(key, name, place, size)
-        if self._active.get(key) is segment:
-            del self._active[key]
+                self.index.drop(segment.kind, name, place)
+        self._close_end(segment)
         with contextlib.suppress(OSError):  # a start would find what is whole of it, deletions of it apart
             segment.cut()
 
@@ -280,7 +244,7 @@ class DiskLog:
         while self._segments and self.used_bytes + size + slack > self._max_bytes:
             oldest = self._segments[min(self._segments)]
             before = len(self.index)
-            with contextlib.nullcontext() if self.leaving is None else self.leaving(oldest.kind) as offer:
+            with self.leaving(oldest.kind) as offer:
                 self._retire(oldest, lambda place: place.hot, min(oldest.end, self._segment_bytes) // 2, offer)
             self.index.counters.evictions += before - len(self.index)
 
@@ -289,8 +253,7 @@ class DiskLog:
     ) -> None:
         """Copy what is to be kept to the log's end, offer the rest to the tier behind, then delete a segment."""
         kind, size = segment.kind, disk_bytes(segment.kind)
-        if self._active.get(kind.key) is segment:
-            del self._active[kind.key]
+        self._close_end(segment)
         with self._directory.reading(segment.segment_id) as fd:
             result = scan(fd, segment.segment_id, self._directory.secret)
         records = [] if result is None else result[1]
@@ -301,22 +264,24 @@ class DiskLog:
             if record.type is RecordType.TOMBSTONE:
                 if not is_first:
                     target = self._segment_for(kind, PAGE)
-                    target.append([Write(record, _EMPTY)], self._directory.secret)
+                    target.append([(record, EMPTY)], self._directory.secret)
                 continue
             if record.type is not RecordType.BLOCK:
                 continue
-            place = self.index.find(kind.key, record.block_hash)
+            place = self.index.find(kind, record.block_hash)
             if place is None or place.segment is not segment or place.offset != offset:
                 continue
             stays = keep(place) and (len(kept) + 1) * size <= max_bytes
             (kept if stays else gone).append((record, place))
-        self._copy(kind, kept, size)
+        self._copy(kind, kept)
         if offer is not None:
-            hand_over(kind, gone, offer, self.index.counters)
+            wanted = offer.wanted([record.block_hash for record, _ in gone])
+            for found in self._read_batches(kind, [item for item in gone if item[0].block_hash in wanted]):
+                offer.take([record.block_hash for record, _, _ in found], [view for _, _, view in found])
         for _, record in records:
-            place = self.index.find(kind.key, record.block_hash)
+            place = self.index.find(kind, record.block_hash)
             if place is not None and place.segment is segment:
-                self.index.drop(kind.key, record.block_hash, place, size)
+                self.index.drop(kind, record.block_hash, place)
         self._remove(segment)
         self._directory.sync()
 
@@ -325,80 +290,49 @@ class DiskLog:
         key = segment.kind.key
         return segment.segment_id == min(n for n, other in self._segments.items() if other.kind.key == key)
 
-    def _copy(self, kind: KvFormat, kept: Sequence[tuple[Record, Location]], size: int) -> None:
-        step = max(1, _COPY_BYTES // size)
+    def _copy(self, kind: KvFormat, kept: Sequence[tuple[Record, Location]]) -> None:
         moved: list[tuple[BlockHash, Location, Location]] = []
-        with contextlib.closing(mmap.mmap(-1, step * pages(kind.block_bytes))) as buffer, memoryview(buffer) as view:
-            for at in range(0, len(kept), step):
-                moved += self._copy_batch(kind, kept[at : at + step], view, size)
+        for batch in self._read_batches(kind, kept):
+            for record, place, view in batch:
+                target = self._segment_for(kind, disk_bytes(kind))
+                (offset,) = target.append([(record, view)], self._directory.secret)
+                moved.append((record.block_hash, place, Location(target, offset, record.sequence, record.digest)))
         self.sync()  # what lies in the old segment goes only when its copies are safe, tombstones included
         for name, old, new in moved:
-            self.index.move(kind.key, name, old, new, size)
+            self.index.move(kind, name, old, new)
         self.index.counters.moved += len(moved)
 
-    def _copy_batch(
-        self, kind: KvFormat, batch: Sequence[tuple[Record, Location]], buffer: memoryview, size: int
-    ) -> list[tuple[BlockHash, Location, Location]]:
-        moved = []
-        for i, (record, place) in enumerate(batch):
-            start = i * pages(kind.block_bytes)
-            with buffer[start : start + kind.block_bytes] as view:
+    def _read_batches(
+        self, kind: KvFormat, blocks: Sequence[tuple[Record, Location]]
+    ) -> Iterator[list[tuple[Record, Location, memoryview]]]:
+        """Read blocks of a segment that is about to go; those that are damaged are lost, wherever they lie."""
+        step, size, counters = max(1, _COPY_BYTES // disk_bytes(kind)), pages(kind.block_bytes), self.index.counters
+        for at in range(0, len(blocks), step):
+            batch = blocks[at : at + step]
+            memory = memoryview(mmap.mmap(-1, len(batch) * size))  # aligned, and freed with its last user
+            found: list[tuple[Record, Location, memoryview]] = []
+            for i, (record, place) in enumerate(batch):
+                view = memory[i * size : i * size + kind.block_bytes]
                 try:
                     place.segment.read(place.offset + PAGE, [view])
-                except OSError as error:  # lost, wherever it lies: its segment can go all the same
-                    self.index.counters.read_errors += 1
-                    log.error("a block that was to be kept cannot be read: %s", error)
+                except OSError as error:
+                    counters.read_errors += 1
+                    log.error("a block of a segment that goes cannot be read: %s", error)
                     continue
-                if digest_of(view) != record.digest:
-                    self.index.counters.checksum_failures += 1
-                    continue
-                target = self._segment_for(kind, size)
-                (offset,) = target.append([Write(record, view)], self._directory.secret)
-            moved.append((record.block_hash, place, Location(target, offset, record.sequence, record.digest)))
-        return moved
+                if digest_of(view) == record.digest:
+                    found.append((record, place, view))
+                else:
+                    counters.checksum_failures += 1
+            if found:
+                yield found
+
+    def _close_end(self, segment: Segment) -> None:
+        """Append no more to a segment."""
+        if self._active.get(segment.kind.key) is segment:
+            del self._active[segment.kind.key]
 
     def _remove(self, segment: Segment) -> None:
         self._directory.remove_segment(segment.segment_id)
         del self._segments[segment.segment_id]
-        if self._active.get(segment.kind.key) is segment:
-            del self._active[segment.kind.key]
+        self._close_end(segment)
         segment.let_go()
-
-
-log = logging.getLogger(__name__)
-
-_BATCH_BYTES = 8 << 20
-
-
-def hand_over(kind: KvFormat, leaving: Sequence[tuple[Record, Location]], offer: Offer, counters: DiskCounters) -> None:
-    """Offer the blocks of a segment that is about to be dropped, in batches; damaged ones are left out.
-
-    Args:
-        kind: What they are.
-        leaving: Their records and places, whose segment stays open meanwhile.
-        offer: Takes them.
-        counters: Of the disk.
-    """
-    wanted = offer.wanted([record.block_hash for record, _ in leaving])
-    left = [(record, place) for record, place in leaving if record.block_hash in wanted]
-    step, size = max(1, _BATCH_BYTES // kind.block_bytes), pages(kind.block_bytes)
-    for at in range(0, len(left), step):
-        batch = left[at : at + step]
-        memory = memoryview(mmap.mmap(-1, max(PAGE, len(batch) * size)))  # aligned, and freed with its last user
-        hashes: list[BlockHash] = []
-        views: list[memoryview] = []
-        for i, (record, place) in enumerate(batch):
-            view = memory[i * size : i * size + kind.block_bytes]
-            try:
-                place.segment.read(place.offset + PAGE, [view])
-            except OSError as error:
-                counters.read_errors += 1
-                log.error("a block that leaves the disk cannot be read: %s", error)
-                continue
-            if digest_of(view) != record.digest:
-                counters.checksum_failures += 1
-                continue
-            hashes.append(record.block_hash)
-            views.append(view)
-        if hashes:
-            offer.take(hashes, views)

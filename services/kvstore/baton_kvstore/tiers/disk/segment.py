@@ -1,40 +1,133 @@
-"""One append-only file of records of one kind of KV."""
+"""One append-only file of records of one kind of KV, and what lies in it, byte for byte.
+
+A segment is a header page and then records, each a header page followed by its payload, padded to whole pages. Integers
+are little endian. Every header ends in a checksum that is seeded with the store's own random number and covers where
+the header lies, so neither a stale page nor a payload made to look like a header is taken for one.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from baton.hashing import HASH_BYTES
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import (
-    PAGE,
-    Record,
-    RecordType,
-    decode_record,
-    decode_segment,
-    digest_of,
-    encode_record,
-    pages,
-)
-from baton_kvstore.types import KvFormat
+from baton_kvstore.types import MAX_BLOCK_BYTES, PAGE, KvFormat, digest_of, pages
 
 log = logging.getLogger(__name__)
 
+VERSION = 1
+
+_SEGMENT = struct.Struct("<8sIQQ32s32s")
+_SEGMENT_MAGIC = b"BATONSEG"
+_RECORD = struct.Struct("<4sHHQQ32s32s16s")
+_RECORD_MAGIC = b"BREC"
+_SUM = struct.Struct("<Q")
 _IOV_MAX = 512
 _SCAN_BYTES = 1 << 20
+EMPTY = memoryview(b"")
+"""Payload of a record that has none."""
+
+
+class RecordType(enum.IntEnum):
+    """What a record says: here is a block; forget that block; everything before me was synced."""
+
+    BLOCK = 1
+    TOMBSTONE = 2
+    MARK = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """A record and its payload (empty for a tombstone)."""
+class Record:
+    """A record's header.
 
-    record: Record
-    payload: memoryview
+    Attributes:
+        sequence: Rises with every record of a store; of two records of a block the higher one counts.
+        digest: XXH3-128 of the payload.
+    """
+
+    type: RecordType
+    sequence: int
+    block_hash: BlockHash
+    num_bytes: int
+    digest: bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """What it takes in a segment."""
+        return PAGE + pages(self.num_bytes)
+
+
+def disk_bytes(kind: KvFormat) -> int:
+    """Return what the record of a block takes in a segment."""
+    return PAGE + pages(kind.block_bytes)
+
+
+def encode_segment(kind: KvFormat, segment_id: int, secret: int) -> bytes:
+    """Return a segment's first page."""
+    body = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, segment_id, kind.block_bytes, kind.key, kind.content_key)
+    return _page(body, xxhash.xxh3_64_intdigest(body, seed=secret))
+
+
+def decode_segment(page: bytes, segment_id: int, secret: int) -> KvFormat | None:
+    """Return what a segment holds, or ``None`` if the page is not the first of this very segment."""
+    body = page[: _SEGMENT.size]
+    if not _holds(page, _SEGMENT.size, xxhash.xxh3_64_intdigest(body, seed=secret)):
+        return None
+    magic, version, number, block_bytes, key, content_key = _SEGMENT.unpack(body)
+    if magic != _SEGMENT_MAGIC or version != VERSION or number != segment_id:
+        return None
+    return KvFormat(key, content_key, block_bytes) if 0 < block_bytes <= MAX_BLOCK_BYTES else None
+
+
+def encode_record(record: Record, kind: KvFormat, place: tuple[int, int], secret: int) -> bytes:
+    """Return a record's header page. ``place`` is its segment's number and its offset there."""
+    body = _RECORD.pack(
+        _RECORD_MAGIC,
+        VERSION,
+        record.type,
+        record.sequence,
+        record.num_bytes,
+        record.block_hash,
+        kind.key,
+        record.digest,
+    )
+    return _page(body, _record_sum(body, place, secret))
+
+
+def decode_record(page: bytes, kind: KvFormat, place: tuple[int, int], secret: int) -> Record | None:
+    """Return a record's header, or ``None`` if the page is not that of a record at this place."""
+    body = page[: _RECORD.size]
+    if not body.startswith(_RECORD_MAGIC) or not _holds(page, _RECORD.size, _record_sum(body, place, secret)):
+        return None
+    _, version, number, sequence, num_bytes, block_hash, key, digest = _RECORD.unpack(body)
+    if version != VERSION or key != kind.key:
+        return None
+    expected = {RecordType.BLOCK: kind.block_bytes, RecordType.TOMBSTONE: 0, RecordType.MARK: 0}.get(number)
+    if num_bytes != expected:
+        return None
+    return Record(RecordType(number), sequence, BlockHash(block_hash), num_bytes, digest)
+
+
+def _record_sum(body: bytes, place: tuple[int, int], secret: int) -> int:
+    where = struct.pack("<QQ", *place)
+    return int(xxhash.xxh3_64_intdigest(body + where, seed=secret))
+
+
+def _page(body: bytes, checksum: int) -> bytes:
+    return (body + _SUM.pack(checksum)).ljust(PAGE, b"\0")
+
+
+def _holds(page: bytes, size: int, checksum: int) -> bool:
+    return len(page) >= size + _SUM.size and int(_SUM.unpack_from(page, size)[0]) == checksum
 
 
 class Segment:
@@ -72,24 +165,25 @@ class Segment:
             if not self._users:
                 os.close(self._fd)
 
-    def append(self, writes: Sequence[Write], secret: int) -> list[int]:
-        """Write records at the end and return their offsets. What fails leaves the file as it was.
+    def append(self, writes: Sequence[tuple[Record, memoryview]], secret: int) -> list[int]:
+        """Write records with their payloads (empty for a tombstone) at the end and return their offsets.
+
+        What fails leaves the file as it was.
 
         Raises:
             OSError: Nothing was appended.
         """
-        total = sum(write.record.disk_bytes for write in writes)
+        total = sum(record.disk_bytes for record, _ in writes)
         offsets, at = [], self.end
         heads = mmap.mmap(-1, PAGE * len(writes))  # aligned, as O_DIRECT wants it
         parts: list[memoryview] = []
         with memoryview(heads) as view:
-            for i, write in enumerate(writes):
-                place = self.segment_id, at
-                view[i * PAGE : (i + 1) * PAGE] = encode_record(write.record, self.kind, place, secret)
-                parts.append(view[i * PAGE : (i + 1) * PAGE])
-                parts += _padded(write.payload)
+            for i, (record, payload) in enumerate(writes):
+                head = view[i * PAGE : (i + 1) * PAGE]
+                head[:] = encode_record(record, self.kind, (self.segment_id, at), secret)
+                parts += [head, *_padded(payload)]
                 offsets.append(at)
-                at += write.record.disk_bytes
+                at += record.disk_bytes
             try:
                 self._write(parts, total)
             except OSError:
@@ -100,8 +194,8 @@ class Segment:
                     part.release()
         heads.close()
         self.end = at
-        self.tombstone_bytes += PAGE * sum(write.record.type is RecordType.TOMBSTONE for write in writes)
-        if writes[-1].record.type is not RecordType.MARK:
+        self.tombstone_bytes += PAGE * sum(record.type is RecordType.TOMBSTONE for record, _ in writes)
+        if writes[-1][0].type is not RecordType.MARK:
             self.written = at
         return offsets
 
@@ -141,7 +235,7 @@ class Segment:
         os.fdatasync(self._fd)
         self.synced = end
         mark = Record(RecordType.MARK, sequence, BlockHash(bytes(HASH_BYTES)), 0, bytes(16))
-        self.append([Write(mark, memoryview(b""))], secret)
+        self.append([(mark, EMPTY)], secret)
         return True
 
     def cut(self) -> None:

@@ -11,32 +11,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES
 from baton_kvstore.tiers.disk.log import DiskLog
-from baton_kvstore.tiers.jobs import Bury, Job, JobQueue, Sync, Write
-from baton_kvstore.tiers.tier import BackStats, Leaving
-from baton_kvstore.types import KvFormat, TierListener
+from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write
+from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, TierListener
 
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """A moment's view of the tier."""
-
-    num_blocks: int
-    used_bytes: int
-    capacity_bytes: int
-    num_segments: int
-    queued_bytes: int
-
-
-class DiskTier:
+class DiskTier(LowerTier):
     """A bounded store of blocks in files.
 
     Args:
@@ -47,6 +33,11 @@ class DiskTier:
         checkpoint_interval_s: Between two checkpoints of the index.
     """
 
+    name = "disk"
+    exact = True
+    durable = True
+    shared = False
+
     def __init__(
         self,
         disk: DiskLog,
@@ -56,34 +47,16 @@ class DiskTier:
         sync_interval_s: float,
         checkpoint_interval_s: float,
     ) -> None:
+        super().__init__(queue_bytes)
         self._log = disk
+        disk.leaving = lambda kind: self.leaving(kind)
         self._capacity = capacity_bytes
         self._sync_interval_s, self._checkpoint_interval_s = sync_interval_s, checkpoint_interval_s
-        self._jobs = JobQueue(queue_bytes)
         self._dirty_since: float | None = None
         self._checkpoint_due: float | None = time.monotonic() + checkpoint_interval_s
         self.counters = disk.index.counters
         self._thread = threading.Thread(target=self._run, name="kvstore disk", daemon=True)
         self._thread.start()
-
-    name = "disk"
-    exact = True
-    durable = True
-    shared = False
-
-    @property
-    def leaving(self) -> Leaving | None:
-        """Where blocks go that are dropped to make room."""
-        return self._log.leaving
-
-    @leaving.setter
-    def leaving(self, leaving: Leaving | None) -> None:
-        self._log.leaving = leaving
-
-    @property
-    def resting(self) -> bool:
-        """Whether the tier is left alone; a disk never is."""
-        return False
 
     def listen(self, listener: TierListener) -> None:
         """Tell a listener what is there, and then every change."""
@@ -91,18 +64,14 @@ class DiskTier:
 
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block can be read; never waits."""
-        return self._log.index.find(kind.key, block_hash) is not None
-
-    def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
-        """No other node writes here: there is nothing to find."""
-        return set()
+        return self._log.index.find(kind, block_hash) is not None
 
     def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill page-aligned buffers, in the calling thread. ``False``: a block is not there or was damaged."""
-        results = self._log.read(kind, hashes, into)
+        results = self._log.index.read(kind, hashes, into)
         if not all(results):
             with self._jobs.changed:  # before they can be queued to be written again
-                for damaged, name in self._log.forget_damaged():
+                for damaged, name in self._log.index.forget_damaged():
                     self._jobs.add(Bury(damaged, [name], lambda right: None))
         return results
 
@@ -110,48 +79,14 @@ class DiskTier:
         """Whether blocks of this size can be kept at all."""
         return kind.block_bytes <= min(MAX_BLOCK_BYTES, self._capacity // 8)
 
-    def room(self, num_bytes: int, share: float = 1.0) -> bool:
-        """Whether a write would be taken if only a share of the queue might be used."""
-        return self._jobs.room(num_bytes, share)
-
-    def wait_room(self, num_bytes: int, timeout_s: float, share: float = 1.0) -> bool:
-        """Wait for that in the calling thread."""
-        return self._jobs.wait_room(num_bytes, timeout_s, share)
-
-    def write(
-        self,
-        kind: KvFormat,
-        hashes: Sequence[BlockHash],
-        views: Sequence[memoryview],
-        done: Callable[[list[bool]], None],
-    ) -> bool:
-        """Queue blocks to be written; ``False`` if the queue is full.
-
-        Args:
-            kind: What they are.
-            hashes: Their names.
-            views: Their bytes, which stay as they are until ``done``.
-            done: Told, in the writer's thread, which can be read now.
-        """
-        return self._jobs.offer(Write(kind, hashes, views, done))
-
     def delete(
         self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
     ) -> list[BlockHash]:
-        """Forget blocks (``None``: all of the kind) at once, also those on their way to the disk.
-
-        Args:
-            kind: What they are.
-            hashes: Their names.
-            done: Told, in the writer's thread, whether no restart will find them again.
-
-        Returns:
-            Those that could be found.
-        """
+        """Forget blocks (``None``: all of the kind), also those on their way; ``done``: no restart finds them again."""
         with self._jobs.changed:
             writes = self._jobs.writes(kind)
             under_way = {name for job in writes for name in job.hashes}
-            found = self._log.hide(kind, hashes, [job.unwanted for job in writes])
+            found = self._log.index.hide(kind, hashes, [job.unwanted for job in writes])
             if hashes is None:
                 for job in writes:
                     job.unwanted.update(job.hashes)
@@ -165,27 +100,14 @@ class DiskTier:
         done(not known)
         return found
 
-    def sync(self, done: Callable[[bool], None]) -> None:
-        """Have everything queued so far synced, and ``done`` told (in the writer's thread) whether it was."""
-        if not self._jobs.add(Sync(done)):
-            done(False)
-
-    def stats(self) -> DiskStats:
+    def stats(self) -> TierStats:
         """Return what metrics show."""
-        return DiskStats(
+        counters = self.counters
+        return TierStats(
             num_blocks=len(self._log.index),
             used_bytes=self._log.used_bytes,
             capacity_bytes=self._capacity,
             num_segments=self._log.num_segments,
-            queued_bytes=self._jobs.queued_bytes,
-        )
-
-    def back_stats(self) -> BackStats:
-        """Return what metrics show of every tier."""
-        counters = self.counters
-        return BackStats(
-            num_blocks=len(self._log.index),
-            used_bytes=self._log.used_bytes,
             queued_bytes=self._jobs.queued_bytes,
             read_bytes=counters.read_bytes,
             written_bytes=counters.written_bytes,
@@ -247,7 +169,7 @@ class DiskTier:
     def _bury(self, job: Bury) -> bool:
         try:
             if job.hashes is None:
-                self._log.clear(job.kind.key)
+                self._log.clear(job.kind)
             else:
                 self._log.bury(job.kind, job.hashes)
         except OSError as error:

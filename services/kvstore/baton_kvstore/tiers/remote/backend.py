@@ -9,8 +9,7 @@ from typing import Protocol
 import xxhash
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES, digest_of
-from baton_kvstore.types import KvFormat
+from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, digest_of
 
 
 class RemoteError(Exception):

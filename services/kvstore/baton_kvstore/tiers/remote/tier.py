@@ -10,18 +10,17 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.types import BlockHash
-from baton_kvstore.tiers.disk.format import MAX_BLOCK_BYTES
-from baton_kvstore.tiers.jobs import Bury, Job, JobQueue, Sync, Write
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, Backend, RemoteError, decode_block, encode_header
-from baton_kvstore.tiers.remote.index import RemoteIndex
-from baton_kvstore.tiers.tier import BackStats, Leaving
-from baton_kvstore.types import KvFormat, TierListener
+from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write
+from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, Listeners, TierListener
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,8 +69,139 @@ class RemoteCounters:
     evictions: int = 0
 
 
-class RemoteTier:
-    """A tier over a :class:`Backend`; see :class:`baton_kvstore.tiers.tier.LowerTier`.
+class RemoteIndex:
+    """What one node knows of the blocks in a tier that others share, the one used last at the end.
+
+    Bounded: those unused for longest are forgotten. Every method may be called from any thread.
+
+    Args:
+        tier: Its name.
+        max_blocks: As many are known; about 300 bytes of memory each.
+        absent_s: How long a block that was looked for in vain is not looked for again.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, tier: str, max_blocks: int, *, absent_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max, self._absent_s, self._clock = max_blocks, absent_s, clock
+        self._blocks: OrderedDict[bytes, KvFormat] = OrderedDict()
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._bytes = 0
+        self._mutex = threading.Lock()
+        self._listeners = Listeners(tier)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the blocks known, headers left out."""
+        return self._bytes
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener what is known, and then every change."""
+        with self._mutex:
+            for kind, names in self._by_kind().items():
+                listener(kind, names, self._listeners.tier, True)
+            self._listeners.add(listener)
+
+    def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
+        """Whether a block is known."""
+        return kind.key + block_hash in self._blocks
+
+    def add(self, kind: KvFormat, hashes: Sequence[BlockHash], *, unless: Collection[BlockHash] = ()) -> None:
+        """Note blocks that are there; those of ``unless`` were deleted meanwhile."""
+        with self._mutex:
+            new = []
+            for name in hashes:
+                if name in unless:
+                    continue
+                key = kind.key + name
+                self._absent.pop(key, None)
+                if key in self._blocks:
+                    self._blocks.move_to_end(key)
+                else:
+                    self._blocks[key] = kind
+                    self._bytes += kind.block_bytes
+                    new.append(name)
+            self._listeners.tell(kind, new, True)
+            while len(self._blocks) > self._max:
+                key, oldest = self._blocks.popitem(last=False)
+                self._bytes -= oldest.block_bytes
+                self._listeners.tell(oldest, [BlockHash(key[len(oldest.key) :])], False)
+
+    def use(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
+        """Note that blocks were read."""
+        with self._mutex:
+            for name in hashes:
+                if kind.key + name in self._blocks:
+                    self._blocks.move_to_end(kind.key + name)
+
+    def drop(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> list[BlockHash]:
+        """Forget blocks (``None``: all of the kind) and return those that were known."""
+        with self._mutex:
+            if hashes is None:
+                size = len(kind.key)
+                hashes = [BlockHash(key[size:]) for key, other in self._blocks.items() if other.key == kind.key]
+            found = [name for name in hashes if kind.key + name in self._blocks]
+            for name in found:
+                self._bytes -= self._blocks.pop(kind.key + name).block_bytes
+            self._listeners.tell(kind, found, False)
+            return found
+
+    def clear(self) -> None:
+        """Forget every block."""
+        with self._mutex:
+            kinds = self._by_kind()
+            self._blocks.clear()
+            self._bytes = 0
+            for kind, names in kinds.items():
+                self._listeners.tell(kind, names, False)
+
+    def coldest(self, num_bytes: int) -> tuple[KvFormat, list[BlockHash]] | None:
+        """Return the blocks of one kind, unused for longest, that have so many bytes together; ``None``: none known."""
+        chosen: list[BlockHash] = []
+        with self._mutex:
+            first = next(iter(self._blocks.values()), None)
+            if first is None:
+                return None
+            for key, kind in self._blocks.items():
+                if kind != first or len(chosen) * kind.block_bytes >= num_bytes:
+                    break
+                chosen.append(BlockHash(key[len(kind.key) :]))
+        return first, chosen
+
+    def unknown(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return those that are neither known nor were looked for in vain a moment ago."""
+        now = self._clock()
+        with self._mutex:
+            found = []
+            for name in hashes:
+                key = kind.key + name
+                if key not in self._blocks and self._absent.get(key, now) <= now:
+                    found.append(name)
+            return found
+
+    def missed(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
+        """Note blocks that were looked for in vain."""
+        until = self._clock() + self._absent_s
+        with self._mutex:
+            for name in hashes:
+                self._absent[kind.key + name] = until
+                self._absent.move_to_end(kind.key + name)
+            while len(self._absent) > self._max:
+                self._absent.popitem(last=False)
+
+    def _by_kind(self) -> dict[KvFormat, list[BlockHash]]:
+        kinds: dict[KvFormat, list[BlockHash]] = {}
+        for key, kind in self._blocks.items():
+            kinds.setdefault(kind, []).append(BlockHash(key[len(kind.key) :]))
+        return kinds
+
+
+class RemoteTier(LowerTier):
+    """A tier over a :class:`Backend`.
 
     Args:
         backend: Closed with this.
@@ -82,13 +212,12 @@ class RemoteTier:
     shared = True
 
     def __init__(self, backend: Backend, options: RemoteOptions) -> None:
+        super().__init__(options.queue_bytes)
         self.name, self.durable = options.name, options.durable
-        self.leaving: Leaving | None = None
         self.counters = RemoteCounters()
         self.index = RemoteIndex(options.name, options.index_blocks, absent_s=options.absent_s)
         self.breaker = CircuitBreaker(_FAILURES, _COOLDOWN_S)
         self._backend, self._options = backend, options
-        self._jobs = JobQueue(options.queue_bytes)
         self.scanned = threading.Event()
         """Set when the last scan that was asked for has ended, whatever with."""
         self._scan_wanted = threading.Event()
@@ -151,24 +280,6 @@ class RemoteTier:
             self.index.use(kind, [name for name, right in zip(names, results[part], strict=True) if right])
         return results
 
-    def room(self, num_bytes: int, share: float = 1.0) -> bool:
-        """Whether a write would be taken if only a share of the queue might be used."""
-        return self._jobs.room(num_bytes, share)
-
-    def wait_room(self, num_bytes: int, timeout_s: float, share: float = 1.0) -> bool:
-        """Wait for that in the calling thread."""
-        return self._jobs.wait_room(num_bytes, timeout_s, share)
-
-    def write(
-        self,
-        kind: KvFormat,
-        hashes: Sequence[BlockHash],
-        views: Sequence[memoryview],
-        done: Callable[[list[bool]], None],
-    ) -> bool:
-        """Queue blocks, whose bytes stay as they are until ``done``; ``False``: the queue is full."""
-        return self._jobs.offer(Write(kind, hashes, views, done))
-
     def delete(
         self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
     ) -> list[BlockHash]:
@@ -183,15 +294,10 @@ class RemoteTier:
             done(False)
         return found
 
-    def sync(self, done: Callable[[bool], None]) -> None:
-        """Tell when everything queued so far was written, or could not be."""
-        if not self._jobs.add(Sync(done)):
-            done(False)
-
-    def back_stats(self) -> BackStats:
-        """Return what metrics show of every tier."""
+    def stats(self) -> TierStats:
+        """Return what metrics show."""
         counters = self.counters
-        return BackStats(
+        return TierStats(
             num_blocks=len(self.index),
             used_bytes=self.index.num_bytes,
             queued_bytes=self._jobs.queued_bytes,
@@ -283,9 +389,9 @@ class RemoteTier:
         return used is not None
 
     def _hand_over(self, kind: KvFormat, names: list[BlockHash]) -> None:
-        if self.leaving is None:
-            return
         with self.leaving(kind) as offer:
+            if offer is None:
+                return
             wanted = offer.wanted(names)
             left = [name for name in names if name in wanted]
             values = self._ask(functools.partial(self._backend.get, kind, left)) if left else None
