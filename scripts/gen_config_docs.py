@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cli import bench, demo, explain, health, kvstore, up
+from baton.bench.kv import command as kv_command
+from baton.cli import demo, explain, health, kvstore, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton_kvstore.bench import command as store_command
@@ -30,7 +31,7 @@ COMMANDS = {
     "explain": explain.add_parser,
     "storetenants": kvstore.add_tenants_parser,
     "storeclear": kvstore.add_clear_parser,
-    "bench": bench.add_kv_parser,
+    "bench": kv_command.add_parser,
     "replay": command.add_parser,
     "storebench": store_command.add_parser,
     "prefixes": prefix_command.add_parser,

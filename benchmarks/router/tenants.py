@@ -40,7 +40,7 @@ from typing import Any
 
 import httpx
 
-from baton.bench.core.stats import Spread
+from baton.bench.core.report import Spread
 
 RESULT = Path(__file__).parents[1] / "results" / "tenants.json"
 _UP = ("-m", "baton.cli.main", "up", "--ratio", "1P1D", "--use-kvstore", "--port", "0", "--grpc-port", "0")

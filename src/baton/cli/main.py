@@ -1,12 +1,18 @@
-"""``baton``: entry point of the command line."""
+"""``baton``: entry point of the command line.
+
+Services bring benchmarks of their own by entry points of the group ``baton.benchmarks``: functions that declare a
+command.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
-from baton.cli import bench, demo, explain, health, kvstore, up
+from baton.bench.kv import command as bench_kv
+from baton.cli import demo, explain, health, kvstore, up
 from baton.version import __version__
 
 
@@ -20,9 +26,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     health.add_parser(commands)
     explain.add_parser(commands)
     kvstore.add_parser(commands)
-    bench.add_parser(commands)
+    _add_benchmarks(commands)
     args = parser.parse_args(argv)
     return int(args.run(args))
+
+
+def _add_benchmarks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure KV transfer, replay traces against the router's policies")
+    benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    bench_kv.add_parser(benches)
+    for point in sorted(entry_points(group="baton.benchmarks"), key=lambda point: point.name):
+        try:
+            declare = point.load()
+        except (ImportError, AttributeError) as error:
+            print(f"baton: the benchmark {point.name} cannot be imported: {error}", file=sys.stderr)
+            continue
+        declare(benches)
 
 
 if __name__ == "__main__":

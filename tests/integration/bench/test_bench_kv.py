@@ -26,22 +26,24 @@ LIMIT_S = 60
 FIELDS = {kind.record: {item.name for item in dataclasses.fields(kind)} for kind in records.RECORDS}
 CORRUPT = """
 import sys
-from baton.bench.kv.agent import Agent, serve_agent
+from baton.bench.core.agents import serve_agent
+from baton.bench.kv.agent import Agent
+from baton.bench.kv.specs import SourceSpec
 
 class Corrupting(Agent):
-    def _open_source(self, order):
-        facts = super()._open_source(order)
-        self._source._shards.primary.blocks[2, 100] ^= 1
+    def open_source(self, source: SourceSpec):
+        facts = super().open_source(source)
+        self._source.shards.primary.blocks[2, 100] ^= 1
         return facts
 
 if __name__ == "__main__":
-    sys.exit(serve_agent(None, lambda host, token, _: Corrupting(host, token)))
+    sys.exit(serve_agent(lambda host, token, _: Corrupting(host, token)))
 """
 LISTEN = """
 import sys
-from baton.bench.kv.agent import Listener
+from baton.bench.core.agents import Listener
 
-listener = Listener("127.0.0.1", 0, None, "", module=sys.argv[1])
+listener = Listener("127.0.0.1", 0, None, "", sys.argv[1])
 print(listener.address, flush=True)
 try:
     listener.serve()

@@ -14,7 +14,7 @@ import pytest
 from tests.support.child_env import child_env
 from tests.support.servers.redis_server import missing_redis
 
-from baton.bench.core.records import Record
+from baton.bench.core.report import Record
 from baton_kvstore.bench import driver, records
 from baton_kvstore.bench.plan import Options
 
@@ -25,7 +25,7 @@ LIMIT_S = 100
 FIELDS = {kind.record: {item.name for item in dataclasses.fields(kind)} for kind in records.RECORDS}
 CORRUPT = """
 import sys
-from baton.bench.kv.agent import serve_agent
+from baton.bench.core.agents import serve_agent
 from baton_kvstore.bench.client import Client
 from baton_kvstore.bench.plan import Pattern
 
@@ -38,7 +38,7 @@ def fill_wrong(self, names, out):
 Pattern.fill = fill_wrong
 
 if __name__ == "__main__":
-    sys.exit(serve_agent(None, lambda host, token, line: Client()))
+    sys.exit(serve_agent(lambda host, token, line: Client()))
 """
 
 

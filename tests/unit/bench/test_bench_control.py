@@ -9,11 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from baton.bench.kv.agents import Agent
-from baton.bench.kv.control import MAX_CONTROL_BYTES, Handler, Line, serve_orders
+from baton.bench.core.agents import MAX_CONTROL_BYTES, Agent, Line, Order, serve_orders
 from baton.bench.kv.messages import MessageService, ask_schedule, next_step, round_trips
 from baton.errors import ConfigError, InvalidRequestError, PipeClosedError, TransferError
-from baton.kv_transfer.pipes.messages import MessageListener, TcpMessagePipe, WireTensor
+from baton.kv_transfer.pipes.messages import TcpMessagePipe, WireTensor
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
 
@@ -24,11 +23,15 @@ def soon() -> float:
     return time.monotonic() + S
 
 
-def refuse(_: object) -> dict[str, object]:
+def double(value: int) -> dict[str, int]:
+    return {"value": 2 * value}
+
+
+def refuse() -> dict[str, int]:
     raise ConfigError("no memory for that", field="isl")
 
 
-HANDLERS: dict[str, Handler] = {"double": lambda order: {"value": 2 * order["value"]}, "refuse": refuse}
+ORDERS: dict[str, Order] = {"double": double, "refuse": refuse}
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def ends():
     mine, theirs = socket.socketpair()
     line = Line(Stream(theirs, peer="driver"))
     with ThreadPoolExecutor(1) as pool:
-        served: Future[None] = pool.submit(serve_orders, line, HANDLERS)
+        served: Future[None] = pool.submit(serve_orders, line, ORDERS)
         stream = Stream(mine, peer="agent")
         yield stream, served
         stream.close()
@@ -47,12 +50,15 @@ def ends():
 def test_orders_are_answered_in_turn(ends):
     stream, served = ends
     agent = Agent("agent", Line(stream))
-    assert agent.ask("double", S, value=4) == {"value": 8}
+    assert agent.ask("double", dict, S, value=4) == {"value": 8}
     for do in ("refuse", "nothing such"):
         with pytest.raises((ConfigError, BadFrameError)) as caught:
-            agent.ask(do, S)
+            agent.ask(do, dict, S)
         assert caught.value.field == {"refuse": "isl"}.get(do, "do")
-    assert agent.ask("double", S, value=5) == {"value": 10}
+    for fields in ({}, {"value": "4"}, {"value": 4, "more": 1}):
+        with pytest.raises(BadFrameError):
+            agent.ask("double", dict, S, **fields)
+    assert agent.ask("double", dict, S, value=5) == {"value": 10}
     agent.close()
     assert isinstance(served.exception(S), PipeClosedError)
 
@@ -61,12 +67,12 @@ def test_an_agent_that_is_gone_is_named(ends):
     stream, served = ends
     agent = Agent("source 3", Line(stream))
     with pytest.raises(InvalidRequestError):
-        agent.ask("double", S, value="x" * MAX_CONTROL_BYTES)
+        agent.ask("double", dict, S, value="x" * MAX_CONTROL_BYTES)
     TcpMessagePipe(stream).send(None, deadline=soon())  # not an order
     assert isinstance(served.exception(S), BadFrameError)
     stream.sock.shutdown(socket.SHUT_RDWR)
     with pytest.raises(TransferError, match="source 3 is gone"):
-        agent.ask("double", S, value=1)
+        agent.ask("double", dict, S, value=1)
 
 
 @pytest.mark.parametrize("data", [b"[1]", b"{", b"", b"\xff" * 100], ids=["list", "cut", "empty", "bytes"])
@@ -86,7 +92,7 @@ def test_lengths_that_lie_are_refused_before_memory_is_taken(ends):
 
 def test_messages_come_back_and_schedules_are_followed():
     progress = list[int]()
-    service = MessageService(MessageListener(token="secret"), progress.append)
+    service = MessageService("127.0.0.1", "secret", progress.append)
 
     def connect():
         return TcpMessagePipe.connect(service.address, deadline=soon(), token="secret")

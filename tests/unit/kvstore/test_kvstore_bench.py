@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError
 from baton_kvstore.bench import records
 from baton_kvstore.bench.plan import Options, Pattern, chain_names, make_plans
+from baton_kvstore.bench.records import Cell, Sample, find_ratios, measure_record
 from baton_kvstore.bench.replay import REPLAYED, best_hit_rate, read_chains, replay
-from baton_kvstore.bench.results import Cell, Sample, find_ratios, measure_record
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "bench-store.md"
 CHAINS = st.lists(
@@ -207,5 +207,5 @@ def test_the_document_lists_every_field() -> None:
     }
     real = {kind.record: [item.name for item in dataclasses.fields(kind)] for kind in records.RECORDS}
     assert written == real
-    own = {"baton.bench.core.records", records.__name__}
+    own = {"baton.bench.core.report", records.__name__}
     assert set(records.RECORDS) == {kind for kind in records.Record.__subclasses__() if kind.__module__ in own}

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from baton.bench.kv.agent import serve_agent
-from baton.bench.kv.control import Fields, Handler, from_fields
+import msgspec
+
+from baton.bench.core.agents import Order, serve_agent
 from baton.errors import ConfigError, InvalidRequestError
 from baton.kv_cache.arena import HostArena
 from baton.types import BlockHash
 from baton_kvstore.bench.methods import (
-    BareGet,
-    Contains,
-    Dd,
-    Get,
-    Memcpy,
-    Method,
-    PlainRead,
-    Put,
-    RedisGet,
-    RedisMget,
-    RedisSet,
+    Once,
     StorePipe,
-    connect,
+    bare_get,
+    dd,
+    memcpy,
+    plain_reads,
+    redis_client,
+    redis_mget,
+    redis_pipeline,
+    redis_set,
 )
-from baton_kvstore.bench.plan import MAX_SAMPLES, OpenSpec, Pattern, TurnSpec, chain_names
+from baton_kvstore.bench.plan import (
+    MAX_SAMPLES,
+    OpenSpec,
+    Pattern,
+    TurnResult,
+    TurnSpec,
+    VerifyResult,
+    chain_names,
+)
 
+_STORES = {"shm": ("dram", "shm"), "tcp": ("dram", "tcp"), "disk": ("disk", "shm")}
+"""The store and the kind of pipe of each tier."""
 _COPY_BYTES = 512 << 20
 """What the bare copy copies from: more than caches hold."""
 _WIPED = 0xA5
@@ -43,35 +52,39 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._opened: _Opened | None = None
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """Return the orders by name."""
+    def orders(self) -> Mapping[str, Order]:
+        """Return it by name."""
         return {
             "open": self._open,
-            "fill": lambda order: self._run(self._the_opened().fill(str(order.get("what")), _count(order))),
-            "turn": lambda order: self._run(self._the_opened().turn(from_fields(TurnSpec, order.get("turn")))),
-            "verify": lambda order: self._run(self._the_opened().verify(from_fields(TurnSpec, order.get("turn")))),
-            "close": self._close,
+            "fill": self._fill,
+            "turn": self._turn,
+            "verify": self._verify,
+            "close": self._end,
         }
 
     def close(self) -> None:
         """Close what is open."""
-        self._close({})
+        self._end()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
-    def _run(self, work: Coroutine[Any, Any, Fields]) -> Fields:
-        return self._loop.run_until_complete(work)
+    def _open(self, spec: OpenSpec) -> None:
+        self._end()
+        self._opened = _Opened(spec)
 
-    def _open(self, order: Fields) -> Fields:
-        self._close({})
-        self._opened = _Opened(from_fields(OpenSpec, order.get("spec")))
-        return {}
+    def _fill(self, what: str, clients: Annotated[int, msgspec.Meta(ge=1)]) -> None:
+        self._loop.run_until_complete(self._the_opened().fill(what, clients))
 
-    def _close(self, _: Fields) -> Fields:
+    def _turn(self, turn: TurnSpec) -> TurnResult:
+        return self._loop.run_until_complete(self._the_opened().turn(turn))
+
+    def _verify(self, turn: TurnSpec) -> VerifyResult:
+        return self._loop.run_until_complete(self._the_opened().verify(turn))
+
+    def _end(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
             self._loop.run_until_complete(opened.close())
-        return {}
 
     def _the_opened(self) -> _Opened:
         if self._opened is None:
@@ -93,19 +106,20 @@ class _Opened:
         self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.blocks), self._source)
         self._names = [chain_names(spec.seed, chain, spec.blocks) for chain in range(spec.chains)]
         self._nowhere = [chain_names(spec.seed, -1_000_000 - i, spec.blocks) for i in range(4)]
-        self._methods: dict[tuple[str, str], Method] = {}
+        self._methods: dict[tuple[str, str], Once] = {}
+        self._stack = contextlib.ExitStack()
         self._pipes: dict[tuple[str, str], StorePipe] = {}
         self._turns: dict[tuple[str, str], int] = {}
 
-    async def fill(self, what: str, clients: int) -> Fields:
+    async def fill(self, what: str, clients: int) -> None:
         """Put this client's share of the chains where they will be read from."""
         spec = self._spec
         chains = range(spec.index, spec.redis_chains if what == "redis" else spec.chains, clients)
-        redis = connect(spec.where.redis) if what == "redis" else None
+        redis = redis_client(spec.where.redis) if what == "redis" else None
         pipe = self._pipe(what, "shm") if redis is None else None
         for chain in chains:
             self._pattern.fill(self._names[chain], self._source)
-            if pipe is not None and await pipe.save(self._names[chain]) != spec.blocks:
+            if pipe is not None and await pipe.put(self._names[chain]) != spec.blocks:
                 raise ConfigError("the store did not take a chain: it is too small", field="bytes")
             if redis is not None:
                 for name, block in zip(self._names[chain], self._source, strict=True):
@@ -113,11 +127,10 @@ class _Opened:
         if redis is not None:
             redis.close()
         self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.blocks), self._source)
-        return {}
 
-    async def turn(self, spec: TurnSpec) -> Fields:
+    async def turn(self, spec: TurnSpec) -> TurnResult:
         """Make requests one after the other until the time is up."""
-        method = self._method(spec)
+        once = self._method(spec)
         done = self._turns.get((spec.method, spec.op), 0)
         samples: list[float] = []
         hits = blocks = 0
@@ -128,7 +141,7 @@ class _Opened:
             hit = (done + 1) * spec.hit_percent // 100 > done * spec.hit_percent // 100
             names = self._chain_at(spec, hits) if hit else self._nowhere[done % len(self._nowhere)]
             began = time.perf_counter()
-            blocks += await method.once(names, done)
+            blocks += await once(names, done)
             samples.append(round(time.perf_counter() - began, 7))
             hits += hit
             done += 1
@@ -136,31 +149,30 @@ class _Opened:
         self._turns[spec.method, spec.op] = done
         cpu = time.process_time() - cpu
         await self._settle()
-        return {"start": start, "end": now, "blocks": blocks, "hits": hits, "cpu": cpu, "seconds": samples}
+        return TurnResult(start, now, blocks, hits, cpu, samples)
 
-    async def verify(self, spec: TurnSpec) -> Fields:
+    async def verify(self, spec: TurnSpec) -> VerifyResult:
         """Compare every byte of this client's chains, loaded anew, or of a chain that it puts."""
         wrong = checked = 0
-        method = self._method(spec)
-        if isinstance(method, Put):
+        if spec.op == "put" and spec.method in _STORES:
+            pipe = self._store_pipe(spec.method, spec.op)
             self._loaded[:] = _WIPED
-            await method.once(self._names[0], 0)
-            came = await method.pipe.load(method.last)
-            checked += came
-            wrong += sum(bool((self._loaded[i] != self._source[i]).any()) for i in range(came))
+            await pipe.put_new(self._names[0])
+            checked = await pipe.get(pipe.last)
+            wrong = sum(bool((self._loaded[i] != self._source[i]).any()) for i in range(checked))
         else:
+            once = self._method(spec)
             for names in self._names[self._spec.index : self._among(spec) : spec.clients]:
                 self._loaded[:] = _WIPED
-                came = await method.once(names, 0)
+                came = await once(names, 0)
                 checked += came
                 wrong += self._pattern.wrong(names[:came], self._loaded[:came])
         await self._settle()
-        return {"wrong": wrong, "checked": checked}
+        return VerifyResult(wrong, checked)
 
     async def close(self) -> None:
         """Close everything."""
-        for method in self._methods.values():
-            await method.close()
+        self._stack.close()
         for pipe in self._pipes.values():
             await pipe.close()
         self._arena.close()
@@ -184,47 +196,36 @@ class _Opened:
             self._pipes[key] = StorePipe(address, self._arena, self._fingerprint, kind, name)
         return self._pipes[key]
 
-    def _method(self, spec: TurnSpec) -> Method:
+    def _store_pipe(self, method: str, op: str) -> StorePipe:
+        store, kind = _STORES[method]
+        return self._pipe(f"{store}_put" if op == "put" else store, kind)
+
+    def _method(self, spec: TurnSpec) -> Once:
         key = (spec.method, spec.op)
         if key not in self._methods:
             self._methods[key] = self._make(*key)
         return self._methods[key]
 
-    def _make(self, method: str, op: str) -> Method:
-        where = self._spec.where
-        if method in ("shm", "tcp", "disk"):
-            store, kind = ("disk", "shm") if method == "disk" else ("dram", method)
-            if op == "contains":
-                return Contains(self._pipe(store, kind))
-            return Get(self._pipe(store, kind)) if op == "get" else Put(self._pipe(f"{store}_put", kind))
-        if method == "memcpy":
-            return Memcpy(self._arena, _COPY_BYTES)
-        if method == "plain":
-            return PlainRead(Path(where.disk_path), self._loaded, self._spec.readers)
-        if method == "dd":
-            return Dd(Path(where.disk_path), self._size)
+    def _make(self, method: str, op: str) -> Once:
+        where, stack = self._spec.where, self._stack
+        if method in _STORES:
+            pipe = self._store_pipe(method, op)
+            return {"get": pipe.get, "put": pipe.put_new, "contains": pipe.contains}[op]
         if method == "redis":
-            return (
-                RedisSet(where.redis, self._source) if op == "put" else RedisGet(where.redis, exists=op == "contains")
-            )
-        if method == "redis-mget":
-            return RedisMget(where.redis)
-        if method == "redis-bare":
-            return BareGet(where.redis, self._loaded)
-        raise InvalidRequestError("no such method", field="method")
-
-
-def _count(order: Fields) -> int:
-    count = order.get("clients")
-    if type(count) is not int or count < 1:
-        raise InvalidRequestError("clients must be a number above 0", field="clients")
-    return count
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Be a client; returns the exit status."""
-    return serve_agent(argv, lambda host, token, line: Client())
+            if op == "put":
+                return redis_set(stack, where.redis, self._source)
+            return redis_pipeline(stack, where.redis, "exists" if op == "contains" else "get")
+        makers: dict[str, Callable[[], Once]] = {
+            "memcpy": lambda: memcpy(stack, self._arena, _COPY_BYTES),
+            "plain": lambda: plain_reads(stack, Path(where.disk_path), self._loaded, self._spec.readers),
+            "dd": lambda: dd(Path(where.disk_path), self._size),
+            "redis-mget": lambda: redis_mget(stack, where.redis),
+            "redis-bare": lambda: bare_get(stack, where.redis, self._loaded),
+        }
+        if method not in makers:
+            raise InvalidRequestError("no such method", field="method")
+        return makers[method]()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_agent(lambda host, token, line: Client()))

@@ -13,6 +13,8 @@ _EPILOG = """exit status:
   3  a ratio was below --require-dram, --require-disk or --require-redis
   130  interrupted
 """
+FILE_WIDTH = 160
+"""Columns of tables that go to a file or a pipe."""
 
 
 def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,10 +60,30 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(args: argparse.Namespace) -> int:
     """Measure; returns the exit status, see ``--help``."""
-    # Imported here: other commands need none of it.
+    # Imported here, as in what follows: other commands need none of it.
     from baton.bench.core.report import guarded
-    from baton_kvstore.bench.replay import replay_all
-    from baton_kvstore.bench.report import measure
 
-    command = shlex.join(["baton", *sys.argv[1:]])
-    return guarded("store", lambda: replay_all(args, command) if args.trace else measure(args))
+    return guarded("store", lambda: _replay(args) if args.trace else _measure(args))
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from baton_kvstore.bench.replay import replay_all
+
+    return replay_all(args, shlex.join(["baton", *sys.argv[1:]]), FILE_WIDTH)
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from baton.bench.core.report import Report, run_and_show
+    from baton_kvstore.bench.driver import Driver
+    from baton_kvstore.bench.plan import Options
+    from baton_kvstore.bench.records import draw, print_tables
+
+    options = Options.from_args(args)
+
+    def measure(report: Report) -> int:
+        with Console(stderr=True).status("starting") as status:
+            return Driver(options, report, status.update).run()
+
+    return run_and_show(args, measure, print_tables, draw, FILE_WIDTH)

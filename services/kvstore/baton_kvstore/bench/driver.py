@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
-import platform
 import shutil
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,25 +16,131 @@ from typing import Any
 
 import psutil
 
-from baton.bench.core.records import Record, ResultRecord
-from baton.bench.kv.agents import OPEN_S, LocalAgent, ask_all
-from baton.bench.kv.control import seconds, to_fields
-from baton.bench.kv.source import require_memory
-from baton.errors import BatonError, ConfigError
+from baton.bench.core.agents import Agent, Child, Fields, ask_all, die_with_parent, start_agent
+from baton.bench.core.report import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_TOO_SLOW,
+    Report,
+    machine_facts,
+    require_memory,
+    run_with_result,
+)
+from baton.errors import ConfigError, UnavailableError
+from baton.rpc.channel import check_health
+from baton.rpc.ports import free_port
 from baton.version import __version__
-from baton_kvstore.bench.plan import DISK_MEMORY, Addresses, OpenSpec, Options, Plan, TurnSpec, make_plans
-from baton_kvstore.bench.processes import RedisServer, Server, StoreServer, redis_obstacle
-from baton_kvstore.bench.records import SCHEMA_VERSION, RatioRecord, RunRecord, UnavailableRecord, VerifyRecord
-from baton_kvstore.bench.results import Cell, Sample, find_ratios, measure_record
+from baton_kvstore.bench.plan import (
+    DISK_MEMORY,
+    Addresses,
+    OpenSpec,
+    Options,
+    Plan,
+    TurnResult,
+    TurnSpec,
+    VerifyResult,
+    make_plans,
+)
+from baton_kvstore.bench.records import (
+    SCHEMA_VERSION,
+    Cell,
+    RatioRecord,
+    RunRecord,
+    Sample,
+    UnavailableRecord,
+    VerifyRecord,
+    find_ratios,
+    measure_record,
+)
 
-EXIT_OK, EXIT_FAILED, EXIT_UNABLE, EXIT_TOO_SLOW = 0, 1, 2, 3
 CLIENT_MODULE = "baton_kvstore.bench.client"
 _TURN_S = 300.0
 _LEAD_S = 0.03
 """From the order to the turn's start: all clients know of it by then."""
+_READY_S = 60.0
+_END_S = 30.0
 _REDIS = ("redis", "redis-mget", "redis-bare")
-Report = Callable[[Record], None]
 Step = Callable[[str], None]
+
+
+class Server:
+    """A process that listens on a port of 127.0.0.1. Must be started on the main thread, with which it ends.
+
+    Args:
+        name: For error messages.
+        command: What to run.
+        port: Its port.
+        answers: Tells of an address whether it answers there.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], port: int, answers: Callable[[str], bool]) -> None:
+        self.name, self.port, self.address = name, port, f"127.0.0.1:{port}"
+        self._answers = answers
+        self._child = Child(command, preexec_fn=die_with_parent)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used; 0 if it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(self._child.process.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
+
+    def read_bytes(self) -> int:
+        """Bytes that it has read of files; 0 if it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return int(psutil.Process(self._child.process.pid).io_counters().read_chars)
+        return 0
+
+    def wait_ready(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            UnavailableError: It ended, or took too long.
+        """
+        deadline = time.monotonic() + _READY_S
+        while not self._answers(self.address):
+            if self._child.process.poll() is not None:
+                raise UnavailableError(f"{self.name} ended: {self._child.last_words()}")
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"{self.name} was not ready within {_READY_S:g} s")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End it."""
+        self._child.process.terminate()
+        self._child.end(_END_S)
+
+
+def start_store(name: str, flags: Sequence[str]) -> Server:
+    """Start ``baton-kvstore`` with some flags."""
+    port = free_port()
+    own = ("--port", str(port), "--instance-id", name, "--log-level", "warning")
+    command = [sys.executable, "-m", "baton_kvstore.main", *own, *flags]
+    return Server(name, command, port, lambda address: asyncio.run(check_health(address)))
+
+
+def start_redis() -> Server:
+    """Start ``redis-server`` without persistence."""
+    port = free_port()
+    flags = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
+
+    def answers(_: str) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return True
+        return False
+
+    return Server("redis-server", ["redis-server", *flags], port, answers)
+
+
+def redis_obstacle() -> str:
+    """Return why Redis cannot be measured here; empty: it can."""
+    if shutil.which("redis-server") is None:
+        return "no redis-server on this machine (apt-get install redis-server)"
+    try:
+        import redis  # noqa: F401
+    except ImportError:
+        return "its Python client is missing: pip install 'baton-serve[redis]'"
+    return ""
 
 
 @dataclass
@@ -76,35 +183,30 @@ class Driver:
             ConfigError: It cannot be run as asked at all.
             BatonError: A client or a server ended.
         """
-        started, options = time.perf_counter(), self._options
-        plans = make_plans(options)
+        plans = make_plans(self._options)
         for plan in plans:
-            require_memory(plan.memory(options))
-        self._report(_run_record(options, plans))
+            require_memory(plan.memory(self._options))
+        return run_with_result(lambda: self._measure(plans), self._report)
+
+    def _measure(self, plans: Sequence[Plan]) -> tuple[int, list[str]]:
+        self._report(_run_record(self._options, plans))
         if self._redis and (reason := redis_obstacle()):
             self._redis = False
             self._report(UnavailableRecord("redis", reason))
-        try:
-            with contextlib.ExitStack() as stack:
-                agents = [self._agent(stack, i) for i in range(max(options.clients))]
-                for plan in plans:
-                    self._run_plan(plan, agents)
-        except BatonError as error:
-            code = EXIT_UNABLE if isinstance(error, ConfigError) else EXIT_FAILED
-            self._report(ResultRecord(code, (error.message,), round(time.perf_counter() - started, 3)))
-            raise
+        with contextlib.ExitStack() as stack:
+            agents = [
+                stack.enter_context(contextlib.closing(start_agent(f"client {i}", CLIENT_MODULE)))
+                for i in range(max(self._options.clients))
+            ]
+            for plan in plans:
+                self._run_plan(plan, agents)
         code = EXIT_FAILED if self._failures else EXIT_TOO_SLOW if self._slow else EXIT_OK
-        self._report(ResultRecord(code, (*self._failures, *self._slow), round(time.perf_counter() - started, 3)))
-        return code
+        return code, [*self._failures, *self._slow]
 
-    def _agent(self, stack: contextlib.ExitStack, index: int) -> LocalAgent:
-        return stack.enter_context(contextlib.closing(LocalAgent(f"client {index}", module=CLIENT_MODULE)))
-
-    def _run_plan(self, plan: Plan, agents: Sequence[LocalAgent]) -> None:
+    def _run_plan(self, plan: Plan, agents: Sequence[Agent]) -> None:
         self._step(f"{plan.name}: starting and filling")
         with self._site(plan) as site:
-            specs = [self._open_spec(site, i) for i in range(len(agents))]
-            ask_all(agents, "open", OPEN_S, [{"spec": to_fields(spec)} for spec in specs])
+            ask_all(agents, "open", Fields, each=[{"spec": self._open_spec(site, i)} for i in range(len(agents))])
             try:
                 self._fill(site, agents)
                 cells = self._cells()
@@ -116,7 +218,7 @@ class Driver:
                             cell.samples.append(sample)
                 self._verify(plan, cells, agents)
             finally:
-                ask_all(agents, "close", OPEN_S, [{}] * len(agents))
+                ask_all(agents, "close", Fields)
         for cell in cells:
             self._report(measure_record(plan, cell))
         for ratio in find_ratios(plan.name, cells):
@@ -138,21 +240,20 @@ class Driver:
             whole, part = ((1 + count) * plan.chain_bytes for count in (plan.chains, plan.disk_memory_chains))
             pipes = ("--pipes", "shm,tcp")
             if {"shm", "tcp"} & set(options.tiers):
-                places["dram"] = start("dram", StoreServer("dram", [*pipes, "--capacity-bytes", str(whole)]))
+                places["dram"] = start("dram", start_store("dram", [*pipes, "--capacity-bytes", str(whole)]))
                 if "put" in options.ops:
                     flags = [*pipes, "--capacity-bytes", str(part)]
-                    places["dram_put"] = start("dram_put", StoreServer("dram-put", flags))
+                    places["dram_put"] = start("dram_put", start_store("dram-put", flags))
             if "disk" in options.tiers:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=options.dir))
                 places["disk_path"] = str(Path(folder) / "get")
                 for name in ("disk", "disk_put")[: 1 + ("put" in options.ops)]:
                     path = places["disk_path"] if name == "disk" else str(Path(folder) / "put")
                     flags = [*pipes, *_disk_flags(plan, path, part, options.disk_readers)]
-                    places[name] = start(name, StoreServer(name.replace("_", "-"), flags))
+                    places[name] = start(name, start_store(name.replace("_", "-"), flags))
             if self._redis:
-                redis = RedisServer()
-                start("redis", redis)
-                places["redis"] = redis.port
+                start("redis", start_redis())
+                places["redis"] = site.servers["redis"].port
             for server in site.servers.values():
                 server.wait_ready()
             site.where = Addresses(**places)
@@ -171,11 +272,11 @@ class Driver:
             where=site.where,
         )
 
-    def _fill(self, site: _Site, agents: Sequence[LocalAgent]) -> None:
+    def _fill(self, site: _Site, agents: Sequence[Agent]) -> None:
         helpers = agents[:2]  # no more than the store pulls from at once
         for what in ("dram", "disk", "redis"):
             if what in site.servers:
-                ask_all(helpers, "fill", _TURN_S, [{"what": what, "clients": len(helpers)}] * len(helpers))
+                ask_all(helpers, "fill", Fields, _TURN_S, what=what, clients=len(helpers))
 
     def _cells(self) -> list[Cell]:
         """Return what takes turns, in order: those that are compared stand next to each other."""
@@ -194,17 +295,17 @@ class Driver:
                 cells += [Cell(name, "contains", clients, 100) for name in (*tiers, *redis[:1])]
         return cells
 
-    def _turn(self, site: _Site, cell: Cell, agents: Sequence[LocalAgent]) -> Sample:
+    def _turn(self, site: _Site, cell: Cell, agents: Sequence[Agent]) -> Sample:
         cpu, read, spec = site.cpu_s(), site.disk_bytes(), self._turn_spec(cell, site.at.get(cell.method, 0))
-        answers = ask_all(agents, "turn", _TURN_S, [{"turn": to_fields(spec)}] * len(agents))
-        cpu = site.cpu_s() - cpu + sum(seconds(answer, "cpu") for answer in answers)
-        hits = [int(seconds(answer, "hits")) for answer in answers]
+        results = ask_all(agents, "turn", TurnResult, _TURN_S, turn=spec)
+        cpu = site.cpu_s() - cpu + sum(result.cpu for result in results)
+        hits = [result.hits for result in results]
         site.at[cell.method] = spec.first + cell.clients * max(hits)
         return Sample(
-            seconds=max(seconds(a, "end") for a in answers) - min(seconds(a, "start") for a in answers),
-            blocks=sum(int(seconds(answer, "blocks")) for answer in answers),
+            seconds=max(result.end for result in results) - min(result.start for result in results),
+            blocks=sum(result.blocks for result in results),
             wanted=sum(hits) * site.plan.blocks,
-            latencies=[float(value) for answer in answers for value in answer["seconds"]],
+            latencies=[value for result in results for value in result.seconds],
             cpu=cpu,
             disk_bytes=site.disk_bytes() - read,
         )
@@ -213,7 +314,7 @@ class Driver:
         start = time.monotonic() + _LEAD_S
         return TurnSpec(cell.method, cell.op, cell.clients, cell.hit_percent, first, start, self._options.seconds)
 
-    def _verify(self, plan: Plan, cells: Sequence[Cell], agents: Sequence[LocalAgent]) -> None:
+    def _verify(self, plan: Plan, cells: Sequence[Cell], agents: Sequence[Agent]) -> None:
         """Have every byte compared that a tier serves, and of chains that are put and loaded again."""
         for cell in cells:
             if cell.method not in (*self._options.tiers, "redis-bare") or cell.op == "contains":
@@ -222,8 +323,8 @@ class Driver:
                 continue
             # Of chains put by all at once some might be evicted before they are loaded.
             some = agents[: cell.clients if cell.op == "get" else min(cell.clients, DISK_MEMORY // 2)]
-            answers = ask_all(some, "verify", _TURN_S, [{"turn": to_fields(self._turn_spec(cell, 0))}] * len(some))
-            wrong, checked = (sum(int(seconds(a, name)) for a in answers) for name in ("wrong", "checked"))
+            results = ask_all(some, "verify", VerifyResult, _TURN_S, turn=self._turn_spec(cell, 0))
+            wrong, checked = sum(result.wrong for result in results), sum(result.checked for result in results)
             self._report(VerifyRecord(plan.name, cell.method, cell.op, checked, wrong))
             if wrong or not checked:
                 what = f"{wrong} of {checked} blocks were wrong" if checked else "nothing came back"
@@ -256,18 +357,10 @@ def _disk_flags(plan: Plan, path: str, memory: int, readers: int) -> list[str]:
 
 
 def _run_record(options: Options, plans: Sequence[Plan]) -> RunRecord:
-    machine = {
-        "host": platform.node(),
-        "cpus": os.cpu_count() or 0,
-        "arch": platform.machine(),
-        "kernel": platform.release(),
-        "memory": psutil.virtual_memory().total,
-        "load": round(os.getloadavg()[0], 2),
-    }
     return RunRecord(
         schema=SCHEMA_VERSION,
         version=__version__,
-        machine=machine,
+        machine=machine_facts(),
         geometries=tuple(plan.name for plan in plans),
         block_size=options.block_size,
         kv_dtype=options.kv_dtype,

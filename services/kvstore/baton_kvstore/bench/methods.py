@@ -8,10 +8,11 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from baton.errors import ConfigError, TransferError
 from baton.kv_cache.arena import HostArena
@@ -28,18 +29,11 @@ _PAGE = 4096
 _DD_BYTES = 4 << 20
 
 
-class Method(Protocol):
-    """Moves the blocks of a chain."""
+Once = Callable[[Sequence[BlockHash], int], Awaitable[int]]
+"""Does one request for the blocks of a chain, the n-th of its kind; returns the blocks that came, went or were found.
 
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Do one request; returns the blocks that came, went or were found.
-
-        Raises:
-            BatonError: It failed.
-        """
-
-    async def close(self) -> None:
-        """Close connections and free memory."""
+Raises ``BatonError`` if it failed.
+"""
 
 
 class StorePipe:
@@ -51,10 +45,14 @@ class StorePipe:
         fingerprint: What the blocks are.
         kind: Of the pipe.
         name: Of the client.
+
+    Attributes:
+        last: Names of the last chain that :meth:`put_new` put.
     """
 
     def __init__(self, address: str, arena: HostArena, fingerprint: Fingerprint, kind: str, name: str) -> None:
         self._arena, self._half = arena, arena.num_blocks // 2
+        self.last: list[BlockHash] = []
         self._server = BlockServer(arena, fingerprint, InstanceId(name), kinds=(kind,))
         self._fetcher = BlockFetcher(arena, fingerprint, kinds=(kind,), max_threads=1)
         self._client = StoreClient(
@@ -66,8 +64,8 @@ class StorePipe:
             blocks_per_call=self._half,
         )
 
-    async def load(self, names: Sequence[BlockHash]) -> int:
-        """Load a chain into the first half; returns the blocks that came."""
+    async def get(self, names: Sequence[BlockHash], turn: int = 0) -> int:
+        """Load a chain into the first half; see :data:`Once`."""
         progress = LoadProgress()
         ids = [BlockId(i) for i in range(len(names))]
         part = ChainPart(names, 0, len(names))
@@ -75,16 +73,22 @@ class StorePipe:
         await self._client.load(part, ids, progress, deadline=deadline, cancelled=threading.Event())
         return progress.num_blocks
 
-    async def save(self, names: Sequence[BlockHash]) -> int:
-        """Put the second half under these names; returns the blocks that the store holds then."""
+    async def put(self, names: Sequence[BlockHash], turn: int = 0) -> int:
+        """Put the second half under these names; see :data:`Once`."""
         ids = [BlockId(self._half + i) for i in range(len(names))]
         generations = self._arena.generations[ids].tolist()
         part = ChainPart(names, 0, len(names))
         deadline = time.monotonic() + CALL_S
         return (await self._client.save(self._server.source, part, ids, generations, deadline=deadline))[0]
 
-    async def contains(self, names: Sequence[BlockHash]) -> int:
-        """Ask how many leading blocks of a chain the store holds."""
+    async def put_new(self, names: Sequence[BlockHash], turn: int = 0) -> int:
+        """Put as many blocks under names that no store has seen: ``last``; see :data:`Once`."""
+        noise = os.urandom(32 * len(names))
+        self.last = [BlockHash(noise[at : at + 32]) for at in range(0, len(noise), 32)]
+        return await self.put(self.last)
+
+    async def contains(self, names: Sequence[BlockHash], turn: int = 0) -> int:
+        """Ask how many leading blocks of a chain the store holds; see :data:`Once`."""
         return await self._client.contains(names)
 
     async def settle(self) -> None:
@@ -98,148 +102,81 @@ class StorePipe:
         self._fetcher.close()
 
 
-class Get:
-    """Loads a chain from a store."""
-
-    def __init__(self, pipe: StorePipe) -> None:
-        self._pipe = pipe
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Load; see :meth:`Method.once`."""
-        return await self._pipe.load(names)
-
-    async def close(self) -> None:
-        """Nothing is its own."""
-
-
-class Put:
-    """Puts blocks under names that no store has seen.
-
-    Attributes:
-        last: Names of the last chain that was put.
-    """
-
-    def __init__(self, pipe: StorePipe) -> None:
-        self.pipe = pipe
-        self.last: list[BlockHash] = []
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Put; see :meth:`Method.once`. What the names are does not matter, only how many."""
-        noise = os.urandom(32 * len(names))
-        self.last = [BlockHash(noise[at : at + 32]) for at in range(0, len(noise), 32)]
-        return await self.pipe.save(self.last)
-
-    async def close(self) -> None:
-        """Nothing is its own."""
-
-
-class Contains:
-    """Asks how long a prefix the store holds."""
-
-    def __init__(self, pipe: StorePipe) -> None:
-        self._pipe = pipe
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Ask; see :meth:`Method.once`."""
-        return await self._pipe.contains(names)
-
-    async def close(self) -> None:
-        """Nothing is its own."""
-
-
-class Memcpy:
+def memcpy(stack: ExitStack, arena: HostArena, source_bytes: int) -> Once:
     """One thread's ``memcpy`` of a request's bytes in one call, from memory that was touched and is too big to cache.
 
     Args:
+        stack: Frees the memory.
         arena: Target.
         source_bytes: How much there is to copy from.
     """
+    size = arena.block_bytes
+    source = stack.enter_context(closing(HostArena(max(arena.num_blocks, source_bytes // size), size)))
+    source.touch()
+    to, start = arena.blocks.ctypes.data, source.blocks.ctypes.data
 
-    def __init__(self, arena: HostArena, source_bytes: int) -> None:
-        self._size = arena.block_bytes
-        self._from = HostArena(max(arena.num_blocks, source_bytes // arena.block_bytes), arena.block_bytes)
-        self._from.touch()
-        self._to, self._start = arena.blocks.ctypes.data, self._from.blocks.ctypes.data
+    async def once(names: Sequence[BlockHash], turn: int) -> int:
+        place = turn % (source.num_blocks // len(names)) * len(names)
+        ctypes.memmove(to, start + place * size, len(names) * size)
+        return len(names)
 
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Copy; see :meth:`Method.once`."""
-        count = len(names)
-        place = turn % (self._from.num_blocks // count) * count
-        ctypes.memmove(self._to, self._start + place * self._size, count * self._size)
-        return count
-
-    async def close(self) -> None:
-        """Free the source."""
-        self._from.close()
+    return once
 
 
-class PlainRead:
-    """Reads the disk tier's own files as fast as ``preadv`` does, with as many threads as the store has.
+def plain_reads(stack: ExitStack, path: Path, target: Bytes, readers: int) -> Once:
+    """Reads of the disk tier's own files as fast as ``preadv`` does, with as many threads as the store has.
 
-    Files whose blocks are whole pages are read around the page cache, as the store reads them.
+    Files whose blocks are whole pages are read around the page cache, as the store reads them; one after the other,
+    over and over.
 
     Args:
+        stack: Closes the files.
         path: Folder of the files.
         target: uint8 [blocks, block_bytes], page-aligned.
         readers: Threads.
     """
+    direct = os.O_DIRECT if target.shape[1] % _PAGE == 0 else 0
+    files = [os.open(file, os.O_RDONLY | direct) for file in segments(path)]
+    for fd in files:
+        stack.callback(os.close, fd)
+    sizes = [os.fstat(fd).st_size // _PAGE * _PAGE for fd in files]
+    flat = memoryview(target.reshape(-1))  # type: ignore[arg-type]
+    total = len(flat) // _PAGE * _PAGE
+    step = -(-total // readers // _PAGE) * _PAGE
+    if max(sizes) < min(step, total):
+        raise ConfigError("the disk tier's files are smaller than a request", field="bytes")
+    pool = stack.enter_context(ThreadPoolExecutor(readers, "bench-read"))
+    file = at = 0
 
-    def __init__(self, path: Path, target: Bytes, readers: int) -> None:
-        direct = os.O_DIRECT if target.shape[1] % _PAGE == 0 else 0
-        self._files = [os.open(file, os.O_RDONLY | direct) for file in segments(path)]
-        self._flat, self._readers = memoryview(target.reshape(-1)), readers  # type: ignore[arg-type]
-        self._pool = ThreadPoolExecutor(readers, "bench-read")
-        self._sizes = [os.fstat(fd).st_size for fd in self._files]
-        self._at = [0, 0]
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Read as many bytes; see :meth:`Method.once`."""
-        total = len(self._flat) // _PAGE * _PAGE
-        step = -(-total // self._readers // _PAGE) * _PAGE
+    async def once(names: Sequence[BlockHash], turn: int) -> int:
+        nonlocal file, at
         jobs = []
         for begin in range(0, total, step):
             size = min(step, total - begin)
-            fd, at = self._place(size)
-            jobs.append(self._pool.submit(_read_at, fd, self._flat[begin : begin + size], at))
+            while at + size > sizes[file]:
+                file, at = (file + 1) % len(files), 0
+            jobs.append(pool.submit(_read_at, files[file], flat[begin : begin + size], at))
+            at += size
         for job in jobs:
             job.result()
         return len(names)
 
-    async def close(self) -> None:
-        """Close the files."""
-        self._pool.shutdown()
-        for fd in self._files:
-            os.close(fd)
-
-    def _place(self, size: int) -> tuple[int, int]:
-        """Return the file and offset of the next bytes; files are read one after the other, over and over."""
-        file, at = self._at
-        for _ in range(len(self._files) + 1):
-            if at + size <= self._sizes[file] // _PAGE * _PAGE:
-                self._at = [file, at + size]
-                return self._files[file], at
-            file, at = (file + 1) % len(self._files), 0
-        raise ConfigError("the disk tier's files are smaller than a request", field="bytes")
+    return once
 
 
-class Dd:
+def dd(path: Path, block_bytes: int) -> Once:
     """The program ``dd`` on one of the disk tier's files, a whole file per request."""
+    files, flags = segments(path), ["iflag=direct"] if block_bytes % _PAGE == 0 else []
 
-    def __init__(self, path: Path, block_bytes: int) -> None:
-        self._files, self._block_bytes = segments(path), block_bytes
-        self._flags = ["iflag=direct"] if block_bytes % _PAGE == 0 else []
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Read a file; see :meth:`Method.once`."""
-        file = self._files[turn % len(self._files)]
-        command = ["dd", f"if={file}", "of=/dev/null", f"bs={_DD_BYTES}", *self._flags]
+    async def once(names: Sequence[BlockHash], turn: int) -> int:
+        file = files[turn % len(files)]
+        command = ["dd", f"if={file}", "of=/dev/null", f"bs={_DD_BYTES}", *flags]
         done = subprocess.run(command, capture_output=True, timeout=CALL_S, check=False)  # noqa: ASYNC221 - alone here
         if done.returncode:
             raise TransferError(f"dd failed: {done.stderr.decode(errors='replace').strip()[-200:]}")
-        return file.stat().st_size // self._block_bytes
+        return file.stat().st_size // block_bytes
 
-    async def close(self) -> None:
-        """Nothing is open."""
+    return once
 
 
 def segments(path: Path) -> list[Path]:
@@ -265,106 +202,85 @@ def _read_at(fd: int, view: memoryview, at: int) -> None:
         done += got
 
 
-TIMEOUT_S = 120.0
+def redis_client(port: int) -> Any:
+    """Return a ``redis-py`` client with a connection of its own."""
+    import redis  # optional: asked for where the plan is made
+
+    return redis.Redis(port=port, socket_timeout=CALL_S)
 
 
-class RedisGet:
-    """``redis-py``: a pipeline of GET, or EXISTS, per request. Values stay in ``bytes`` objects of their own."""
+def redis_pipeline(stack: ExitStack, port: int, command: str) -> Once:
+    """``redis-py``: a pipeline of ``get`` or ``exists`` per request. Values stay in ``bytes`` objects of their own."""
+    client = stack.enter_context(closing(redis_client(port)))
 
-    def __init__(self, port: int, *, exists: bool = False) -> None:
-        self._client, self._exists = connect(port), exists
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Get; see :meth:`Method.once`."""
-        pipeline = self._client.pipeline(transaction=False)
+    async def once(names: Sequence[BlockHash], turn: int) -> int:
+        pipeline = client.pipeline(transaction=False)
         for name in names:
-            (pipeline.exists if self._exists else pipeline.get)(name)
+            getattr(pipeline, command)(name)
         return sum(bool(value) for value in pipeline.execute())
 
-    async def close(self) -> None:
-        """Hang up."""
-        self._client.close()
+    return once
 
 
-class RedisMget:
+def redis_mget(stack: ExitStack, port: int) -> Once:
     """``redis-py``: one MGET per request."""
+    client = stack.enter_context(closing(redis_client(port)))
 
-    def __init__(self, port: int) -> None:
-        self._client = connect(port)
+    async def once(names: Sequence[BlockHash], turn: int) -> int:
+        return sum(value is not None for value in client.mget(list(names)))
 
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Get; see :meth:`Method.once`."""
-        return sum(value is not None for value in self._client.mget(list(names)))
-
-    async def close(self) -> None:
-        """Hang up."""
-        self._client.close()
+    return once
 
 
-class RedisSet:
+def redis_set(stack: ExitStack, port: int, values: Bytes) -> Once:
     """``redis-py``: a pipeline of SET per request, over and over the same keys, so that Redis' memory stays bounded.
 
     Args:
+        stack: Hangs up.
         port: Of the server.
         values: uint8 [blocks, block_bytes].
     """
+    client = stack.enter_context(closing(redis_client(port)))
 
-    def __init__(self, port: int, values: Bytes) -> None:
-        self._client, self._values = connect(port), values
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Set; see :meth:`Method.once`."""
-        pipeline = self._client.pipeline(transaction=False)
+    async def once(names: Sequence[BlockHash], turn: int) -> int:
+        pipeline = client.pipeline(transaction=False)
         for i, name in enumerate(names):
-            pipeline.set(b"put" + name, memoryview(self._values[i]))
+            pipeline.set(b"put" + name, memoryview(values[i]))
         return sum(bool(done) for done in pipeline.execute())
 
-    async def close(self) -> None:
-        """Hang up."""
-        self._client.close()
+    return once
 
 
-class BareGet:
+def bare_get(stack: ExitStack, port: int, target: Bytes) -> Once:
     """GETs written to a bare socket ahead of their answers, which are received into the blocks themselves.
 
-    No client library can be faster: nothing is parsed but lengths, nothing is copied, nothing is allocated.
+    No client library can be faster: nothing is parsed but lengths, nothing is copied, nothing is allocated. Only for
+    keys that are there.
 
     Args:
+        stack: Hangs up.
         port: Of the server.
         target: uint8 [blocks, block_bytes].
     """
+    sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), CALL_S))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wanted = b"$%d\r\n" % target.shape[1]
 
-    def __init__(self, port: int, target: Bytes) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._target, self._size = target, target.shape[1]
-        self._head = b"$%d\r\n" % self._size
-
-    async def once(self, names: Sequence[BlockHash], turn: int) -> int:
-        """Get; see :meth:`Method.once`. Only for keys that are there."""
-        self._socket.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names))
-        head, tail = bytearray(len(self._head)), bytearray(2)
+    async def once(names: Sequence[BlockHash], turn: int) -> int:
+        sock.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names))
+        head, tail = bytearray(len(wanted)), bytearray(2)
         for i in range(len(names)):
-            views = [memoryview(head), memoryview(self._target[i]), memoryview(tail)]
+            views = [memoryview(head), memoryview(target[i]), memoryview(tail)]
             while views:
-                got = self._socket.recvmsg_into(views)[0]
+                got = sock.recvmsg_into(views)[0]
                 if not got:
                     raise TransferError("Redis hung up")
                 while views and got >= len(views[0]):
                     got -= len(views.pop(0))
                 if views:
                     views[0] = views[0][got:]
-            if head != self._head:
+            if head != wanted:
                 raise TransferError(f"Redis answered {bytes(head)!r}")
         return len(names)
 
-    async def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
-
-
-def connect(port: int) -> Any:
-    """Return a client with a connection of its own."""
-    import redis  # optional: asked for where the plan is made
-
-    return redis.Redis(port=port, socket_timeout=TIMEOUT_S)
+    return once

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.bench.core.agents import Message
 from baton.bench.core.geometries import model_geometry, named_geometry
+from baton.bench.core.report import check_positive, check_ranges, numbers, words
 from baton.bench.kv.specs import Shape
 from baton.errors import ConfigError, shown
 from baton.kv_cache.layout import DTYPE_BYTES
@@ -24,6 +28,15 @@ MAX_BLOCKS = 1024
 REDIS_BYTES = 1 << 30
 DISK_MEMORY = 8
 """Chains that the memory of a store on disk has room for, at least; at most a quarter of them all."""
+_RANGES = {
+    "block_size": (1, 4096),
+    "request_bytes": (1, 1 << 30),
+    "total_bytes": (1 << 20, 1 << 40),
+    "disk_readers": (1, 64),
+    "warmup": (0, 100),
+    "repeat": (1, 1000),
+    "seed": (0, (1 << 31) - 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,36 +68,36 @@ class Options:
     require_disk: float | None = None
     require_redis: float | None = None
 
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Options:
+        """Build them from parsed flags.
+
+        Raises:
+            ConfigError: Names the flag.
+        """
+        lists = {"geometries", "tiers", "ops", "clients", "hits"}
+        return cls(
+            geometries=words(args.geometry),
+            tiers=words(args.tier),
+            ops=words(args.op),
+            clients=numbers(args.clients, "clients"),
+            hits=numbers(args.hits, "hits"),
+            **{item.name: getattr(args, item.name) for item in dataclasses.fields(cls) if item.name not in lists},
+        )
+
     def __post_init__(self) -> None:
         for name, values, known in (("tier", self.tiers, TIERS), ("op", self.ops, OPS)):
             if not values or set(values) - set(known) or len(set(values)) != len(values):
                 raise ConfigError(f"--{name} takes some of {','.join(known)}, each once", field=name)
-        for name, numbers, least, most in (
-            ("clients", self.clients, 1, MAX_CLIENTS),
-            ("hits", self.hits, 0, 100),
-        ):
-            if not numbers or not all(least <= number <= most for number in numbers):
+        for name, counts, least, most in (("clients", self.clients, 1, MAX_CLIENTS), ("hits", self.hits, 0, 100)):
+            if not counts or not all(least <= count <= most for count in counts):
                 raise ConfigError(f"--{name} takes numbers from {least} to {most}", field=name)
         if self.kv_dtype not in DTYPE_BYTES:
             raise ConfigError(f"--kv-dtype is one of {', '.join(DTYPE_BYTES)}", field="kv_dtype")
-        for name, low, high in (
-            ("block_size", 1, 4096),
-            ("request_bytes", 1, 1 << 30),
-            ("total_bytes", 1 << 20, 1 << 40),
-            ("disk_readers", 1, 64),
-            ("warmup", 0, 100),
-            ("repeat", 1, 1000),
-            ("seed", 0, (1 << 31) - 1),
-        ):
-            if not low <= getattr(self, name) <= high:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} must be between {low} and {high}, got {getattr(self, name)}", field=name)
+        check_ranges(self, _RANGES)
         if not 0.01 <= self.seconds <= 60:
             raise ConfigError(f"--seconds must be between 0.01 and 60, got {self.seconds}", field="seconds")
-        for name in ("require_dram", "require_disk", "require_redis"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0", field=name)
+        check_positive(self, "require_dram", "require_disk", "require_redis")
 
 
 @dataclass(frozen=True)
@@ -154,8 +167,7 @@ _ODD = 0x9E3779B97F4A7C15
 Words = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Addresses:
+class Addresses(Message, frozen=True):
     """Where things are; empty or 0: not there.
 
     Attributes:
@@ -175,8 +187,7 @@ class Addresses:
     redis: int = 0
 
 
-@dataclass(frozen=True)
-class OpenSpec:
+class OpenSpec(Message, frozen=True):
     """A client's part.
 
     Attributes:
@@ -200,8 +211,7 @@ class OpenSpec:
     where: Addresses
 
 
-@dataclass(frozen=True)
-class TurnSpec:
+class TurnSpec(Message, frozen=True):
     """One turn: requests one after the other for some time.
 
     Attributes:
@@ -221,6 +231,33 @@ class TurnSpec:
     first: int
     start: float
     seconds: float
+
+
+class TurnResult(Message, frozen=True):
+    """What came of a turn.
+
+    Attributes:
+        start: ``time.monotonic()`` at which the first request began.
+        end: At which the last one ended.
+        blocks: That came, went or were found.
+        hits: Requests whose chain is there.
+        cpu: Seconds of the client's process.
+        seconds: Of each request.
+    """
+
+    start: float
+    end: float
+    blocks: int
+    hits: int
+    cpu: float
+    seconds: list[float]
+
+
+class VerifyResult(Message, frozen=True):
+    """How many blocks were compared, and how many of them were wrong."""
+
+    wrong: int
+    checked: int
 
 
 def chain_names(seed: int, chain: int, blocks: int) -> list[BlockHash]:

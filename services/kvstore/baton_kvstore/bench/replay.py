@@ -10,25 +10,23 @@ from __future__ import annotations
 import argparse
 import bisect
 import dataclasses
+import heapq
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.table import Table
 
-from baton.bench.core.report import numbers, words
+from baton.bench.core.report import make_table, numbers, result_console, words
 from baton.errors import ConfigError, shown
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
-from baton_kvstore.bench.belady import Clairvoyant, Need
-from baton_kvstore.bench.report import FILE_WIDTH
-from baton_kvstore.memory.eviction import POLICIES
+from baton_kvstore.memory.eviction import POLICIES, Eviction
 from baton_kvstore.memory.eviction.s3fifo import S3Fifo
 from baton_kvstore.memory.pool import Entry
 from baton_kvstore.memory.store import BlockStore
@@ -109,6 +107,89 @@ def replay(chains: Chains, policy: str, blocks: int) -> ReplayRecord:
         blocks: That fit.
     """
     return _Replay(chains, policy, blocks).run()
+
+
+Need = tuple[int, int]
+"""When a block is needed next, and its place in its chain; a larger one goes first."""
+
+
+class Clairvoyant(Eviction):
+    """Evicts what is needed last; of blocks needed at the same time those at a chain's end. Logarithmic time.
+
+    Args:
+        next_need: Tells of a block when it is needed next, as of now.
+    """
+
+    def __init__(self, next_need: Callable[[Entry], Need]) -> None:
+        self._next_need = next_need
+        self._needs: dict[Entry, Need] = {}
+        self._heap: list[tuple[int, int, int, Entry]] = []
+        self._count = 0
+        self.saved_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._needs)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._needs)
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._needs
+
+    @property
+    def unsaved(self) -> Iterator[Entry]:
+        """All of them: a replay has no tier behind."""
+        return iter(self._needs)
+
+    @property
+    def num_unsaved(self) -> int:
+        """All of them."""
+        return len(self._needs)
+
+    @property
+    def in_order(self) -> bool:
+        """Always."""
+        return True
+
+    def pin(self, entry: Entry) -> None:
+        """Take an entry out."""
+        self.discard(entry)
+
+    def unpin(self, entry: Entry, *, used: bool) -> None:
+        """Make an entry evictable."""
+        need = self._needs[entry] = self._next_need(entry)
+        self._count += 1
+        heapq.heappush(self._heap, (-need[0], -need[1], self._count, entry))
+
+    def touch(self, entry: Entry) -> None:
+        """What was is of no interest."""
+
+    def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
+        """There is no tier behind."""
+
+    def discard(self, entry: Entry) -> None:
+        """Take an entry out, if it is in."""
+        self._needs.pop(entry, None)
+
+    def last(self) -> Need | None:
+        """Return when the entry that would be evicted next is needed."""
+        self._tidy()
+        return (-self._heap[0][0], -self._heap[0][1]) if self._heap else None
+
+    def pop(self) -> Entry | None:
+        """Take out what is needed last."""
+        self._tidy()
+        if not self._heap:
+            return None
+        entry = heapq.heappop(self._heap)[3]
+        del self._needs[entry]
+        return entry
+
+    def _tidy(self) -> None:
+        """Drop what was taken out or unpinned anew since it was pushed."""
+        heap, needs = self._heap, self._needs
+        while heap and needs.get(heap[0][3]) != (-heap[0][0], -heap[0][1]):
+            heapq.heappop(heap)
 
 
 class _Replay:
@@ -219,8 +300,8 @@ def _chain(line: bytes, where: str) -> list[int]:
 MAX_BLOCKS = 1 << 24
 
 
-def replay_all(args: argparse.Namespace, command: str) -> int:
-    """Replay and show; returns the exit status.
+def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
+    """Replay and show, in ``width`` columns where that is no terminal; returns the exit status.
 
     Raises:
         ConfigError: A flag or a file that cannot work.
@@ -240,10 +321,7 @@ def replay_all(args: argparse.Namespace, command: str) -> int:
         sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
         sys.stdout.flush()
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    print_replay(found, console)
+    print_replay(found, result_console(width))
     return 0
 
 
@@ -268,9 +346,8 @@ def print_replay(found: dict[str, Any], console: Console) -> None:
         f"{found['different_blocks']:,} different ones; best possible hit rate {found['best_hit_rate']:.2%}",
         markup=False,
     )
-    table = Table()
-    for name in ("memory, blocks", "policy", "hits", "of best", "evictions", "µs per block"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    columns = ("memory, blocks", "policy", "hits", "of best", "evictions", "µs per block")
+    table = make_table("", columns, left=("policy",))
     for run in found["runs"]:
         table.add_row(
             f"{run['blocks']:,}",

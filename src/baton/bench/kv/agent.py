@@ -1,56 +1,56 @@
-"""A process that holds sources and targets for a driver: ``python -m baton.bench.kv.agent --fd N``.
-
-It is started with its control line as an inherited socket, and ends with that line, or with its parent.
-"""
+"""The agent of ``baton bench kv``: a process that holds a source or a target. ``python -m baton.bench.kv.agent``."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
-import logging
-import os
-import platform
-import signal
-import socket
-import subprocess
+import itertools
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Annotated
 
-import psutil
+import msgspec
+import numpy as np
 
-from baton.bench.kv.agents import end, spawn
-from baton.bench.kv.control import Fields, Handler, Line, from_fields, serve_orders, to_fields
-from baton.bench.kv.source import Source
-from baton.bench.kv.specs import OverlapSpec, RunSpec, SourceSpec, TargetSpec
-from baton.bench.kv.target import Target
-from baton.errors import BatonError, InvalidRequestError, QueueFullError
-from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, join_address
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import send_error
-from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, greet_or_refuse
-from baton.kv_transfer.protocol.sockets import Stream
-from baton.rpc.auth import read_token
-from baton.version import __version__
+from baton.bench.core.agents import Fields, Order, serve_agent
+from baton.bench.core.report import machine_facts, require_memory
+from baton.bench.kv.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_STEPS,
+    BareServer,
+    MessageService,
+    Schedule,
+    ask_schedule,
+    next_step,
+    round_trips,
+    timed,
+)
+from baton.bench.kv.methods import Flow, MemcpyMethod, Method, PipeMethod, SocketMethod
+from baton.bench.kv.pattern import WIPED, shard_patterns, source_tokens
+from baton.bench.kv.specs import (
+    OverlapResult,
+    OverlapSpec,
+    RunResult,
+    RunSpec,
+    SourceFacts,
+    SourceSpec,
+    TargetSpec,
+    chosen,
+    sequence_numbers,
+)
+from baton.errors import BatonError, InvalidRequestError
+from baton.kv_transfer.blocks import BlockServer
+from baton.kv_transfer.pipes.messages import MessagePipe, TcpMessagePipe
+from baton.types import InstanceId
 
-_PR_SET_PDEATHSIG = 1
-MAX_SAMPLES = 20_000
-
-
-class Handlers(Protocol):
-    """What an agent process can be made of."""
-
-    def handlers(self) -> Mapping[str, Handler]:
-        """Return the orders by name."""
-        ...
-
-    def close(self) -> None:
-        """Close what is open."""
-        ...
+CONNECT_S = 20.0
+_OWNER = 1 << 20
+"""Targets draw their blocks with numbers from here on, sources with their own below."""
+Count = Annotated[int, msgspec.Meta(ge=1, le=20_000)]
+Limit = Annotated[float, msgspec.Meta(gt=0, lt=60)]
+"""Longest time (seconds) of a series of samples."""
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Agent:
@@ -66,19 +66,19 @@ class Agent:
         self._source: Source | None = None
         self._target: Target | None = None
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """Return the orders by name."""
+    def orders(self) -> Mapping[str, Order]:
+        """Return them by name."""
         return {
-            "hello": self._hello,
-            "open_source": self._open_source,
+            "hello": machine_facts,
+            "open_source": self.open_source,
             "open_target": self._open_target,
-            "run": lambda order: self._the_target().run(from_fields(RunSpec, order.get("run"))),
-            "overlap": lambda order: self._the_target().overlap(from_fields(OverlapSpec, order.get("overlap"))),
+            "run": self._run,
+            "overlap": self._overlap,
             "reads": self._reads,
             "fetches": self._fetches,
             "round_trips": self._round_trips,
-            "cpu": lambda _: {"cpu": time.process_time()},
-            "close": self._close,
+            "cpu": lambda: {"cpu": time.process_time()},
+            "close": self.close,
         }
 
     def close(self) -> None:
@@ -89,44 +89,30 @@ class Agent:
             if part is not None:
                 part.close()
 
-    def _hello(self, _: Fields) -> Fields:
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
-            "cpus": os.cpu_count() or 0,
-            "arch": platform.machine(),
-            "kernel": platform.release(),
-            "memory": psutil.virtual_memory().total,
-            "load": round(os.getloadavg()[0], 2),
-        }
-
-    def _open_source(self, order: Fields) -> Fields:
-        self._close({})
-        self._source = Source(from_fields(SourceSpec, order.get("source")), self._host, self._token)
-        return {"facts": to_fields(self._source.facts())}
-
-    def _open_target(self, order: Fields) -> Fields:
-        self._close({})
-        self._target = Target(from_fields(TargetSpec, order.get("target")), self._token)
-        return {}
-
-    def _reads(self, order: Fields) -> Fields:
-        return {"seconds": self._the_target().reads(str(order.get("kind")), *_bounds(order))}
-
-    def _fetches(self, order: Fields) -> Fields:
-        return {"seconds": self._the_target().fetches(str(order.get("kind")), *_bounds(order))}
-
-    def _round_trips(self, order: Fields) -> Fields:
-        size = order.get("size")
-        if type(size) is not int or not 0 < size <= 1 << 16:
-            raise InvalidRequestError("round trips are for sizes up to 64 KiB", field="size")
-        return {"seconds": self._the_target().round_trips(size, *_bounds(order))}
-
-    def _close(self, _: Fields) -> Fields:
+    def open_source(self, source: SourceSpec) -> Fields:
+        """Open a source; returns what targets need to know."""
         self.close()
-        return {}
+        self._source = Source(source, self._host, self._token)
+        return {"facts": self._source.facts()}
+
+    def _open_target(self, target: TargetSpec) -> None:
+        self.close()
+        self._target = Target(target, self._token)
+
+    def _run(self, run: RunSpec) -> RunResult:
+        return self._the_target().run(run)
+
+    def _overlap(self, overlap: OverlapSpec) -> OverlapResult:
+        return self._the_target().overlap(overlap)
+
+    def _reads(self, kind: str, count: Count, limit_s: Limit) -> Fields:
+        return {"seconds": self._the_target().reads(kind, count, limit_s)}
+
+    def _fetches(self, kind: str, count: Count, limit_s: Limit) -> Fields:
+        return {"seconds": self._the_target().fetches(kind, count, limit_s)}
+
+    def _round_trips(self, size: Size, count: Count, limit_s: Limit) -> Fields:
+        return {"seconds": self._the_target().round_trips(size, count, limit_s)}
 
     def _the_target(self) -> Target:
         if self._target is None:
@@ -134,122 +120,272 @@ class Agent:
         return self._target
 
 
-def _bounds(order: Fields) -> tuple[int, float]:
-    count, limit_s = order.get("count"), order.get("limit_s")
-    if type(count) is not int or not 0 < count <= MAX_SAMPLES or type(limit_s) is not float or not 0 < limit_s < 60:
-        raise InvalidRequestError(f"count is 1 to {MAX_SAMPLES}, limit_s below 60", field="count")
-    return count, limit_s
-
-
-def serve_agent(argv: Sequence[str] | None, make: Callable[[str, str | None, Line], Handlers]) -> int:
-    """Be an agent process: serve one driver on the control line that the command line names; returns the exit status.
+class Source:
+    """An open source: arenas full of the pattern behind one block server per kind of pipe.
 
     Args:
-        argv: The command line.
-        make: Makes what the agent can do, from the host to bind to, the shared token and the control line.
-    """
-    parser = argparse.ArgumentParser(prog="baton.bench.kv.agent", description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="the control line's socket")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    parser.add_argument("--host", default="127.0.0.1", help="address that sources bind to")
-    parser.add_argument("--token-file", default="", help="file with the shared token")
-    args = parser.parse_args(argv)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != args.parent:  # it died before we could ask to be told
-        return 1
-    line = Line(Stream(socket.socket(fileno=args.fd), peer="the driver"))
-    agent = make(args.host, read_token(args.token_file), line)
-    try:
-        serve_orders(line, agent.handlers())
-    except BatonError as error:
-        return 0 if error.code == "pipe_closed" else _fail(error)
-    finally:
-        agent.close()
-        line.close()
-    return 0
-
-
-def _fail(error: BatonError) -> int:
-    sys.stderr.write(f"baton bench: {error.message}\n")
-    return 1
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Be an agent of sources and targets; returns the exit status."""
-    return serve_agent(argv, lambda host, token, _: Agent(host, token))
-
-
-log = logging.getLogger(__name__)
-MAX_AGENTS = 64
-
-
-class Listener:
-    """Listens for drivers; each connection becomes the control line of an agent process of its own.
-
-    Args:
-        host: Address to bind, and that the agents' sources bind to.
-        port: 0: any free one.
+        spec: What to open.
+        host: Address that its sockets bind to.
         token: Shared token.
-        token_file: Where it stands, for the agents.
-        module: What agents run.
 
     Raises:
-        ConfigError: No token off loopback, or the address cannot be bound.
+        ConfigError: Not enough memory.
     """
 
-    def __init__(
-        self, host: str, port: int, token: str | None, token_file: str, *, module: str = "baton.bench.kv.agent"
-    ) -> None:
-        self._host, self._token, self._token_file, self._module = host, token, token_file, module
-        self._socket = bind_tcp(host, port, token)
-        self._socket.listen()
-        self.address = join_address(host, self._socket.getsockname()[1])
-        self._agents: dict[int, subprocess.Popen[bytes]] = {}
-        self._lock = threading.Lock()
+    def __init__(self, spec: SourceSpec, host: str, token: str | None) -> None:
+        self._spec = spec
+        require_memory(spec.shape.memory(spec.num_blocks))
+        self.shards = spec.shape.new_shards(spec.num_blocks)
+        self._servers: list[BlockServer] = []
+        self._refused: list[tuple[str, str]] = []
+        self.shards.primary.generations[:] = sequence_numbers(spec.num_blocks)
+        for arena, pattern in zip(self.shards.arenas, shard_patterns(spec.seed, spec.shape), strict=True):
+            pattern.fill(arena.blocks, spec.index)
+        self._bare = BareServer(self.shards.primary.blocks.reshape(-1), host, token)
+        for kind in spec.kinds:
+            name = InstanceId(f"source-{spec.index}-{kind}")
+            about = (self.shards, spec.shape.fingerprint(), name)
+            try:
+                self._servers.append(BlockServer(*about, kinds=(kind,), host=host, token=token))
+            except BatonError as error:
+                self._refused.append((kind, error.message))
+        self._messages = MessageService(host, token, self.shards.primary.progress.advance)
 
-    def serve(self) -> None:
-        """Accept drivers until interrupted. Must run on the main thread (agents end with the thread that made them).
-
-        Raises:
-            PipeClosedError: The listener was closed.
-        """
-        while True:
-            stream = accept_stream(self._socket, Wait(), "a driver")
-            if not greet_or_refuse(stream, self._token, Wait(time.monotonic() + HANDSHAKE_S)):
-                continue
-            with self._lock:
-                room = len(self._agents) < MAX_AGENTS
-            if room:
-                self._start(stream)
-            else:
-                send_error(stream, QueueFullError("too many agents run here"), Wait(time.monotonic() + 1.0))
-                stream.close()
+    def facts(self) -> SourceFacts:
+        """Return what targets need to know."""
+        return SourceFacts(
+            index=self._spec.index,
+            epoch=self.shards.primary.epoch.hex(),
+            num_blocks=self._spec.num_blocks,
+            shape=self._spec.shape,
+            endpoints=tuple((end.kind, end.address) for server in self._servers for end in server.endpoints),
+            messages=self._messages.address,
+            bare=self._bare.address,
+            refused=tuple(self._refused),
+        )
 
     def close(self) -> None:
-        """Stop listening and end the agents."""
-        close_listener(self._socket)
-        with self._lock:
-            agents = list(self._agents.values())
-        for process in agents:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-                process.terminate()
-        for process in agents:
-            end(process)
+        """Close everything."""
+        self._messages.close()
+        for server in self._servers:
+            server.close()
+        self._bare.close()
+        self.shards.close()
 
-    def _start(self, stream: Stream) -> None:
-        process = spawn(stream.sock, None, host=self._host, token_file=self._token_file, module=self._module)
-        # Ours is closed without a shutdown, which would end the agent's copy too.
-        os.close(stream.sock.detach())
-        with self._lock:
-            self._agents[process.pid] = process
-        log.info("agent %d serves a driver", process.pid)
-        threading.Thread(target=self._reap, args=(process,), name="bench-reap", daemon=True).start()
 
-    def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
-        with self._lock:
-            self._agents.pop(process.pid, None)
+class Target:
+    """An open target: an arena, and every method that fills it, one after the other.
+
+    Args:
+        spec: What to open.
+        token: Shared token.
+
+    Raises:
+        ConfigError: Not enough memory.
+    """
+
+    def __init__(self, spec: TargetSpec, token: str | None) -> None:
+        self._spec, self._token = spec, token
+        total = spec.num_blocks * len(spec.sources)
+        require_memory(spec.shape.memory(total))
+        self._shards = spec.shape.new_shards(total)
+        self._shards.touch()
+        self._patterns = shard_patterns(spec.seed, spec.shape, spec.sources[0].shape.dtype)
+        self._methods: dict[tuple[str, int], Method] = {}
+        self._progress = 0
+
+    def run(self, spec: RunSpec) -> RunResult:
+        """Run a method once.
+
+        Raises:
+            BatonError: The method does not work here, or failed.
+        """
+        flows = self._flows(spec)
+        method = self._method(spec.method, spec.streams)
+        if spec.wipe:
+            self._wipe()
+        cpu, start = time.process_time(), time.monotonic()
+        num_bytes = method.run(flows)
+        end, cpu = time.monotonic(), time.process_time() - cpu
+        return RunResult(start, end, num_bytes, cpu, self._wrong(flows) if spec.verify else None)
+
+    def reads(self, kind: str, count: int, limit_s: float) -> list[float]:
+        """Read single blocks of the first source over a pipe, one after the other; returns the seconds of each.
+
+        Raises:
+            InvalidRequestError: ``kind`` is no pipe.
+        """
+        method = self._pipe_method(kind, 1)
+        with contextlib.closing(method.open_pipe(0)) as pipe:
+            calls = itertools.cycle([method.read_one(pipe, block) for block in self._single_blocks(count)])
+            next(calls)()
+            return timed(lambda: next(calls)(), count, limit_s)
+
+    def fetches(self, kind: str, count: int, limit_s: float) -> list[float]:
+        """Get single blocks of the first source as a connector does, one after the other; the seconds of each."""
+        method, order = self._method(kind, 1), iter(self._single_blocks(count + 1))
+
+        def once() -> None:
+            block = np.array([next(order)], dtype=np.int64)
+            method.run([Flow(0, block, block)])
+
+        once()
+        return timed(once, count, limit_s)
+
+    def round_trips(self, size: int, count: int, limit_s: float) -> list[float]:
+        """Send messages of ``size`` bytes to the first source and back; returns the seconds of each round trip."""
+        with self._messages() as pipe:
+            round_trips(pipe, size, max(1, count // 10), limit_s / 4)
+            return round_trips(pipe, size, count, limit_s)
+
+    def overlap(self, spec: OverlapSpec) -> OverlapResult:
+        """Move a sequence from the first source while that simulates computing it.
+
+        Raises:
+            BatonError: The pipe does not work here, or failed.
+        """
+        method = self._pipe_method(spec.run.method, spec.run.streams)
+        flow = self._flows(spec.run)[0]
+        if spec.run.wipe:
+            self._wipe()
+        with self._messages() as pipe:
+            study = Study(spec, len(self._spec.shape.layers), len(flow.remote), self._progress)
+            self._progress = study.last_progress
+            exposed = study.run(pipe, lambda part, ready: method.fetch_part(flow, part, ready))
+        return OverlapResult(exposed, study.steps, self._wrong([flow]) if spec.run.verify else None)
+
+    def close(self) -> None:
+        """Close everything."""
+        for method in self._methods.values():
+            method.close()
+        self._shards.close()
+
+    def _single_blocks(self, count: int) -> list[int]:
+        blocks: list[int] = np.random.default_rng(self._spec.seed).integers(0, self._spec.num_blocks, count).tolist()
+        return blocks
+
+    def _messages(self) -> TcpMessagePipe:
+        """Connect to the first source's message service."""
+        return TcpMessagePipe.connect(
+            self._spec.sources[0].messages,
+            deadline=time.monotonic() + CONNECT_S,
+            token=self._token,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
+
+    def _wipe(self) -> None:
+        for arena in self._shards.arenas:
+            arena.blocks[:] = WIPED
+
+    def _wrong(self, flows: list[Flow]) -> int:
+        """Count the blocks that are not what their source holds."""
+        count = 0
+        for flow in flows:
+            source = self._spec.sources[flow.source]
+            tokens = source_tokens(source.shape, flow.remote)
+            for pattern, arena in zip(self._patterns, self._shards.arenas, strict=True):
+                count += len(pattern.wrong(arena.blocks, flow.local, source.index, tokens))
+        return count
+
+    def _flows(self, spec: RunSpec) -> list[Flow]:
+        num, seed, shape = self._spec.num_blocks, self._spec.seed, self._spec.shape
+        flows: list[Flow] = []
+        for place, source in enumerate(self._spec.sources):
+            remote = chosen(spec, source.num_blocks, seed, source.index)
+            here = msgspec.structs.replace(spec, blocks=shape.num_blocks(len(remote) * source.shape.block_size))
+            flows.append(Flow(place, remote, chosen(here, num, seed, _OWNER + self._spec.index) + place * num))
+        return flows
+
+    def _pipe_method(self, name: str, streams: int) -> PipeMethod:
+        method = self._method(name, streams)
+        if not isinstance(method, PipeMethod):
+            raise InvalidRequestError(f"{name} is no pipe", field="method")
+        return method
+
+    def _method(self, name: str, streams: int) -> Method:
+        key = (name, streams)
+        if key not in self._methods:
+            self._methods[key] = self._make(name, streams)
+        return self._methods[key]
+
+    def _make(self, name: str, streams: int) -> Method:
+        if name in ("memcpy", "memcpy-blocks"):
+            require_memory(sum(arena.blocks.nbytes for arena in self._shards.arenas))
+            return MemcpyMethod(self._shards, self._spec.shape, each_block=name == "memcpy-blocks")
+        if name == "socket":
+            return SocketMethod(self._shards.primary, self._spec.sources, streams, self._token)
+        return PipeMethod(self._shards, self._spec, name, streams, self._token)
+
+
+Fetch = Callable[[range, int | None], int]
+"""Fetches blocks of the sequence, by their places; the number: progress before their first layer, if not there yet.
+
+Called in several threads at once.
+"""
+_PATIENCE_S = 60.0
+_FETCHES = 4
+"""Fetches at once, as in an instance."""
+
+
+class Study:
+    """One run.
+
+    Args:
+        spec: Mode, chunk and speed.
+        num_layers: Of the model.
+        num_blocks: Source blocks of the sequence.
+        progress: The source's progress now.
+
+    Attributes:
+        steps: Layers computed, over all chunks.
+        last_progress: The source's progress afterwards.
+
+    Raises:
+        InvalidRequestError: Too many steps.
+    """
+
+    def __init__(self, spec: OverlapSpec, num_layers: int, num_blocks: int, progress: int) -> None:
+        self._spec, self._layers, self._progress = spec, num_layers, progress
+        edges = range(0, num_blocks, spec.chunk_blocks)
+        self._chunks = [range(at, min(at + spec.chunk_blocks, num_blocks)) for at in edges]
+        self.steps = len(self._chunks) * num_layers
+        self.last_progress = progress + self.steps
+        if self.steps >= MAX_STEPS:
+            raise InvalidRequestError(f"{self.steps} steps are too many: take a bigger --chunk", field="chunk")
+        self._per_block = spec.compute_s / num_blocks
+
+    def schedule(self) -> Schedule:
+        """Return what the source does: first the begin of the first chunk, then the end of every layer."""
+        rows, start = [(0, self._progress, 1)], 0.0
+        for number, chunk in enumerate(self._chunks):
+            each = len(chunk) * self._per_block / self._layers
+            for layer in range(1, self._layers + 1):
+                after = round((start + layer * each) * 1e9)
+                rows.append((after, self._progress + number * self._layers + layer, int(layer == self._layers)))
+            start += each * self._layers
+        return np.array(rows, dtype=np.int64)
+
+    def run(self, pipe: MessagePipe, fetch: Fetch) -> float:
+        """Run it; returns the exposed seconds."""
+        deadline = time.monotonic() + self._spec.compute_s + _PATIENCE_S
+        begin = time.monotonic()
+        ask_schedule(pipe, self.schedule())
+        next_step(pipe, deadline=deadline)  # the first chunk begins
+        # As a decode instance does: a chunk's fetch begins when it is offered, whether or not those before have ended.
+        with ThreadPoolExecutor(_FETCHES, "baton-bench-fetch") as pool:
+            fetches: list[Future[int]] = []
+            for number, chunk in enumerate(self._chunks):
+                if self._spec.mode == "layer-wise":
+                    fetches.append(pool.submit(fetch, chunk, self._progress + number * self._layers))
+                next_step(pipe, deadline=deadline)  # the chunk is there
+                if self._spec.mode == "chunked":
+                    fetches.append(pool.submit(fetch, chunk, None))
+            if self._spec.mode == "serial":
+                fetch(range(self._chunks[0].start, self._chunks[-1].stop), None)
+            for each in fetches:
+                each.result()
+        return time.monotonic() - begin - self._spec.compute_s
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_agent(lambda host, token, _: Agent(host, token)))

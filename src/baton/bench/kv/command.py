@@ -1,81 +1,115 @@
-"""The command's inside: options from flags, one side or the other, and what is shown."""
+"""``baton bench kv``: its flags, one side or the other, and progress while it measures."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from baton.bench.core.records import Record
-from baton.bench.core.report import check_plot, numbers, result_console, words
-from baton.bench.kv.agent import Listener
-from baton.bench.kv.driver import Driver
-from baton.bench.kv.plan import Options
-from baton.bench.kv.tables import draw, print_tables
-from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.protocol.connect import split_address
-from baton.rpc.auth import read_token
-
+_EPILOG = """exit status:
+  0  everything asked for was measured, and every byte was right
+  1  a transfer failed, or a block was not what it should be
+  2  it cannot run as asked: a flag, too little memory, a pipe named with --pipe that does not work here
+  3  a pipe was slower than --require-gbps at the largest size
+  130  interrupted
+"""
 FILE_WIDTH = 132
 """Columns of tables that go to a file or a pipe."""
 
 
+def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``kv``."""
+    parser = benches.add_parser(
+        "kv",
+        help="KV transfer over each pipe, against the machine's limits",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to move")
+    what.add_argument("--model", default="", help="model directory whose config.json tells the KV's geometry")
+    what.add_argument("--geometry", default="", help="a known model's geometry (default: llama-8b)")
+    what.add_argument("--isl", default="4096", help="prompt tokens: 4096, 128,1024 or 128:131072 (doubling)")
+    what.add_argument("--block-size", type=int, default=16, help="tokens per block of the source")
+    what.add_argument("--dst-block-size", type=int, default=None, help="tokens per block of the target (default: same)")
+    what.add_argument("--kv-dtype", default="bfloat16", help="dtype of the KV")
+    what.add_argument(
+        "--dst-kv-dtype", default=None, help="dtype of the target, which converts what it reads (default: same)"
+    )
+    for side, name in (("src", "source"), ("dst", "target")):
+        what.add_argument(f"--{side}-tp", type=int, default=1, help=f"tensor-parallel ranks of the {name}")
+        what.add_argument(f"--{side}-pp", type=int, default=1, help=f"pipeline stages of the {name}")
+    what.add_argument("--bytes", type=int, default=None, help="move so many bytes instead of a model's KV")
+    what.add_argument("--descriptors", type=int, default=1, help="cut --bytes into so many blocks, in random order")
+    how = parser.add_argument_group("how")
+    how.add_argument("--pipe", default=None, help="pipes to compare: shm,tcp,nixl,gloo (default: those that work)")
+    how.add_argument("--streams", default="1,4", help="TCP connections per transfer, one measurement each")
+    how.add_argument("--pattern", default="1-1", help="1-1, N-1 (incast), 1-N or NxM; every flow moves the whole size")
+    how.add_argument("--n", type=int, default=2, help="sources of N-1 and NxM")
+    how.add_argument("--m", type=int, default=2, help="targets of 1-N and NxM")
+    how.add_argument("--warmup", type=int, default=1, help="rounds before those that count")
+    how.add_argument("--repeat", type=int, default=7, help="rounds that count")
+    how.add_argument("--seed", type=int, default=0, help="seed of the bytes and of the blocks' order")
+    how.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare every byte")
+    how.add_argument(
+        "--reference",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also the standing comparison: 256 MiB contiguous and paged, small exchanges (pattern 1-1 only)",
+    )
+    hosts = parser.add_argument_group("two hosts")
+    hosts.add_argument("--listen", default="", metavar="HOST:PORT", help="serve the sources of drivers that connect")
+    hosts.add_argument("--connect", default="", metavar="HOST:PORT", help="take the sources from a host that listens")
+    hosts.add_argument("--token-file", default="", help="file with the shared token; needed off loopback")
+    out = parser.add_argument_group("questions and answers")
+    out.add_argument("--prefill-tokens-per-s", type=float, default=None, help="does the link carry this prefill speed?")
+    out.add_argument("--overlap", action="store_true", help="time exposed under simulated compute")
+    out.add_argument("--chunk", type=int, default=512, help="tokens per prefill chunk, for --overlap")
+    out.add_argument("--require-gbps", type=float, default=None, help="exit status 3 if a pipe is slower (GB/s)")
+    out.add_argument("--json", action="store_true", help="JSON lines on standard output instead of tables")
+    out.add_argument("--plot", default="", metavar="FILE", help="draw GB/s over size into a .png or .svg file")
+    parser.set_defaults(run=run)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Listen, or measure; returns the exit status.
+    """Listen, or measure; returns the exit status, see ``--help``."""
+    # Imported here, as in what follows: other commands need none of it.
+    from baton.bench.core.report import guarded
 
-    Raises:
-        ConfigError: A flag that cannot work.
-        BatonError: An agent ended, or the other host is out of reach.
-    """
-    if args.listen:
-        if args.connect:
-            raise ConfigError("give --listen on one host and --connect on the other", field="listen")
-        return _listen(args.listen, args.token_file)
-    options = options_from(args)
-    if args.plot:
-        check_plot(Path(args.plot))
-    records: list[Record] = []
-    with _progress() as step:
-
-        def report(record: Record) -> None:
-            records.append(record)
-            if args.json:
-                sys.stdout.write(record.to_json() + "\n")
-                sys.stdout.flush()
-
-        code = Driver(options, report, step).run()
-    if not args.json:
-        print_tables(records, result_console(FILE_WIDTH))
-    if args.plot:
-        draw(records, Path(args.plot))
-    return code
+    return guarded("kv", lambda: _listen(args) if args.listen else _measure(args))
 
 
-def options_from(args: argparse.Namespace) -> Options:
-    """Build the options from parsed flags.
+def _measure(args: argparse.Namespace) -> int:
+    from baton.bench.core.report import Report, run_and_show
+    from baton.bench.kv.driver import Driver
+    from baton.bench.kv.plan import Options
+    from baton.bench.kv.records import draw, print_tables
 
-    Raises:
-        ConfigError: Names the flag.
-    """
-    names = {item.name for item in dataclasses.fields(Options)} - {"pipes", "streams"}
-    values = {name: getattr(args, name) for name in names}
-    pipes = None if args.pipe is None else words(args.pipe)
-    return Options(**values, pipes=pipes, streams=numbers(args.streams, "streams"))
+    options = Options.from_args(args)
+
+    def measure(report: Report) -> int:
+        with _progress() as step:
+            return Driver(options, report, step).run()
+
+    return run_and_show(args, measure, print_tables, draw, FILE_WIDTH)
 
 
-def _listen(address: str, token_file: str) -> int:
+def _listen(args: argparse.Namespace) -> int:
+    from baton.bench.core.agents import Listener
+    from baton.bench.kv.driver import AGENT_MODULE
+    from baton.errors import ConfigError, PipeClosedError
+    from baton.kv_transfer.protocol.connect import split_address
+    from baton.rpc.auth import read_token
+
+    if args.connect:
+        raise ConfigError("give --listen on one host and --connect on the other", field="listen")
     try:
-        host, port = split_address(address)
+        host, port = split_address(args.listen)
     except PipeClosedError as error:
         raise ConfigError(f"--listen: {error.message}", field="listen") from error
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    listener = Listener(host, port, read_token(token_file), token_file)
+    listener = Listener(host, port, read_token(args.token_file), args.token_file, AGENT_MODULE)
     try:
         sys.stderr.write(f"listening on {listener.address}; Ctrl-C ends\n")
         sys.stderr.flush()
@@ -85,23 +119,20 @@ def _listen(address: str, token_file: str) -> int:
     return 0
 
 
-class _progress:
-    """A progress bar on standard error, where that is a terminal."""
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int], None]]:
+    """Show a progress bar on standard error, where that is a terminal; yields what is told of steps."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("starting", total=None)
-        self._done = 0
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, done = bar.add_task("starting", total=None), 0
 
-    def __enter__(self) -> Callable[[str, int], None]:
-        self._bar.start()
-        return self._step
+        def step(what: str, left: int) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, description=what, completed=done, total=done + left)
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _step(self, what: str, left: int) -> None:
-        self._done += 1
-        self._bar.update(self._task, description=what, completed=self._done, total=self._done + left)
+        yield step

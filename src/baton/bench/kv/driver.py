@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from baton.bench.core.records import Record, ResultRecord
-from baton.bench.core.stats import Spread
-from baton.bench.kv.agents import Agent, LocalAgent, connect_agent
-from baton.bench.kv.contest import Contestant, FlowContestant, OpenStage, RivalContestant, Standing, one_line
+from baton.bench.core.agents import Agent, Fields, connect_agent, start_agent
+from baton.bench.core.report import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_TOO_SLOW,
+    EXIT_UNABLE,
+    Record,
+    Report,
+    Spread,
+    one_line,
+    require_memory,
+    run_with_result,
+)
+from baton.bench.kv.contest import Contestant, FlowContestant, OpenStage, OverlapStudies, RivalContestant, Standing
 from baton.bench.kv.plan import (
     MESSAGE_SIZES,
     SMALL_BYTES,
@@ -23,20 +32,17 @@ from baton.bench.kv.plan import (
     small_stage,
 )
 from baton.bench.kv.records import SCHEMA_VERSION, MessagesRecord, RunRecord, UnavailableRecord
-from baton.bench.kv.report import OverlapStudies, compute_ratios, sample_seconds, stage_records, verdict_records
+from baton.bench.kv.report import compute_ratios, median_rate, sample_seconds, stage_records, verdict_records
 from baton.bench.kv.rivals import RIVALS
-from baton.bench.kv.source import require_memory
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
 from baton.rpc.auth import read_token
 from baton.version import __version__
 
-EXIT_OK, EXIT_FAILED, EXIT_UNABLE, EXIT_TOO_SLOW = 0, 1, 2, 3
-RIVAL_MODULE = "baton.bench.kv.rivals"
+AGENT_MODULE, RIVAL_MODULE = "baton.bench.kv.agent", "baton.bench.kv.rivals"
 OVERLAP_ROUNDS = 5
 SAMPLES = 2000
 SAMPLE_S = 0.4
 """Longest time (seconds) for the small exchanges of one kind and size."""
-Report = Callable[[Record], None]
 Step = Callable[[str, int], None]
 """Told what runs now, and how many steps are still to come."""
 
@@ -69,37 +75,31 @@ class Driver:
             ConfigError: It cannot be run as asked at all.
             BatonError: An agent ended, or the other host is out of reach.
         """
-        started = time.perf_counter()
-        options = self._options
-        stage = model_stage(options)
+        stage = model_stage(self._options)
         self._require_memory(stage)
         stages = [stage, *([reference_stage()] if self._with_reference() else [])]
+        return run_with_result(lambda: self._measure(stages), self._report)
+
+    def _measure(self, stages: list[Stage]) -> tuple[int, list[str]]:
+        options = self._options
         rounds = options.warmup + options.repeat
         methods = {each.name: len(pipe_methods(options)) + len(baseline_methods(options, each.name)) for each in stages}
         self._left = sum(len(each.cases) * methods[each.name] for each in stages) * rounds + len(options.asked)
-        try:
-            self._measure(stages)
-        except BatonError as error:
-            code = EXIT_UNABLE if isinstance(error, ConfigError) else EXIT_FAILED
-            self._report(ResultRecord(code, (one_line(error),), round(time.perf_counter() - started, 3)))
-            raise
+        with contextlib.ExitStack() as stack:
+            sources = [self._source(stack, i) for i in range(options.num_sources)]
+            targets = [
+                self._agent(stack, f"target {i}", host=self._host, token_file=options.token_file)
+                for i in range(options.num_targets)
+            ]
+            self._report(self._run_record(stages[0], sources[0], targets[0]))
+            for each in stages:
+                self._run_stage(each, sources, targets)
+            if self._with_reference():
+                self._small(sources, targets)
         for ratio in compute_ratios(self._standings, self._others):
             self._report(ratio)
         code = self._exit_code()
-        failures = (*self._failures, *self._slow, *(f"{n}: {w}" for n, w in self._asked_in_vain()))
-        self._report(ResultRecord(code, failures, round(time.perf_counter() - started, 3)))
-        return code
-
-    def _measure(self, stages: list[Stage]) -> None:
-        options = self._options
-        with contextlib.ExitStack() as stack:
-            sources = [stack.enter_context(self._source(i)) for i in range(options.num_sources)]
-            targets = [stack.enter_context(self._target(i)) for i in range(options.num_targets)]
-            self._report(self._run_record(stages[0], sources[0], targets[0]))
-            for stage in stages:
-                self._run_stage(stage, sources, targets)
-            if self._with_reference():
-                self._small(sources, targets)
+        return code, [*self._failures, *self._slow, *(f"{name}: {why}" for name, why in self._asked_in_vain())]
 
     def _with_reference(self) -> bool:
         return self._options.reference and self._options.pattern == "1-1"
@@ -110,27 +110,24 @@ class Driver:
         there = 0 if self._options.connect else sources * stage.source.memory(stage.source_blocks)
         require_memory(there + 2 * targets * sources * stage.target.memory(stage.target_blocks))
 
-    @contextlib.contextmanager
-    def _source(self, index: int) -> Iterator[Agent]:
+    def _source(self, stack: contextlib.ExitStack, index: int) -> Agent:
         options, name = self._options, f"source {index}"
-        if options.connect:
-            agent, self._host = connect_agent(name, options.connect, self._token)
-        else:
-            agent = LocalAgent(name, token_file=options.token_file)
-        with _closing(agent):
-            yield agent
+        if not options.connect:
+            return self._agent(stack, name, token_file=options.token_file)
+        agent, self._host = connect_agent(name, options.connect, self._token)
+        return stack.enter_context(contextlib.closing(agent))
 
-    def _target(self, index: int) -> contextlib.AbstractContextManager[Agent]:
-        return _closing(LocalAgent(f"target {index}", host=self._host, token_file=self._options.token_file))
+    def _agent(self, stack: contextlib.ExitStack, name: str, module: str = AGENT_MODULE, **options: Any) -> Agent:
+        return stack.enter_context(contextlib.closing(start_agent(name, module, **options)))
 
     def _run_record(self, stage: Stage, source: Agent, target: Agent) -> RunRecord:
         options = self._options
-        here, there = target.ask("hello"), source.ask("hello")
+        here, there = target.ask("hello", Fields), source.ask("hello", Fields)
         return RunRecord(
             schema=SCHEMA_VERSION,
             version=__version__,
-            machine=_facts(here),
-            peer=_facts(there) if options.connect else None,
+            machine=here,
+            peer=there if options.connect else None,
             pipes=options.asked,
             geometry=options.label,
             kv_bytes_per_token=stage.source.bytes_per_token if stage.name == "kv" else 0,
@@ -186,12 +183,11 @@ class Driver:
         for name, (pipe, env) in RIVALS.items():
             if pipe not in self._options.asked or self._options.connect:
                 continue
-            ends = (
-                stack.enter_context(_closing(LocalAgent(f"{name} source", env=env, module=RIVAL_MODULE))),
-                stack.enter_context(_closing(LocalAgent(f"{name} target", env=env, module=RIVAL_MODULE))),
+            source, target = (
+                self._agent(stack, f"{name} {role}", RIVAL_MODULE, env=env) for role in ("source", "target")
             )
             try:
-                out.append(RivalContestant(name, ends, stage, self._options.seed))
+                out.append(RivalContestant(name, (source, target), stage, self._options.seed))
             except BatonError as error:
                 self._note_unavailable({name: one_line(error)})
         return out
@@ -203,16 +199,10 @@ class Driver:
             check = self._options.verify and turn == rounds - 1
             for case in stage.cases:
                 for standing in standings:
-                    key, is_pipe = standing.contestant.key, standing.contestant.is_pipe
-                    self._advance(f"{case.name} {case.tokens or ''} {key.label}")
+                    who = standing.contestant
+                    self._advance(f"{case.name} {case.tokens or ''} {who.key.label}")
                     if not standing.out:
-                        standing.run(
-                            case,
-                            count=turn >= warmup,
-                            first=turn == 0,
-                            wipe=check and is_pipe,
-                            verify=check and is_pipe,
-                        )
+                        standing.run(case, count=turn >= warmup, first=turn == 0, verify=check and who.is_pipe)
 
     def _overlap(self, stage: Stage, standings: list[Standing]) -> None:
         """Study every pipe at the largest size; the modes take turns too."""
@@ -245,7 +235,7 @@ class Driver:
             samples = standing.samples.get(largest)
             if wanted is None or not standing.contestant.is_pipe or not samples:
                 continue
-            rate = Spread.of([sample.bytes / sample.seconds / 1e9 for sample in samples]).p50
+            rate = median_rate(samples)
             if rate < wanted:
                 self._slow.append(f"{standing.contestant.key.label}: {rate:.3g} GB/s, required {wanted:g}")
 
@@ -256,26 +246,23 @@ class Driver:
             self._advance(f"small {kind}")
             try:
                 if kind not in self._unavailable:
-                    for what, order in (("read", "reads"), ("fetch", "fetches")):
-                        answer = targets[0].ask(order, kind=kind, count=SAMPLES, limit_s=SAMPLE_S)
-                        self._note_small(kind, what, SMALL_BYTES, answer["seconds"])
+                    self._sample(targets[0], "reads", kind, "read", SMALL_BYTES)
+                    self._sample(targets[0], "fetches", kind, "fetch", SMALL_BYTES)
             except BatonError as error:
                 self._failures.append(f"{kind}, small: {one_line(error)}")
         if "tcp" in self._options.asked:
-            self._round_trips(targets[0])
-            answer = targets[0].ask("fetches", kind="socket", count=SAMPLES, limit_s=SAMPLE_S)
-            self._note_small("socket", "round trip", SMALL_BYTES, answer["seconds"])
+            for size in MESSAGE_SIZES:
+                self._sample(targets[0], "round_trips", "tcp", "round trip", size)
+            self._sample(targets[0], "fetches", "socket", "round trip", SMALL_BYTES)
         opened.close()
 
-    def _round_trips(self, target: Agent) -> None:
-        for size in MESSAGE_SIZES:
-            answer = target.ask("round_trips", size=size, count=SAMPLES, limit_s=SAMPLE_S)
-            self._note_small("tcp", "round trip", size, answer["seconds"])
-
-    def _note_small(self, kind: str, what: str, size: int, samples: list[float]) -> None:
+    def _sample(self, target: Agent, order: str, pipe: str, what: str, size: int) -> None:
+        about = {"size": size} if order == "round_trips" else {"kind": pipe}
+        answer = target.ask(order, dict[str, list[float]], count=SAMPLES, limit_s=SAMPLE_S, **about)
+        samples = answer["seconds"]
         spread = Spread.of([sample * 1e6 for sample in samples])
         record = MessagesRecord(
-            pipe=kind,
+            pipe=pipe,
             what=what,
             bytes=size,
             count=len(samples),
@@ -314,16 +301,3 @@ class Driver:
     def _advance(self, what: str) -> None:
         self._left = max(0, self._left - 1)
         self._step(what, self._left)
-
-
-@contextlib.contextmanager
-def _closing(agent: Agent) -> Iterator[Agent]:
-    try:
-        yield agent
-    finally:
-        agent.close()
-
-
-def _facts(hello: dict[str, Any]) -> dict[str, Any]:
-    names = ("host", "cpus", "arch", "kernel", "memory", "load")
-    return {name: hello.get(name) for name in names}

@@ -1,4 +1,4 @@
-"""Small messages over a message pipe: a service that answers, and clients that count round trips.
+"""What a source answers beside its block servers: small messages, and ranges of bytes over bare sockets.
 
 A message of one tensor comes back as it is. A message of two, (uint8 word, int64 [n, 3]), asks for a schedule: so many
 nanoseconds after the message came, the source's progress is raised to a value and, if the third number is 1, the
@@ -8,17 +8,27 @@ computes in a real instance is not this processor.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
+import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError
-from baton.kv_transfer.pipes.messages import MessageListener, MessagePipe, WireTensor
+from baton.errors import BatonError, DeadlineError, PipeClosedError
+from baton.kv_transfer.pipes.messages import MessagePipe, TcpMessagePipe, WireTensor
+from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
+from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
+from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.types import Bytes
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 1 << 20
@@ -29,76 +39,101 @@ Schedule = npt.NDArray[np.int64]
 _IDLE_S = 3600.0
 """Longest wait (seconds) for a client; closing wakes every blocked call."""
 _ANSWER_S = 10.0
+_REQUEST = struct.Struct("<QQ")
+_PATIENCE_S = 60
+"""Seconds that the kernel lets a bare call wait for the peer."""
 
 
-class MessageService:
-    """Answers messages on one listener, a thread per pipe.
+class PeerServer(ABC):
+    """Serves each peer that connects in a thread of its own.
 
     Args:
-        listener: Closed with the service.
-        advance: Raises the source's progress.
+        host: Address to bind.
+        token: Shared token.
+
+    Attributes:
+        address: host:port where peers connect.
     """
 
-    def __init__(self, listener: MessageListener, advance: Callable[[int], None]) -> None:
-        self._listener, self._advance = listener, advance
+    def __init__(self, host: str, token: str | None) -> None:
+        self._token = token
+        self._socket = bind_tcp(host, 0, token)
+        self._socket.listen()
+        self.address = join_address(host, self._socket.getsockname()[1])
         self._closing = threading.Event()
-        self._pipes: set[MessagePipe] = set()
+        self._streams: set[Stream] = set()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._accept, name="bench-accept", daemon=True)]
         self._threads[0].start()
 
-    @property
-    def address(self) -> str:
-        """Where clients connect."""
-        return self._listener.address
-
     def close(self) -> None:
-        """Close the listener and all pipes, and wait for the threads."""
+        """Stop listening, hang up on all peers, and wait for the threads."""
         self._closing.set()
-        self._listener.close()
+        close_listener(self._socket)
         with self._lock:
-            pipes = list(self._pipes)
-        for pipe in pipes:
-            pipe.close()
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
         for thread in self._threads:
             thread.join(_ANSWER_S)
 
+    @abstractmethod
+    def _serve(self, stream: Stream) -> None:
+        """Serve a peer until it leaves."""
+
     def _accept(self) -> None:
-        while not self._closing.is_set():
+        while True:
             try:
-                # Not in short turns: a handshake that begins at the end of one would be cut off with it.
-                pipe = self._listener.accept(deadline=time.monotonic() + _IDLE_S, cancelled=self._closing)
-            except DeadlineError:
-                continue
-            except (CancelledError, PipeClosedError):
+                stream = accept_stream(self._socket, Wait(), "a peer")
+            except PipeClosedError:
                 return
+            if not greet_or_refuse(stream, self._token, _soon()):
+                continue
             with self._lock:
-                self._pipes.add(pipe)
+                self._streams.add(stream)
             if self._closing.is_set():  # it may have come too late for ``close`` to see it
-                pipe.close()
-            thread = threading.Thread(target=self._serve, args=(pipe,), name="bench-messages", daemon=True)
+                stream.close()
+            thread = threading.Thread(target=self._serve_peer, args=(stream,), name="bench-serve", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self, pipe: MessagePipe) -> None:
+    def _serve_peer(self, stream: Stream) -> None:
         try:
-            while not self._closing.is_set():
-                try:
-                    message = pipe.recv(deadline=time.monotonic() + _IDLE_S)
-                except DeadlineError:
-                    continue
-                if message is not None and len(message) == 2:
-                    self._follow(pipe, _schedule(message[1]))
-                else:
-                    pipe.send(message, deadline=time.monotonic() + _ANSWER_S)
-        except PipeClosedError:
-            log.debug("a peer left")
+            self._serve(stream)
+        except (PipeClosedError, OSError) as error:
+            log.debug("a peer left: %s", error)
         except BatonError as error:
             log.warning("a peer was sent away: %s", error)
         finally:
-            pipe.close()
+            stream.close()
             with self._lock:
-                self._pipes.discard(pipe)
+                self._streams.discard(stream)
+
+
+class MessageService(PeerServer):
+    """Answers messages.
+
+    Args:
+        host: Address to bind.
+        token: Shared token.
+        advance: Raises the source's progress.
+    """
+
+    def __init__(self, host: str, token: str | None, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+        super().__init__(host, token)
+
+    def _serve(self, stream: Stream) -> None:
+        pipe = TcpMessagePipe(stream, max_message_bytes=MAX_MESSAGE_BYTES)
+        while True:
+            try:
+                message = pipe.recv(deadline=time.monotonic() + _IDLE_S)
+            except DeadlineError:
+                continue
+            if message is not None and len(message) == 2:
+                self._follow(pipe, _schedule(message[1]))
+            else:
+                pipe.send(message, deadline=time.monotonic() + _ANSWER_S)
 
     def _follow(self, pipe: MessagePipe, schedule: Schedule) -> None:
         start = time.monotonic()
@@ -180,3 +215,74 @@ def _schedule(tensor: WireTensor) -> Schedule:
     if schedule.min() < 0 or schedule[:, 0].max() > MAX_SCHEDULE_S * 1e9:
         raise BadFrameError("a schedule goes forward, and not for longer than ten minutes")
     return schedule
+
+
+class BareServer(PeerServer):
+    """Sends ranges of a block of memory to peers that ask for them.
+
+    Args:
+        memory: uint8 [bytes].
+        host: Address to bind.
+        token: Shared token.
+    """
+
+    def __init__(self, memory: Bytes, host: str, token: str | None) -> None:
+        self._memory = memory
+        super().__init__(host, token)
+
+    def _serve(self, stream: Stream) -> None:
+        whole = self._memory.data
+        while True:
+            stream.wait_readable(Wait(), "waiting for a request")
+            offset, size = _REQUEST.unpack(stream.recv_exact(_REQUEST.size, _soon(), "reading a request"))
+            if offset + size > len(whole):
+                raise BadFrameError("a bare reader asked for what is not there")
+            make_bare(stream).sendall(whole[offset : offset + size])
+
+
+class BareReader:
+    """One bare connection."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        wait = _soon()
+        self._stream = connect_tcp(address, wait)
+        try:
+            greet_as_client(self._stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
+        except BaseException:
+            self._stream.close()
+            raise
+        self._socket = make_bare(self._stream)
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Read ``len(view)`` bytes from an offset of the source's memory.
+
+        Raises:
+            PipeClosedError: The source is gone, or silent.
+        """
+        try:
+            self._socket.sendall(_REQUEST.pack(offset, len(view)))
+            at = 0
+            while at < len(view):
+                got = self._socket.recv_into(view[at:])
+                if got == 0:
+                    raise PipeClosedError("the bare socket's peer hung up")
+                at += got
+        except OSError as error:
+            raise PipeClosedError(f"the bare socket failed: {os.strerror(error.errno or 0)}") from error
+
+    def close(self) -> None:
+        """Close."""
+        self._stream.close()
+
+
+def make_bare(stream: Stream) -> socket.socket:
+    """Return a stream's socket with one long kernel time-out instead of the ticks of Baton's streams."""
+    sock = stream.sock
+    for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        with contextlib.suppress(OSError):  # closed by the peer: the next call will say so
+            sock.setsockopt(socket.SOL_SOCKET, name, struct.pack("ll", _PATIENCE_S, 0))
+    return sock
+
+
+def _soon() -> Wait:
+    return Wait(time.monotonic() + HANDSHAKE_S)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from dataclasses import dataclass
 
 from baton.bench.core.geometries import model_geometry, named_geometry
+from baton.bench.core.report import check_positive, check_ranges, numbers, words
 from baton.bench.kv.specs import MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
 from baton.config.pipes import BUILT_IN
 from baton.errors import ConfigError, shown
@@ -23,6 +25,22 @@ SMALL_BYTES = 4096
 SMALL_BLOCKS = 1024
 MESSAGE_SIZES = (64, 1024, 4096)
 _MAX_TOKENS = 1 << 24
+_RANGES = {
+    "block_size": (1, 4096),
+    "dst_block_size": (1, 4096),
+    "src_tp": (1, 64),
+    "src_pp": (1, 64),
+    "dst_tp": (1, 64),
+    "dst_pp": (1, 64),
+    "bytes": (1, 1 << 40),
+    "descriptors": (1, MAX_BLOCKS),
+    "n": (1, MAX_SOURCES),
+    "m": (1, MAX_SOURCES),
+    "warmup": (0, 1000),
+    "repeat": (1, 10_000),
+    "chunk": (1, _MAX_TOKENS),
+    "seed": (0, (1 << 63) - 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +81,18 @@ class Options:
     token_file: str = ""
     seed: int = 0
 
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Options:
+        """Build them from parsed flags.
+
+        Raises:
+            ConfigError: Names the flag.
+        """
+        same = {item.name for item in dataclasses.fields(cls)} - {"pipes", "streams"}
+        pipes = None if args.pipe is None else words(args.pipe)
+        values = {name: getattr(args, name) for name in same}
+        return cls(**values, pipes=pipes, streams=numbers(args.streams, "streams"))
+
     def __post_init__(self) -> None:
         if sum(bool(x) for x in (self.model, self.geometry, self.bytes)) > 1:
             raise ConfigError("give one of --model, --geometry and --bytes", field="geometry")
@@ -80,33 +110,8 @@ class Options:
             raise ConfigError("--dst-kv-dtype needs a model or a geometry", field="dst_kv_dtype")
         if self.overlap and (self.bytes or self.pattern != "1-1"):
             raise ConfigError("--overlap needs a model or a geometry, and pattern 1-1", field="overlap")
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        for name, least, most in (
-            ("block_size", 1, 4096),
-            ("dst_block_size", 1, 4096),
-            ("src_tp", 1, 64),
-            ("src_pp", 1, 64),
-            ("dst_tp", 1, 64),
-            ("dst_pp", 1, 64),
-            ("bytes", 1, 1 << 40),
-            ("descriptors", 1, MAX_BLOCKS),
-            ("n", 1, MAX_SOURCES),
-            ("m", 1, MAX_SOURCES),
-            ("warmup", 0, 1000),
-            ("repeat", 1, 10_000),
-            ("chunk", 1, _MAX_TOKENS),
-            ("seed", 0, (1 << 63) - 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} must be between {least} and {most}, got {value}", field=name)
-        for name in ("prefill_tokens_per_s", "require_gbps"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0", field=name)
+        check_ranges(self, _RANGES)
+        check_positive(self, "prefill_tokens_per_s", "require_gbps")
 
     @property
     def asked(self) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.bench.core.records import Record
-from baton.bench.core.stats import Spread, paired_ratio
-from baton.bench.kv.contest import FlowContestant, Sample, Standing, Study
-from baton.bench.kv.control import seconds
+from baton.bench.core.report import Record, Spread, paired_ratio
+from baton.bench.kv.contest import Sample, Standing
 from baton.bench.kv.plan import SMALL_BYTES, Case, MethodKey, Options, Stage
 from baton.bench.kv.records import (
     BaselineRecord,
@@ -18,32 +18,27 @@ from baton.bench.kv.records import (
     TransferRecord,
     VerdictRecord,
 )
-from baton.bench.kv.specs import MAX_COMPUTE_S, MODES
-from baton.errors import ConfigError
 
 LIMITS = {"shm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
 """The baseline that bounds a pipe of a kind on one host; between two, it is the socket for all."""
 
 
-def rates(samples: Sequence[Sample]) -> list[float]:
-    """Return GB/s of each run."""
-    return [sample.bytes / sample.seconds / 1e9 for sample in samples]
+def median_rate(samples: Sequence[Sample]) -> float:
+    """Return the median GB/s of the runs."""
+    return statistics.median(sample.bytes / sample.seconds / 1e9 for sample in samples)
 
 
 def stage_records(stage: Stage, standings: Sequence[Standing], options: Options) -> list[Record]:
     """Return the records of a stage, case by case, baselines first."""
     out: list[Record] = []
     for case in stage.cases:
-        done = {s.contestant.key: (s, s.samples[case]) for s in standings if s.samples.get(case)}
-        for standing, samples in done.values():
-            if not standing.contestant.is_pipe:
-                out.append(_baseline(case, standing.contestant.key, samples))
-        for standing, samples in done.values():
-            if standing.contestant.is_pipe:
-                key = standing.contestant.key
-                name = "socket" if options.connect else LIMITS[key.name]
-                limit = limit_of(name, key.streams, {k: s for k, (_, s) in done.items()})
-                out.append(_transfer(case, (key, samples), limit, options.pattern))
+        done = {s.contestant.key: s.samples[case] for s in standings if s.samples.get(case)}
+        pipes = {s.contestant.key for s in standings if s.contestant.is_pipe}
+        out += [_baseline(case, key, samples) for key, samples in done.items() if key not in pipes]
+        for key, samples in done.items():
+            if key in pipes:
+                limit = limit_of("socket" if options.connect else LIMITS[key.name], key.streams, done)
+                out.append(_transfer(case, key, samples, limit, options.pattern))
     return out
 
 
@@ -53,7 +48,7 @@ def limit_of(name: str, streams: int, done: Mapping[MethodKey, list[Sample]]) ->
     if not measured:
         return "", 0.0
     nearest = min(measured, key=lambda key: abs(key.streams - streams))
-    return nearest.label, Spread.of(rates(done[nearest])).p50
+    return nearest.label, median_rate(done[nearest])
 
 
 def verdict_records(stage: Stage, standings: Sequence[Standing], options: Options) -> list[VerdictRecord]:
@@ -90,78 +85,19 @@ def verdict(key: MethodKey, tokens: int, kappa: int, gb_per_s: float, wanted: fl
 
 def sample_seconds(samples: Sequence[Sample]) -> float:
     """Return the median seconds of a run."""
-    return Spread.of([sample.seconds for sample in samples]).p50
+    return statistics.median(sample.seconds for sample in samples)
 
 
-class OverlapStudies:
-    """Runs and sums up transfers under simulated compute.
+def _timing(samples: Sequence[Sample]) -> dict[str, float]:
+    spread = Spread.of([sample.seconds * 1e3 for sample in samples])
+    return {f"{name}_ms": round(value, 4) for name, value in dataclasses.asdict(spread).items()}
 
-    Args:
-        stage: The open stage.
-        case: Its largest size.
-        options: Chunk and prefill speed; without a speed, the compute takes as long as the transfer alone.
-    """
 
-    def __init__(self, stage: Stage, case: Case, options: Options) -> None:
-        self._case, self._options = case, options
-        self._chunk_blocks = max(1, min(options.chunk // options.block_size, case.blocks))
-        self._tokens = case.blocks * stage.source.block_size
-        self._runs: dict[tuple[MethodKey, str], list[tuple[float, float]]] = {}
-        self._wrong: dict[tuple[MethodKey, str], int] = {}
-        self._steps = 0
-
-    def run(self, contestant: FlowContestant, serial_s: float, *, verify: bool) -> None:
-        """Run every mode once.
-
-        Args:
-            contestant: The pipe.
-            serial_s: Seconds that its transfer alone takes.
-            verify: Compare every byte.
-
-        Raises:
-            BatonError: It failed.
-        """
-        speed = self._options.prefill_tokens_per_s
-        compute_s = serial_s if speed is None else self._tokens / speed
-        for mode in MODES:
-            if not 0 < compute_s < MAX_COMPUTE_S:
-                raise ConfigError(f"computing {self._tokens} tokens would take {compute_s:.3g} s", field="isl")
-            answer = contestant.overlap(self._case, Study(mode, self._chunk_blocks, compute_s), verify=verify)
-            self._steps = int(seconds(answer, "steps"))
-            exposed = seconds(answer, "exposed")
-            self._runs.setdefault((contestant.key, mode), []).append((compute_s, exposed))
-            if verify:
-                self._wrong[contestant.key, mode] = int(seconds(answer, "wrong"))
-            if mode == "serial" and speed is None:
-                compute_s = exposed  # what the transfer takes right now: the other modes are compared with this run
-
-    def records(self) -> list[OverlapRecord]:
-        """Return a record per pipe and mode; shares are medians of quotients within a turn."""
-        out: list[OverlapRecord] = []
-        for (key, mode), runs in self._runs.items():
-            computes, exposed = [compute for compute, _ in runs], [seconds for _, seconds in runs]
-            serial = [seconds for _, seconds in self._runs[key, "serial"]][: len(runs)]
-            compute = Spread.of(computes).p50
-            out.append(
-                OverlapRecord(
-                    pipe=key.name,
-                    streams=key.streams,
-                    mode=mode,
-                    tokens=self._case.tokens,
-                    chunk=self._chunk_blocks * self._options.block_size,
-                    steps=self._steps,
-                    prefill_tokens_per_s=round(self._tokens / compute, 1),
-                    compute_ms=round(compute * 1e3, 3),
-                    exposed_ms=round(Spread.of(exposed).p50 * 1e3, 3),
-                    percent_of_serial=round(100 * paired_ratio(exposed, serial), 1),
-                    verified=self._wrong.get((key, mode)) == 0,
-                )
-            )
-        return out
+def _cpu_per_gb(samples: Sequence[Sample]) -> float:
+    return round(sum(sample.cpu for sample in samples) / (sum(sample.bytes for sample in samples) / 1e9), 4)
 
 
 def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> BaselineRecord:
-    spread = Spread.of([sample.seconds * 1e3 for sample in samples])
     return BaselineRecord(
         case=case.name,
         method=key.name,
@@ -169,20 +105,16 @@ def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> Baseline
         tokens=case.tokens,
         bytes=samples[0].bytes,
         runs=len(samples),
-        p50_ms=round(spread.p50, 4),
-        p95_ms=round(spread.p95, 4),
-        p99_ms=round(spread.p99, 4),
-        gb_per_s=round(Spread.of(rates(samples)).p50, 3),
-        cpu_s_per_gb=round(_cpu_per_gb(samples), 4),
+        gb_per_s=round(median_rate(samples), 3),
+        cpu_s_per_gb=_cpu_per_gb(samples),
+        **_timing(samples),
     )
 
 
 def _transfer(
-    case: Case, done: tuple[MethodKey, Sequence[Sample]], limit: tuple[str, float], pattern: str
+    case: Case, key: MethodKey, samples: Sequence[Sample], limit: tuple[str, float], pattern: str
 ) -> TransferRecord:
-    key, samples = done
-    spread, rate = Spread.of([sample.seconds * 1e3 for sample in samples]), Spread.of(rates(samples)).p50
-    wrong = [sample.wrong for sample in samples if sample.wrong is not None]
+    rate, wrong = median_rate(samples), [sample.wrong for sample in samples if sample.wrong is not None]
     return TransferRecord(
         case=case.name,
         pipe=key.name,
@@ -193,21 +125,15 @@ def _transfer(
         block_bytes=case.flow_bytes // case.blocks,
         bytes=samples[0].bytes,
         runs=len(samples),
-        p50_ms=round(spread.p50, 4),
-        p95_ms=round(spread.p95, 4),
-        p99_ms=round(spread.p99, 4),
         gb_per_s=round(rate, 3),
         limit=limit[0],
         limit_gb_per_s=round(limit[1], 3),
         percent_of_limit=round(100 * rate / limit[1], 1) if limit[1] else 0.0,
-        cpu_s_per_gb=round(_cpu_per_gb(samples), 4),
+        cpu_s_per_gb=_cpu_per_gb(samples),
         verified=bool(wrong) and not any(wrong),
         wrong_blocks=sum(wrong),
+        **_timing(samples),
     )
-
-
-def _cpu_per_gb(samples: Sequence[Sample]) -> float:
-    return sum(sample.cpu for sample in samples) / (sum(sample.bytes for sample in samples) / 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +148,7 @@ class Aim:
 
 READ_US = 15.0
 EXPOSED_SHARE = 0.15
+_TITLES = {"nixl-bare": "bare NIXL", "nixl-tcp-bare": "bare NIXL tcp", "gloo-bare": "bare gloo"}
 
 
 def aims(streams: Sequence[int]) -> list[Aim]:
@@ -230,39 +157,34 @@ def aims(streams: Sequence[int]) -> list[Aim]:
     What others do has no checksums: TCP is held against it without its own, what they cost is a ratio by itself, and
     against bare sockets it should hold with them too.
     """
-    shm, memcpy = MethodKey("shm"), MethodKey("memcpy")
-    out = [Aim("shm / memcpy, contiguous", ("contiguous", shm), ("contiguous", memcpy), 0.9)]
+
+    def aim(top: MethodKey, bottom: MethodKey, least: float | None, case: str = "contiguous") -> Aim:
+        name = f"{top.label} / {_TITLES.get(bottom.name, bottom.label)}, {case}"
+        return Aim(name, (case, top), (case, bottom), least)
+
+    shm, memcpy, nixl, nixl_tcp = map(MethodKey, ("shm", "memcpy", "nixl-bare", "nixl-tcp-bare"))
+    most, fewest = max(streams), min(streams)
+    unchecked = MethodKey("tcp-unchecked", most)
+    out = [aim(shm, memcpy, 0.9)]
     for count in streams:
         tcp, plain, socket = (MethodKey(name, count) for name in ("tcp", "tcp-unchecked", "socket"))
-        out += [
-            Aim(f"{plain.label} / {socket.label}, contiguous", ("contiguous", plain), ("contiguous", socket), 0.9),
-            Aim(f"{tcp.label} / {socket.label}, contiguous", ("contiguous", tcp), ("contiguous", socket), 0.9),
-            Aim(f"{tcp.label} / {plain.label}, contiguous", ("contiguous", tcp), ("contiguous", plain), None),
-        ]
-    unchecked = MethodKey("tcp-unchecked", max(streams))
-    if len(streams) > 1:
-        for name in ("tcp-unchecked", "tcp"):
-            many, one = MethodKey(name, max(streams)), MethodKey(name, min(streams))
-            out.append(Aim(f"{many.label} / {one.label}, contiguous", ("contiguous", many), ("contiguous", one), 1.3))
-    nixl, nixl_tcp = MethodKey("nixl-bare"), MethodKey("nixl-tcp-bare")
+        out += [aim(plain, socket, 0.9), aim(tcp, socket, 0.9), aim(tcp, plain, None)]
+    if most > fewest:
+        out += [aim(MethodKey(name, most), MethodKey(name, fewest), 1.3) for name in ("tcp-unchecked", "tcp")]
+    out += [
+        aim(shm, nixl, 1.0),
+        aim(unchecked, nixl_tcp, 1.0),
+        Aim("shm paged / memcpy contiguous", ("paged", shm), ("contiguous", memcpy), 0.65),
+        aim(shm, nixl, 1.5, "paged"),
+    ]
+    for count in streams:
+        tcp = MethodKey("tcp", count)
+        out.append(Aim(f"{tcp.label} paged / contiguous", ("paged", tcp), ("contiguous", tcp), 0.8))
     return [
         *out,
-        Aim("shm / bare NIXL, contiguous", ("contiguous", shm), ("contiguous", nixl), 1.0),
-        Aim(f"{unchecked.label} / bare NIXL tcp, contiguous", ("contiguous", unchecked), ("contiguous", nixl_tcp), 1.0),
-        Aim("shm paged / memcpy contiguous", ("paged", shm), ("contiguous", memcpy), 0.65),
-        Aim("shm / bare NIXL, paged", ("paged", shm), ("paged", nixl), 1.5),
-        *(
-            Aim(f"{tcp.label} paged / contiguous", ("paged", tcp), ("contiguous", tcp), 0.8)
-            for tcp in (MethodKey("tcp", count) for count in streams)
-        ),
-        Aim(f"{unchecked.label} / bare NIXL tcp, paged", ("paged", unchecked), ("paged", nixl_tcp), 1.2),
-        Aim("nixl / bare NIXL, contiguous", ("contiguous", MethodKey("nixl")), ("contiguous", nixl), None),
-        Aim(
-            "gloo / bare gloo, contiguous",
-            ("contiguous", MethodKey("gloo")),
-            ("contiguous", MethodKey("gloo-bare")),
-            None,
-        ),
+        aim(unchecked, nixl_tcp, 1.2, "paged"),
+        aim(MethodKey("nixl"), nixl, None),
+        aim(MethodKey("gloo"), MethodKey("gloo-bare"), None),
     ]
 
 

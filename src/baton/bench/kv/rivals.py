@@ -13,14 +13,14 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from baton.bench.kv.agent import serve_agent
-from baton.bench.kv.control import Fields, Handler, Line, from_fields
-from baton.bench.kv.specs import RunSpec, chosen
+from baton.bench.core.agents import Fields, Line, Order, serve_agent
+from baton.bench.kv.specs import RunResult, RunSpec, chosen
 from baton.errors import ConfigError, InvalidRequestError, TransferError
 from baton.kv_cache.arena import HostArena
 
@@ -35,6 +35,7 @@ RIVALS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "gloo-bare": ("gloo", {}),
 }
 """Name of each rival, the pipe that it is compared with, and its environment."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
 _PATIENCE_S = 60.0
 _SPINS = 64
 _MAX_BYTES = 1 << 32
@@ -50,19 +51,18 @@ class Rival:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._arena: HostArena | None = None
         self._end: NixlEnd | GlooEnd | None = None
         self._seed = 0
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """Return the orders by name."""
+    def orders(self) -> Mapping[str, Order]:
+        """Return what it can be ordered to do, by name."""
         return {
             "open": self._open,
             "meet": self._meet,
             "attend": self._attend,
             "run": self._run,
-            "cpu": lambda _: {"cpu": time.process_time()},
-            "stop": lambda _: {},
+            "cpu": lambda: {"cpu": time.process_time()},
+            "stop": lambda: {},
         }
 
     def close(self) -> None:
@@ -70,54 +70,41 @@ class Rival:
         if self._end is not None:
             self._end.close()
 
-    def _open(self, order: Fields) -> Fields:
-        count, size, self._seed = (_integer(order, name) for name in ("num_blocks", "block_bytes", "seed"))
-        if not 0 < count * size <= _MAX_BYTES:
+    def _open(self, kind: str, role: str, num_blocks: Count, block_bytes: Count, seed: Count) -> Fields:
+        if not 0 < num_blocks * block_bytes <= _MAX_BYTES:
             raise InvalidRequestError("a rival's memory is bounded to 4 GiB", field="num_blocks")
-        self._arena = HostArena(count, size)
-        self._arena.touch()
-        self._end = (NixlEnd if order.get("kind") == "nixl" else GlooEnd)(self._arena, str(order.get("role")))
+        arena = HostArena(num_blocks, block_bytes)
+        arena.touch()
+        self._end, self._seed = (NixlEnd if kind == "nixl" else GlooEnd)(arena, role), seed
         return {"card": self._end.card()}
 
-    def _meet(self, order: Fields) -> Fields:
-        card = order.get("card")
-        if not isinstance(card, dict):
-            raise InvalidRequestError("a peer's card is an object", field="card")
+    def _meet(self, card: Fields) -> None:
         self._opened().meet(card)
-        return {}
 
-    def _attend(self, order: Fields) -> Fields:
+    def _attend(self, run: RunSpec) -> None:
         """Do what the reader waits for until the driver says something."""
-        poller = select.poll()
+        poller, end = select.poll(), self._opened()
         poller.register(self._line.stream.sock, select.POLLIN)
-        spec = from_fields(RunSpec, order.get("run"))
-        self._opened().attend(spec, chosen(spec, self._blocks(), self._seed, _SOURCE_OWNER))
+        end.attend(run, chosen(run, end.arena.num_blocks, self._seed, _SOURCE_OWNER))
         while not poller.poll(0):
             for _ in range(_SPINS):
-                self._opened().progress()
-        return {}
+                end.progress()
 
-    def _run(self, order: Fields) -> Fields:
-        spec = from_fields(RunSpec, order.get("run"))
-        count, seed = self._blocks(), self._seed
-        remote, local = chosen(spec, count, seed, _SOURCE_OWNER), chosen(spec, count, seed, _TARGET_OWNER)
-        order_ = np.argsort(remote, kind="stable")
-        go = self._opened().prepare(spec, remote[order_], local[order_])
+    def _run(self, run: RunSpec) -> RunResult:
+        end = self._opened()
+        count, seed = end.arena.num_blocks, self._seed
+        remote, local = chosen(run, count, seed, _SOURCE_OWNER), chosen(run, count, seed, _TARGET_OWNER)
+        order = np.argsort(remote, kind="stable")
+        go = end.prepare(run, remote[order], local[order])
         cpu, start = time.process_time(), time.monotonic()
         go()
-        end, cpu = time.monotonic(), time.process_time() - cpu
-        assert self._arena is not None
-        return {"start": start, "end": end, "bytes": spec.blocks * self._arena.block_bytes, "cpu": cpu}
+        stop, cpu = time.monotonic(), time.process_time() - cpu
+        return RunResult(start, stop, run.blocks * end.arena.block_bytes, cpu)
 
     def _opened(self) -> NixlEnd | GlooEnd:
         if self._end is None:
             raise InvalidRequestError("nothing is open", field="do")
         return self._end
-
-    def _blocks(self) -> int:
-        if self._arena is None:
-            raise InvalidRequestError("nothing is open", field="do")
-        return self._arena.num_blocks
 
 
 class NixlEnd:
@@ -128,7 +115,7 @@ class NixlEnd:
     """
 
     def __init__(self, arena: HostArena, role: str) -> None:
-        self._arena, self._peer = arena, ""
+        self.arena, self._peer = arena, ""
         self._prepared: dict[RunSpec, Any] = {}
         try:
             api = importlib.import_module("nixl_cu12._api")
@@ -195,7 +182,7 @@ class NixlEnd:
         self._agent.deregister_memory(self._memory)
 
     def _rows(self, base: int, ids: Any, shuffled: bool) -> Any:
-        size = self._arena.block_bytes
+        size = self.arena.block_bytes
         if not shuffled:  # one run of neighbours: one descriptor
             return np.array([[base + int(ids[0]) * size, len(ids) * size, 0]], dtype=np.uint64)
         starts = np.uint64(base) + ids.astype(np.uint64) * np.uint64(size)
@@ -216,7 +203,7 @@ class GlooEnd:
             self._make: Any = self._c10d.ProcessGroupGloo
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"gloo is not there: {error}", field="pipe") from error
-        self._arena, self._rank = arena, 0 if role == "source" else 1
+        self.arena, self._rank = arena, 0 if role == "source" else 1
         self._listener = socket.create_server(("127.0.0.1", 0)) if self._rank == 0 else None
         self._store: Any = None
         self._group: Any = None
@@ -265,7 +252,7 @@ class GlooEnd:
         self._group = None
 
     def _parts(self, ids: Any, shuffled: bool) -> list[Any]:
-        blocks = self._torch.from_numpy(self._arena.blocks)
+        blocks = self._torch.from_numpy(self.arena.blocks)
         return [blocks[i] for i in ids.tolist()] if shuffled else [blocks[int(ids[0]) : int(ids[-1]) + 1].reshape(-1)]
 
 
@@ -276,10 +263,5 @@ def _integer(fields: Fields, name: str) -> int:
     return value
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Be one end of a rival; returns the exit status."""
-    return serve_agent(argv, lambda _host, _token, line: Rival(line))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_agent(lambda _host, _token, line: Rival(line)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from baton.bench.core.agents import Message
 from baton.errors import ConfigError
 from baton.kv_cache.arena import HostArena, arena_bytes
 from baton.kv_cache.fingerprint import Fingerprint
@@ -115,8 +116,7 @@ def round_up_block(size: int) -> int:
     return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
 
-@dataclass(frozen=True)
-class SourceSpec:
+class SourceSpec(Message, frozen=True):
     """A source to open: its number, the run's seed, its blocks, and the kinds of pipe it offers."""
 
     index: int
@@ -130,8 +130,7 @@ class SourceSpec:
             raise BadFrameError(f"a source with number {self.index} and {self.num_blocks} blocks")
 
 
-@dataclass(frozen=True)
-class SourceFacts:
+class SourceFacts(Message, frozen=True):
     """An open source.
 
     Attributes:
@@ -155,8 +154,7 @@ class SourceFacts:
     refused: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class TargetSpec:
+class TargetSpec(Message, frozen=True):
     """A target to open: its number, the run's seed, its blocks (as many for each source), and whom it reads from."""
 
     index: int
@@ -170,8 +168,7 @@ class TargetSpec:
             raise BadFrameError(f"a target of {len(self.sources)} sources with {self.num_blocks} blocks each")
 
 
-@dataclass(frozen=True)
-class RunSpec:
+class RunSpec(Message, frozen=True):
     """One run of a method.
 
     Attributes:
@@ -191,8 +188,25 @@ class RunSpec:
     verify: bool = False
 
 
-@dataclass(frozen=True)
-class OverlapSpec:
+class RunResult(Message, frozen=True):
+    """What came of a run.
+
+    Attributes:
+        start: ``time.monotonic`` seconds.
+        end: The same.
+        bytes: That were moved.
+        cpu: Seconds of the target's process.
+        wrong: Blocks that were not what they should be, if it was to be verified.
+    """
+
+    start: float
+    end: float
+    bytes: int
+    cpu: float
+    wrong: int | None = None
+
+
+class OverlapSpec(Message, frozen=True):
     """One transfer under simulated compute.
 
     Attributes:
@@ -210,6 +224,14 @@ class OverlapSpec:
     def __post_init__(self) -> None:
         if self.mode not in MODES or self.chunk_blocks < 1 or not 0 < self.compute_s < MAX_COMPUTE_S:
             raise BadFrameError("an overlap study that cannot be run")
+
+
+class OverlapResult(Message, frozen=True):
+    """What came of it: seconds from the end of the computation to the end of the transfer, and the layers computed."""
+
+    exposed: float
+    steps: int
+    wrong: int | None = None
 
 
 def chosen(spec: RunSpec, num_blocks: int, seed: int, owner: int) -> Ids:

@@ -1,0 +1,432 @@
+"""Processes that a benchmark's driver orders about: children of its own, or agents that a listener elsewhere starts.
+
+The two speak over a control line: one JSON object per message over one of Baton's own message pipes. An agent answers
+each order (``{"do": NAME, ...}``) with ``{"ok": {...}}``, or with ``{"error": ...}`` as the transport writes errors.
+Objects are bounded, parsed by a parser without code, and every field is checked against its declared type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, Protocol, TypeVar
+
+import msgspec
+
+from baton.errors import BatonError, PipeClosedError, QueueFullError, TransferError
+from baton.kv_transfer.pipes.messages import TcpMessagePipe, WireTensor
+from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
+from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, parse_object, send_error
+from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
+from baton.kv_transfer.protocol.sockets import Stream
+from baton.rpc.auth import read_token
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Fields = dict[str, Any]
+Order = Callable[..., object]
+"""Does what is ordered; its parameters are the order's fields, checked against their types."""
+MAX_CONTROL_BYTES = 1 << 20
+MAX_AGENTS = 64
+IDLE_S = 3600.0
+"""Seconds that an agent waits for its driver's next order."""
+ANSWER_S = 10.0
+"""Seconds to hand an answer over."""
+CONNECT_S = 10.0
+OPEN_S = 300.0
+"""Seconds for an order that says no time of its own: an agent may fill an arena, on a slow machine."""
+_END_S = 5.0
+_TAIL_BYTES = 2000
+_PR_SET_PDEATHSIG = 1
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An object that goes over a control line."""
+
+
+def parse(kind: type[T], fields: object) -> T:
+    """Rebuild an object from JSON fields, strictly: of the declared types, and for a :class:`Message` no other field.
+
+    Raises:
+        BadFrameError: Names what is wrong.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise BadFrameError(f"a control message is malformed: {error}") from error
+
+
+class Line:
+    """A control line: JSON objects in order.
+
+    Args:
+        stream: A connected socket whose peer was checked (a handshake, or a socket inherited from the parent).
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._pipe = TcpMessagePipe(stream, max_message_bytes=MAX_CONTROL_BYTES)
+
+    def send(self, fields: Mapping[str, Any], timeout_s: float = ANSWER_S) -> None:
+        """Send an object.
+
+        Raises:
+            PipeClosedError, DeadlineError: As their names say.
+            InvalidRequestError: It is over the bound.
+        """
+        data = msgspec.json.encode(fields)
+        self._pipe.send([WireTensor("uint8", (len(data),), memoryview(data))], deadline=time.monotonic() + timeout_s)
+
+    def recv(self, timeout_s: float) -> Fields:
+        """Receive an object.
+
+        Raises:
+            PipeClosedError, DeadlineError: As their names say.
+            BadFrameError: Something else came.
+        """
+        message = self._pipe.recv(deadline=time.monotonic() + timeout_s)
+        if message is None or len(message) != 1:
+            raise BadFrameError("a control message is one JSON object")
+        return parse_object(bytes(message[0].data))
+
+    def close(self) -> None:
+        """Close."""
+        self._pipe.close()
+
+
+class Agent:
+    """The driver's hold on an agent; orders are answered in turn.
+
+    Args:
+        name: For error messages.
+        line: Its control line.
+        child: Its process, if it is one of ours.
+    """
+
+    def __init__(self, name: str, line: Line, child: Child | None = None) -> None:
+        self.name, self._line, self._child = name, line, child
+
+    def tell(self, do: str, /, **fields: object) -> None:
+        """Send an order; :meth:`answer` gets what comes of it."""
+        try:
+            self._line.send({"do": do, **fields})
+        except PipeClosedError as error:
+            raise self._gone(error) from error
+
+    def answer(self, kind: type[T], timeout_s: float) -> T:
+        """Wait for an order's answer.
+
+        Raises:
+            BatonError: The agent refused or failed; or it is gone.
+        """
+        try:
+            answer = self._line.recv(timeout_s)
+        except PipeClosedError as error:
+            raise self._gone(error) from error
+        if isinstance(answer.get("error"), dict):  # may be a closed pipe too: one of the agent's own
+            raise error_from_fields(answer["error"])
+        return parse(kind, answer.get("ok"))
+
+    def ask(self, do: str, kind: type[T], timeout_s: float = OPEN_S, /, **fields: object) -> T:
+        """Send an order and wait for its answer."""
+        self.tell(do, **fields)
+        return self.answer(kind, timeout_s)
+
+    def close(self) -> None:
+        """Close its line; see that a child ends."""
+        self._line.close()
+        if self._child is not None:
+            self._child.end(_END_S)
+
+    def _gone(self, error: BatonError) -> BatonError:
+        words = "" if self._child is None else self._child.last_words()
+        return TransferError(f"{self.name} is gone ({error.message})" + (f": {words}" if words else ""))
+
+
+def ask_all(
+    agents: Sequence[Agent],
+    do: str,
+    kind: type[T],
+    timeout_s: float = OPEN_S,
+    /,
+    *,
+    each: Sequence[Mapping[str, object]] | None = None,
+    **fields: object,
+) -> list[T]:
+    """Give each agent its order at once and collect all answers.
+
+    Args:
+        agents: Who is asked.
+        do: The order.
+        kind: Of the answers.
+        timeout_s: For each of them.
+        each: What to tell each agent alone.
+        fields: What to tell them all.
+
+    Raises:
+        BatonError: The first failure, after every agent has answered.
+    """
+    for agent, own in zip(agents, each or [{}] * len(agents), strict=True):
+        agent.tell(do, **fields, **own)
+    answers: list[T] = []
+    failure: BatonError | None = None
+    for agent in agents:
+        try:
+            answers.append(agent.answer(kind, timeout_s))
+        except BatonError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return answers
+
+
+class Child:
+    """A child process in a session of its own, so that a terminal's Ctrl-C reaches only us. What it writes is kept.
+
+    Args:
+        command: What to run; it must see to it that it ends with its parent.
+        keep: Whether to keep what it writes, for :meth:`last_words`; else errors go to our standard error.
+        options: More for ``subprocess.Popen``.
+    """
+
+    def __init__(self, command: Sequence[str], *, keep: bool = True, **options: Any) -> None:
+        self._output: IO[bytes] | None = tempfile.TemporaryFile() if keep else None  # noqa: SIM115 - while it lives
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output or subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if keep else None,
+            start_new_session=True,
+            **options,
+        )
+
+    def end(self, grace_s: float) -> None:
+        """Wait for its end; kill it if it does not end."""
+        try:
+            self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self._output is not None:
+            self._output.close()
+
+    def last_words(self) -> str:
+        """Return the end of what it wrote; where it still runs, of what it wrote so far."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        if self._output is None:
+            return ""
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - _TAIL_BYTES))
+        return self._output.read().decode(errors="replace").strip()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _spawn(
+    line: socket.socket,
+    module: str,
+    *,
+    host: str,
+    token_file: str,
+    env: Mapping[str, str] | None = None,
+    keep: bool = True,
+) -> Child:
+    variables = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+    arguments = ["--fd", str(line.fileno()), "--parent", str(os.getpid()), "--host", host]
+    if token_file:
+        arguments += ["--token-file", token_file]
+    return Child([*variables, sys.executable, "-m", module, *arguments], keep=keep, pass_fds=[line.fileno()])
+
+
+def start_agent(
+    name: str, module: str, *, host: str = "127.0.0.1", token_file: str = "", env: Mapping[str, str] | None = None
+) -> Agent:
+    """Start an agent here; it ends with the thread that calls this, so call it on the main thread.
+
+    Args:
+        name: For error messages.
+        module: What to run: one that calls :func:`serve_agent`.
+        host: Address that its sockets bind to.
+        token_file: File with the shared token; empty: none.
+        env: Variables to set for it.
+    """
+    mine, theirs = socket.socketpair()
+    try:
+        child = _spawn(theirs, module, host=host, token_file=token_file, env=env)
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
+    return Agent(name, Line(Stream(mine, peer=name)), child)
+
+
+def connect_agent(name: str, address: str, token: str | None) -> tuple[Agent, str]:
+    """Have a listener on another host start an agent; returns it, and this machine's address as that host sees it.
+
+    Raises:
+        PipeClosedError: Nobody listens there.
+        UnauthenticatedError: The tokens differ.
+    """
+    wait = Wait(time.monotonic() + CONNECT_S)
+    stream = connect_tcp(address, wait)
+    try:
+        greet_as_client(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
+        # The agent's process says hello once it is up; until then nobody reads the line.
+        return Agent(name, Line(stream)), str(stream.sock.getsockname()[0])
+    except BaseException:
+        stream.close()
+        raise
+
+
+class Listener:
+    """Listens for drivers; each connection becomes the control line of an agent process of its own.
+
+    Args:
+        host: Address to bind, and that the agents' sockets bind to.
+        port: 0: any free one.
+        token: Shared token.
+        token_file: Where it stands, for the agents.
+        module: What agents run.
+
+    Raises:
+        ConfigError: No token off loopback, or the address cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None, token_file: str, module: str) -> None:
+        self._host, self._token, self._token_file, self._module = host, token, token_file, module
+        self._socket = bind_tcp(host, port, token)
+        self._socket.listen()
+        self.address = join_address(host, self._socket.getsockname()[1])
+        self._agents: dict[int, Child] = {}
+        self._lock = threading.Lock()
+
+    def serve(self) -> None:
+        """Accept drivers until interrupted. Must run on the main thread (agents end with the thread that made them).
+
+        Raises:
+            PipeClosedError: The listener was closed.
+        """
+        while True:
+            stream = accept_stream(self._socket, Wait(), "a driver")
+            if not greet_or_refuse(stream, self._token, Wait(time.monotonic() + HANDSHAKE_S)):
+                continue
+            with self._lock:
+                room = len(self._agents) < MAX_AGENTS
+            if room:
+                self._start(stream)
+            else:
+                send_error(stream, QueueFullError("too many agents run here"), Wait(time.monotonic() + 1.0))
+                stream.close()
+
+    def close(self) -> None:
+        """Stop listening and end the agents."""
+        close_listener(self._socket)
+        with self._lock:
+            agents = list(self._agents.values())
+        for agent in agents:
+            agent.process.terminate()
+        for agent in agents:
+            agent.end(_END_S)
+
+    def _start(self, stream: Stream) -> None:
+        agent = _spawn(stream.sock, self._module, host=self._host, token_file=self._token_file, keep=False)
+        # Ours is closed without a shutdown, which would end the agent's copy too.
+        os.close(stream.sock.detach())
+        pid = agent.process.pid
+        with self._lock:
+            self._agents[pid] = agent
+        log.info("agent %d serves a driver", pid)
+
+        def reap() -> None:
+            agent.process.wait()
+            with self._lock:
+                self._agents.pop(pid, None)
+
+        threading.Thread(target=reap, name="bench-reap", daemon=True).start()
+
+
+class Servant(Protocol):
+    """What an agent process can be made of."""
+
+    def orders(self) -> Mapping[str, Order]:
+        """Return what it can be ordered to do, by name."""
+        ...
+
+    def close(self) -> None:
+        """Close what is open."""
+        ...
+
+
+def serve_agent(make: Callable[[str, str | None, Line], Servant]) -> int:
+    """Be an agent process: serve one driver on the control line that the command line names; returns the exit status.
+
+    It ends with that line, or with its parent.
+
+    Args:
+        make: Makes what the agent can do, from the host to bind to, the shared token and the control line.
+    """
+    parser = argparse.ArgumentParser(description="A benchmark's agent.")
+    parser.add_argument("--fd", type=int, required=True, help="the control line's socket")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    parser.add_argument("--host", default="127.0.0.1", help="address that sockets bind to")
+    parser.add_argument("--token-file", default="", help="file with the shared token")
+    args = parser.parse_args()
+    die_with_parent()
+    if os.getppid() != args.parent:  # it died before we could ask to be told
+        return 1
+    line = Line(Stream(socket.socket(fileno=args.fd), peer="the driver"))
+    servant = make(args.host, read_token(args.token_file), line)
+    try:
+        serve_orders(line, servant.orders())
+    except BatonError as error:
+        if error.code != "pipe_closed":
+            sys.stderr.write(f"baton bench: {error.message}\n")
+            return 1
+    finally:
+        servant.close()
+        line.close()
+    return 0
+
+
+def serve_orders(line: Line, orders: Mapping[str, Order]) -> None:
+    """Answer orders until the driver hangs up.
+
+    Raises:
+        TransferError: The driver broke the protocol, or said nothing for ``IDLE_S``.
+    """
+    while True:
+        fields = line.recv(IDLE_S)
+        order = orders.get(str(fields.pop("do", "")))
+        try:
+            if order is None:
+                raise BadFrameError("an order that this agent does not know", field="do")
+            answer: Fields = {"ok": _follow(order, fields) or {}}
+        except BatonError as error:
+            answer = {"error": {"code": error.code, "message": error.message[:2000], "field": error.field}}
+        line.send(answer)
+
+
+def _follow(order: Order, fields: Fields) -> object:
+    wanted = typing.get_type_hints(order, include_extras=True)
+    wanted.pop("return", None)
+    if fields.keys() != wanted.keys():
+        raise BadFrameError(f"an order of {', '.join(wanted) or 'nothing'} has other fields")
+    return order(**{name: parse(kind, fields[name]) for name, kind in wanted.items()})
