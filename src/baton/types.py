@@ -58,6 +58,30 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+ORDER_HEADER = "x-baton-order"
+"""Says, as HTTP header or in the metadata of ``RouterService.Generate``, in which order a request is to be served."""
+
+
+class Order(enum.StrEnum):
+    """Which instance a request is sent to first."""
+
+    DECODE_FIRST = "decode_first"
+    """The decode instance, which has a prefill instance compute the prompt."""
+    PREFILL_FIRST = "prefill_first"
+    """A prefill instance; the decode instance is chosen when the prompt is computed, and claims its KV."""
+
+    @classmethod
+    def parse(cls, field: str, text: str) -> Order:
+        """Read an order by its name.
+
+        Raises:
+            InvalidRequestError: There is none of this name; names ``field``.
+        """
+        if text not in list(cls):
+            raise InvalidRequestError(f"{field} must be {' or '.join(cls)}, got {shown(text)}", field=field)
+        return cls(text)
+
+
 class FinishReason(enum.StrEnum):
     """Why a sequence ended."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import msgspec
 
@@ -13,7 +12,7 @@ from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
 from baton.token_ids import TokenIds
 from baton.tracing import UNTRACED, Span
-from baton.types import RequestId, SamplingParams, Tenant
+from baton.types import Order, RequestId, SamplingParams, Tenant
 
 MAX_SALT_CHARS = 512
 
@@ -82,15 +81,6 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-
-
-class Order(StrEnum):
-    """Which instance a request is sent to first."""
-
-    DECODE_FIRST = "decode_first"
-    """The decode instance, which has a prefill instance compute the prompt."""
-    PREFILL_FIRST = "prefill_first"
-    """A prefill instance; the decode instance is chosen when the prompt is computed, and claims its KV."""
 
 
 class RoutedRequest(msgspec.Struct):

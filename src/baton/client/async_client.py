@@ -19,7 +19,7 @@ import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.client.direct import DirectCall, DirectLinks
-from baton.client.request import Options, Prompt, build_generate, build_route
+from baton.client.request import Options, Prompt, build_generate, build_metadata, build_route
 from baton.client.types import (
     Answer,
     Answered,
@@ -186,7 +186,8 @@ class AsyncClient:
         With ``stream=True`` the awaited result is an asynchronous iterator of chunks.
         """
         request = build_generate(prompt, model, options)
-        answer = AsyncStream(self._open_generate(request), request.sampling.n, self._settings.budget(timeout))
+        opening = self._open_generate(request, build_metadata(options))
+        answer = AsyncStream(opening, request.sampling.n, self._settings.budget(timeout))
         self._streams.add(answer)
         return answer if stream else await answer.collect()
 
@@ -228,9 +229,11 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _open_generate(self, request: router_pb2.RouterGenerateRequest) -> Callable[[float], Any]:
+    def _open_generate(
+        self, request: router_pb2.RouterGenerateRequest, metadata: tuple[tuple[str, str], ...]
+    ) -> Callable[[float], Any]:
         if not self._is_direct:
-            return self._open("Generate", request)
+            return self._open("Generate", request, metadata)
 
         def call(timeout: float) -> DirectCall:
             stub = self._connected()
@@ -240,9 +243,11 @@ class AsyncClient:
 
         return call
 
-    def _open(self, name: str, request: Any) -> Callable[[float], Any]:
+    def _open(self, name: str, request: Any, more: tuple[tuple[str, str], ...] = ()) -> Callable[[float], Any]:
+        metadata = self._settings.metadata + more
+
         def call(timeout: float) -> Any:
-            return getattr(self._connected(), name)(request, timeout=timeout, metadata=self._settings.metadata)
+            return getattr(self._connected(), name)(request, timeout=timeout, metadata=metadata)
 
         return call
 

@@ -24,7 +24,7 @@ from baton.rpc.convert import finish_from_pb, finish_to_pb, logprob_from_pb, log
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
 from baton.tokenizer import SequenceText, StopStrings, TextModel
-from baton.types import FinishReason, TokenLogprob
+from baton.types import FinishReason, Order, TokenLogprob
 
 _MAX_CHANNELS = 64
 _NOTE_TIMEOUT_S = 5.0
@@ -161,6 +161,7 @@ class DirectAnswer:
         if response.HasField("trace"):
             self._trace = response.trace
             self._trace.decode_instance = self._trace.decode_instance or self.address
+            self._trace.order = Order.DECODE_FIRST  # a ticket names a decode instance: that comes first
         self._prompt_logprobs = self._prompt_logprobs or bool(response.prompt_logprobs)
         out = self._response(deltas, response.trace if response.HasField("trace") else None)
         out.prompt_logprobs.extend(response.prompt_logprobs)

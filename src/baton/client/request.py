@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError, shown
 from baton.rpc.convert import sampling_to_pb
-from baton.types import SamplingParams
+from baton.types import ORDER_HEADER, Order, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ``{"role": ..., "content": ...}``."""
@@ -55,6 +55,8 @@ class Options(TypedDict, total=False):
     """Whose request it is: the tenant in the router's queue, where there is no ``cache_salt``."""
     session_id: str
     """Whose conversation this is, for routers that keep one in one place."""
+    order: str
+    """``decode_first`` or ``prefill_first``: which instance it is sent to first; direct mode knows the former alone."""
     request_id: str
 
 
@@ -90,6 +92,17 @@ def build_generate(prompt: Prompt, model: str, options: Mapping[str, Any]) -> ro
     except (ValueError, TypeError) as error:  # validated above: what is left is an int too large for the wire
         raise InvalidRequestError(f"sampling parameters out of range: {error}", field="sampling") from error
     return request
+
+
+def build_metadata(options: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return what of the options of a ``generate`` call goes beside its message.
+
+    Raises:
+        InvalidRequestError: Names the field.
+    """
+    if "order" not in options:
+        return ()
+    return ((ORDER_HEADER, Order.parse("order", _typed("order", options["order"], str))),)
 
 
 def build_route(prompt: Prompt, model: str, cache_salt: str) -> router_pb2.RouteRequest:

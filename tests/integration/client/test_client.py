@@ -46,11 +46,13 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         self.script: Script = whole_answer
         self.requests: list[Any] = []
         self.calls = 0
+        self.metadata: dict[str, str] = {}
         self.cancelled = asyncio.Event()
 
     async def Generate(self, request: Any, context: Any) -> Any:  # type: ignore[override]
         self.calls += 1
         self.requests.append(request)
+        self.metadata = dict(context.invocation_metadata())
         try:
             async for item in self.script(request):
                 yield item
@@ -362,6 +364,18 @@ async def test_the_token_is_shown(both: Both) -> None:
         async with both.connect(address, token="wrong") as client:
             with pytest.raises(UnauthenticatedError):
                 await client.call("generate", "hi")
+
+
+async def test_the_order_of_serving_goes_beside_the_request(both: Both) -> None:
+    async with router(token="secret") as (servicer, address), both.connect(address, token="secret") as client:
+        for options in ({}, {"order": "decode_first"}, {"order": "prefill_first"}):
+            await client.call("generate", "hi", n=2, **options)
+            assert servicer.metadata.get("x-baton-order") == options.get("order")
+        for wrong in ("first", "", 1):
+            with pytest.raises(InvalidRequestError) as caught:
+                await client.call("generate", "hi", order=wrong)
+            assert caught.value.field == "order"
+        assert servicer.calls == 3
 
 
 async def test_the_other_calls(both: Both) -> None:

@@ -97,6 +97,7 @@ async def test_tokens_come_from_the_instance_and_the_reservation_ends(world: Wor
             assert answer.decision is not None
             assert answer.trace is not None
             assert answer.trace.decode_instance == answer.decision.decode_instance
+            assert answer.trace.order == "decode_first"
             tokens = expected_tokens(PROMPT, 9, seed=5)
             stop = tokenizer.decode(tokens[:6])[-2:]
             stopped = client.generate(PROMPT, max_tokens=9, seed=5, stop=stop)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
+import grpc.aio
 import pytest
 from tests.integration.router.test_router_dispatch import (
     Answer,
@@ -15,12 +17,17 @@ from tests.integration.router.test_router_dispatch import (
     run,
     world,
 )
+from tests.integration.router.test_router_process import generate_request
+from tests.integration.router.test_router_process import router as router_process
 from tests.support.servers.fake_worker import FakeWorker
 
-from baton.api.v1 import common_pb2
+from baton import AsyncClient, Client
+from baton.api.v1 import common_pb2, router_pb2_grpc
 from baton.errors import InternalError, QueueFullError
+from baton.rpc.channel import open_channel
 from baton.token_ids import unpack_ids
-from baton_router.types import Order, RoutedRequest
+from baton.types import Order, Role
+from baton_router.types import RoutedRequest
 
 __all__ = ["world"]  # the fixture
 
@@ -277,3 +284,35 @@ async def test_a_router_that_runs_out_of_decode_instances_waits_with_the_kv(worl
     answer = await task
     assert_right(answer, make_request())
     assert answer.trace.order == "prefill_first"
+
+
+async def test_a_grpc_call_and_the_sdk_can_say_the_order() -> None:
+    """The header of HTTP, as metadata; through a router's process."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [FakeWorker(Role.PREFILL, "p0"), FakeWorker(Role.DECODE, "d0")]
+        for x in workers:
+            x.state.model_path = "models/baton-tiny"
+            await x.start()
+            stack.push_async_callback(x.stop)
+        flags = ("--prefill", workers[0].address, "--decode", workers[1].address, "--remote-prefill-threshold", "1")
+        process = await stack.enter_async_context(router_process(*flags))
+        client = await stack.enter_async_context(AsyncClient(process.grpc, timeout=20.0))
+        async with asyncio.timeout(20):
+            while [x.healthy for x in await client.list_instances()] != [True, True]:
+                await asyncio.sleep(0.02)
+        for first, order in ((20, "prefill_first"), (100, "decode_first"), (200, "prefill_first")):
+            answer = await client.generate([*range(first, first + 40)], max_tokens=4, seed=5, order=order)
+            assert answer.trace is not None
+            assert answer.trace.order == order
+        assert len(workers[0].state.unclaimed) == 2
+        with Client(process.grpc, timeout=20.0) as sync:
+            prompt = [*range(300, 340)]
+            stream = await asyncio.to_thread(sync.generate, prompt, max_tokens=4, stream=True, order="prefill_first")
+            await asyncio.to_thread(stream.collect)
+            assert stream.trace is not None
+            assert stream.trace.order == "prefill_first"
+        async with open_channel(process.grpc) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="decode_first or prefill_first") as caught:
+                await stub.Generate(generate_request(4), metadata=(("x-baton-order", "both"),), timeout=20).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -13,7 +13,7 @@ import baton.client
 from baton.api.v1 import common_pb2, router_pb2
 from baton.client import Instance, Load, Model, RouteCandidate, RouteDecision, Trace
 from baton.client.async_client import Settings
-from baton.client.request import Options, build_generate, build_route
+from baton.client.request import Options, build_generate, build_metadata, build_route
 from baton.errors import InvalidRequestError
 from baton.rpc.convert import sampling_from_pb
 from baton.types import SamplingParams
@@ -84,7 +84,9 @@ def test_every_field_arrives() -> None:
     assert (request.model, request.text) == ("m", "hi")
     for name, value in extra.items():
         assert getattr(request, name) == value
-    assert set(options) | {"sampling"} | set(extra) == set(Options.__annotations__)
+    assert build_metadata({"order": "prefill_first"}) == (("x-baton-order", "prefill_first"),)
+    assert build_metadata(options) == ()
+    assert set(options) | {"sampling", "order"} | set(extra) == set(Options.__annotations__)
 
 
 def test_keywords_win_over_sampling() -> None:

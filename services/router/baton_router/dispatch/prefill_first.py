@@ -17,11 +17,11 @@ from baton.errors import BatonError, QueueFullError, TransferError, UnavailableE
 from baton.rpc.convert import sampling_to_pb
 from baton.rpc.errors import from_rpc_error
 from baton.token_ids import pack_ids
-from baton.types import PrefillPath, SamplingParams
+from baton.types import Order, PrefillPath, SamplingParams
 from baton_router.metrics.fast_metrics import Counter
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import Placement
-from baton_router.types import Order, RoutedRequest
+from baton_router.types import RoutedRequest
 
 log = logging.getLogger(__name__)
 _ABORT_TIMEOUT_S = 5.0

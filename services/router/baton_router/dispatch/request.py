@@ -29,7 +29,7 @@ from baton.rpc.channel import Backoff
 from baton.rpc.convert import sampling_to_pb
 from baton.seeds import sequence_seed
 from baton.token_ids import pack_ids, token_ids
-from baton.types import FinishReason, Role, SamplingParams
+from baton.types import FinishReason, Order, Role, SamplingParams
 from baton_router.admission.gate import Admission, Ticket
 from baton_router.config import RouterConfig
 from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Message, Sequence, TraceMerge, WorkerStreams
@@ -43,7 +43,7 @@ from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import Placer
-from baton_router.types import Order, RoutedRequest
+from baton_router.types import RoutedRequest
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -10,9 +10,9 @@ import msgspec
 from baton.api.v1 import common_pb2
 from baton.token_ids import TokenIds
 from baton.tokenizer import SequenceText, StopStrings, TextDelta, TextModel
-from baton.types import SamplingParams, TokenLogprob
+from baton.types import Order, SamplingParams, TokenLogprob
 from baton_router.scheduler.decision import Decision
-from baton_router.types import Account, ModelInfo, Order, RoutedRequest
+from baton_router.types import Account, ModelInfo, RoutedRequest
 
 __all__ = ["ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest"]
 

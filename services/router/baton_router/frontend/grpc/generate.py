@@ -9,14 +9,17 @@ from contextlib import aclosing
 from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError
 from baton.rpc.convert import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb, sampling_from_pb
-from baton.types import SamplingParams
+from baton.types import Order, SamplingParams
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextDelta, TextRequest
 from baton_router.types import Account
 
 
 async def generate(
-    processor: InputProcessor, request: router_pb2.RouterGenerateRequest, account: Account | None
+    processor: InputProcessor,
+    request: router_pb2.RouterGenerateRequest,
+    account: Account | None,
+    order: Order | None = None,
 ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
     """Serve ``RouterService.Generate``; a call that is cancelled cancels the request everywhere.
 
@@ -24,11 +27,13 @@ async def generate(
         processor: Does the work.
         request: The call's request.
         account: Whose API key the call showed, if any.
+        order: In which it is to be served; ``None``: in the router's own.
 
     Raises:
         BatonError: Whatever :meth:`InputProcessor.prepare` and :meth:`InputProcessor.stream` raise.
     """
     asked = text_request(request, account)
+    asked.order = order
     prepared = await processor.prepare(asked)
     async with aclosing(processor.stream(prepared)) as chunks:
         async for chunk in chunks:

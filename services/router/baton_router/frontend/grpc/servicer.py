@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.rpc.auth import HEADER, Admits, admits_services
+from baton.types import ORDER_HEADER, Order
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.grpc import generate as grpc_generate
 from baton_router.frontend.grpc.ticket import TicketDesk
@@ -41,7 +42,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.RouterGenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Generate; see ``grpc_generate.generate``."""
-        responses: Any = grpc_generate.generate(self._pipeline, request, self._account(context))
+        order = _metadata(context, ORDER_HEADER)
+        responses: Any = grpc_generate.generate(
+            self._pipeline, request, self._account(context), Order.parse(ORDER_HEADER, order) if order else None
+        )
         async with aclosing(responses):
             async for response in responses:
                 yield response
@@ -84,7 +88,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Return whose API key a call shows; ``None``: there are no keys, or a service calls."""
         if self._accounts is None:
             return None
-        return self._accounts.identify(_authorization(context))
+        return self._accounts.identify(_metadata(context, HEADER))
 
 
 def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:
@@ -108,8 +112,8 @@ def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:
     return admits
 
 
-def _authorization(context: Any) -> str:
-    return _text(next((value for key, value in context.invocation_metadata() or () if key == HEADER), None))
+def _metadata(context: Any, name: str) -> str:
+    return _text(next((value for key, value in context.invocation_metadata() or () if key == name), None))
 
 
 def _text(header: str | bytes | None) -> str:

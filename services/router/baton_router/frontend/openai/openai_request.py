@@ -16,7 +16,7 @@ import orjson
 
 from baton.errors import InvalidRequestError, shown
 from baton.tokenizer.chat_template import flatten_content
-from baton.types import MAX_LOGPROBS, SamplingParams
+from baton.types import MAX_LOGPROBS, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
 from baton_router.frontend.openai.schemas import (
     ChatBody,
@@ -29,7 +29,7 @@ from baton_router.frontend.openai.schemas import (
     unknown_fields,
 )
 from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest
-from baton_router.types import Account, Order
+from baton_router.types import Account
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_MESSAGES = 10_000
@@ -392,12 +392,6 @@ def _milliseconds(name: str, value: str) -> float:
     return number
 
 
-def _order(name: str, value: str) -> Order:
-    if value not in list(Order):
-        raise InvalidRequestError(f"{name} must be {' or '.join(Order)}, got {shown(value)}", field=name)
-    return Order(value)
-
-
 def _integer(name: str, value: str) -> int:
     digits = value.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 11):
@@ -410,7 +404,7 @@ _READERS: Mapping[bytes, tuple[str, Callable[[str, str], Any]]] = {
     b"x-baton-ttft-ms": ("ttft_ms", _milliseconds),
     b"x-baton-itl-ms": ("itl_ms", _milliseconds),
     b"x-baton-priority": ("priority", _integer),
-    b"x-baton-order": ("order", _order),
+    ORDER_HEADER.encode(): ("order", Order.parse),
     b"traceparent": ("traceparent", _text),  # one that cannot be read is ignored, as W3C Trace Context says
 }
 """Headers, the fields of :class:`TextRequest` that they are for, and how they are read."""
