@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import worker_pb2
-from baton.errors import BatonError, InternalError, QueueFullError, UnavailableError
+from baton.errors import BatonError, InternalError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.rpc.errors import from_rpc_error, from_status, status_code, status_details
 from baton.rpc.server import MAX_MESSAGE_BYTES
 
@@ -32,12 +32,13 @@ Generate = Callable[[worker_pb2.GenerateRequest, Any], AsyncIterator[worker_pb2.
 MAX_CALLS = 65536
 """Calls that a stream may have at a time. Instances admit far fewer; this bounds the tasks of those that wait."""
 
+MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 2**20
+"""Of one response of a call: with what others send meanwhile it has to fit into one message."""
 _TOKEN_BYTES = 8
 """Of a call and a token, about."""
-
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _MAX_BATCH_BYTES = 4 * 2**20
 """Starts are sent together up to this size: one message must stay below gRPC's limit."""
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 # --- the server's end ---
@@ -101,15 +102,23 @@ class Outbox:
         self._fill(4 * _TOKEN_BYTES)
 
     def send(self, call: int, response: worker_pb2.GenerateResponse) -> None:
-        """Send a message of a call."""
+        """Send a message of a call.
+
+        Raises:
+            InvalidRequestError: It is larger than a message may be; nothing is sent.
+        """
         token_id = _only_a_token(response)
         if token_id is not None:
             self.token(call, token_id)
             return
+        size = response.ByteSize()
+        if size > MAX_RESPONSE_BYTES:
+            # Only log probabilities are so many, and on any instance.
+            raise InvalidRequestError(f"the answer has {size} bytes, {MAX_RESPONSE_BYTES} bytes are possible at a time")
         sent = self._message.messages.add(call=call, response=response).response
         delta = sent.deltas[0] if len(sent.deltas) == 1 else None
         self._last_delta[call] = delta if delta is not None and _is_only_tokens(delta) else None
-        self._fill(response.ByteSize())
+        self._fill(size + _TOKEN_BYTES)
 
     def end(self, call: int, code: int = 0, message: str = "", details: bytes = b"") -> None:
         """Send the end of a call."""
@@ -119,12 +128,12 @@ class Outbox:
     def close(self) -> None:
         """No more comes."""
         self._closed = True
-        self._fill()
+        self._filled.set()
 
-    def _fill(self, size: int = 0) -> None:
+    def _fill(self, size: int) -> None:
         self._bytes += size
         if self._overfull or self._bytes > MAX_MESSAGE_BYTES:
-            self._empty()
+            self._take()
             if not self._overfull:
                 self._overfull = True
                 log.warning("a stream of calls ends: its caller left more than %d bytes unread", MAX_MESSAGE_BYTES)
@@ -132,9 +141,10 @@ class Outbox:
                     self._on_overfull()
         self._filled.set()
 
-    def _empty(self) -> None:
-        self._message, self._bytes = worker_pb2.GenerateManyResponse(), 0
+    def _take(self) -> worker_pb2.GenerateManyResponse:
+        message, self._message, self._bytes = self._message, worker_pb2.GenerateManyResponse(), 0
         self._last_delta.clear()
+        return message
 
     async def next(self) -> worker_pb2.GenerateManyResponse | None:
         """Wait for something to send and return all of it; ``None`` once closed and empty.
@@ -146,22 +156,14 @@ class Outbox:
         await self._filled.wait()
         if self._overfull:
             raise QueueFullError(f"more than {MAX_MESSAGE_BYTES} bytes of answers were left unread")
-        message = self._message
-        if not (message.token_calls or message.messages or message.ends):
-            return None
-        self._empty()
         if not self._closed:
             self._filled.clear()
-        return message
+        message = self._take()
+        return message if message.token_calls or message.messages or message.ends else None
 
 
 class _ServerCalls:
-    """The calls of one stream, as the server has them.
-
-    Args:
-        generate: Serves one call.
-        context: Handed on to it.
-    """
+    """The calls of one stream, as the server has them."""
 
     def __init__(self, generate: Generate, context: Any) -> None:
         self._generate, self._context = generate, context
@@ -170,15 +172,17 @@ class _ServerCalls:
         self.outbox = Outbox(self._cancel)
 
     async def read(self, requests: AsyncIterator[worker_pb2.GenerateManyRequest]) -> None:
-        """Start and cancel calls as they are told."""
+        """Start and cancel calls as they are told, until the caller has nothing more to say or cannot be read."""
         try:
             async for message in requests:
                 for start in message.starts:
                     self._start(start.call, start.request)
                 for call in message.cancels:
-                    task = self._tasks.get(call)
-                    if task is not None:
+                    if (task := self._tasks.get(call)) is not None:
                         task.cancel()
+        except Exception:
+            self._cancel()  # calls that it begins from now on would never be heard of
+            raise
         finally:
             self._reading = False
             self._close_if_done()
@@ -195,8 +199,9 @@ class _ServerCalls:
 
     def _start(self, call: int, request: worker_pb2.GenerateRequest) -> None:
         if call in self._tasks or len(self._tasks) >= MAX_CALLS:
-            text = f"call {call} is running" if call in self._tasks else f"this stream has {MAX_CALLS} calls already"
-            code = grpc.StatusCode.ALREADY_EXISTS if call in self._tasks else grpc.StatusCode.RESOURCE_EXHAUSTED
+            code, text = grpc.StatusCode.RESOURCE_EXHAUSTED, f"this stream has {MAX_CALLS} calls already"
+            if call in self._tasks:
+                code, text = grpc.StatusCode.ALREADY_EXISTS, f"call {call} is running"
             self.outbox.end(call, code.value[0], text)
             return
         task = self._tasks[call] = asyncio.create_task(self._run(call, request))
@@ -239,9 +244,7 @@ def _only_a_token(response: worker_pb2.GenerateResponse) -> int | None:
 
 def _is_only_tokens(delta: worker_pb2.SequenceDelta) -> bool:
     """Whether a delta brings nothing but tokens of sequence 0."""
-    if delta.index or delta.finish_reason or delta.logprobs or delta.error:
-        return False
-    return not delta.HasField("stop_token_id")
+    return not (delta.index or delta.finish_reason or delta.logprobs or delta.error or delta.HasField("stop_token_id"))
 
 
 # --- the client's end ---
@@ -274,23 +277,23 @@ class Reader(Protocol):
 
 
 class Call:
-    """One running ``Generate``. What came in one turn of the event loop is handed on together."""
+    """One running ``Generate``. What came in one turn of the event loop is handed on together.
 
-    __slots__ = ("_failure", "_held", "_items", "_reader", "_stream", "ended", "key")
+    Attributes:
+        items: Tokens and messages that came; :meth:`flush` hands them on.
+        ended: Whether the end has come, or the reader does not wait for it any more.
+    """
+
+    __slots__ = ("_failure", "_held", "_reader", "_stream", "ended", "items", "key")
 
     def __init__(self, stream: CallStream, key: int, reader: Reader) -> None:
         self._stream = stream
         self.key = key
         self._reader: Reader | None = reader
-        self._items: list[int | worker_pb2.GenerateResponse] = []
+        self.items: deque[int | worker_pb2.GenerateResponse] = deque()
         self._failure: CallEnded | None = None
         self._held = False
         self.ended = False
-        """Whether the end has come, or the reader does not wait for it any more."""
-
-    def put(self, item: int | worker_pb2.GenerateResponse) -> None:
-        """Take what came; :meth:`flush` hands it on."""
-        self._items.append(item)
 
     def end(self, failure: CallEnded | None = None) -> None:
         """Take the end; what came before it is handed on first."""
@@ -299,20 +302,18 @@ class Call:
 
     def flush(self) -> None:
         """Hand on what came."""
-        if self._held:
-            return
-        while self._items and self._reader is not None and not self._held:
-            items, self._items = self._items, []
-            count = 0
-            while count < len(items) and type(items[count]) is int:
-                count += 1
-            if count:
-                self._items = items[count:]
-                self._reader.on_tokens(items[:count])  # type: ignore[arg-type]
-            else:
-                self._items = items[1:]
-                self._reader.on_message(items[0])  # type: ignore[arg-type]
-        if self.ended and self._reader is not None:
+        items = self.items
+        while items and self._reader is not None and not self._held:
+            item = items.popleft()
+            if not isinstance(item, int):
+                self._reader.on_message(item)
+                continue
+            tokens = [item]
+            while items and isinstance(token := items[0], int):
+                tokens.append(token)
+                items.popleft()
+            self._reader.on_tokens(tokens)
+        if self.ended and self._reader is not None and not self._held:
             if self._failure is None:
                 self._stream.deliver_end(self)
             else:
@@ -402,10 +403,6 @@ class CallStream:
             self._cancels.append(key)
             self._filled.set()
 
-    def close(self) -> None:
-        """End the stream; its calls fail."""
-        self._task.cancel()
-
     async def _run(self) -> None:
         """Hand out what comes until the stream breaks, then fail what still runs."""
         writer = asyncio.create_task(self._write())
@@ -426,18 +423,21 @@ class CallStream:
             self.broken = True
             calls, self._calls = self._calls, {}
             for call in calls.values():
-                call.end(CallEnded(failure.error, failure.code))
-                call.flush()
+                call.end(failure)
+                self._deliver(call)
 
     async def _write(self) -> None:
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            while (message := self._gather()) is not None:
-                try:
+        try:
+            while True:
+                await self._filled.wait()
+                self._filled.clear()
+                while (message := self._gather()) is not None:
                     await self._stream.write(message)
-                except (grpc.RpcError, asyncio.InvalidStateError):
-                    return  # the reader learns why
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the reader learns why
+        except Exception:
+            log.exception("nothing can be sent to %s any more", self._name)
+            self._stream.cancel()
 
     def _gather(self) -> worker_pb2.GenerateManyRequest | None:
         """Return starts and cancellations, as many as one message may have; ``None``: there are none."""
@@ -465,18 +465,15 @@ class CallStream:
         try:
             # Lists of what repeated fields hold are quicker to walk than the fields.
             for key, token_id in zip(message.token_calls[:], message.token_ids[:], strict=True):
-                call = calls.get(key)
-                if call is not None:
+                if (call := calls.get(key)) is not None:
                     touched[key] = call
-                    call.put(token_id)
+                    call.items.append(token_id)
             for item in message.messages[:]:
-                call = calls.get(item.call)
-                if call is not None:
+                if (call := calls.get(item.call)) is not None:
                     touched[item.call] = call
-                    call.put(item.response)
+                    call.items.append(item.response)
             for end in message.ends[:]:
-                call = calls.pop(end.call, None)
-                if call is not None:
+                if (call := calls.pop(end.call, None)) is not None:
                     touched[end.call] = call
                     call.end(_failure(end) if end.code else None)
         finally:
@@ -489,13 +486,11 @@ class CallStream:
         if code in {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}:
             # gRPC's core says so, now and then, where a connection breaks.
             return CallEnded(UnavailableError(f"the stream broke: {error.details()}"), grpc.StatusCode.UNAVAILABLE)
-        if code is grpc.StatusCode.UNAUTHENTICATED:
-            # The caller can do nothing about the token between router and instance.
-            return CallEnded(UnavailableError(f"{self._name} refuses this router's token"), code)
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            text = f"{self._name} does not know GenerateMany: it is of another version"
-            return CallEnded(UnavailableError(text), code)
-        return CallEnded(from_rpc_error(error), code)
+        text = {  # about neither of which a caller can do anything
+            grpc.StatusCode.UNAUTHENTICATED: f"{self._name} refuses this router's token",
+            grpc.StatusCode.UNIMPLEMENTED: f"{self._name} does not know GenerateMany: it is of another version",
+        }.get(code)
+        return CallEnded(UnavailableError(text) if text else from_rpc_error(error), code)
 
 
 def _failure(end: worker_pb2.CallEnd) -> CallEnded:

@@ -8,11 +8,12 @@ import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc.aio
 import pytest
 from tests.integration.router.test_router_dispatch import PROMPT, World, assert_right, make_request, run
 
 from baton.api.v1 import common_pb2, worker_pb2
-from baton.errors import InternalError
+from baton.errors import InternalError, UnavailableError
 from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
 from baton.token_ids import token_ids
 from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Sequence
@@ -66,7 +67,7 @@ async def opened() -> AsyncIterator[tuple[CallStream, Wire, TurnBatcher]]:
         functools.partial(steps.later, END, Call.tell_end),
     )
     yield stream, wire, steps
-    stream.close()
+    stream._task.cancel()
     await asyncio.wait([stream._task])
 
 
@@ -126,6 +127,69 @@ async def test_a_reader_that_leaves_between_its_tokens_and_its_end_gets_no_end(o
         patch.setattr("baton_router.dispatch.event_loop.log.exception", failures.append)
         await asyncio.sleep(0)
     assert (notes.tokens, notes.ends, failures) == ([7], [], [])
+
+
+async def test_a_reader_that_fails_hinders_no_other_when_the_stream_breaks(opened: Opened) -> None:
+    (stream, wire, _), fine = opened, Notes()
+
+    class Failing(Notes):
+        def on_end(self, failure: CallEnded | None) -> None:
+            raise ZeroDivisionError("of ours")
+
+    stream.start(REQUEST, Failing())
+    stream.start(REQUEST, fine)
+    wire.answers.put_nowait(None)
+    await asyncio.wait([stream._task], timeout=20)
+    await asyncio.sleep(0)  # the turn's end
+    (failure,) = fine.ends
+    assert failure is not None
+
+
+async def test_calls_fail_when_nothing_can_be_sent(opened: Opened) -> None:
+    (stream, wire, _), notes = opened, Notes()
+
+    async def write(message: bytes) -> None:
+        raise ZeroDivisionError("of ours")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "write", write)
+        patch.setattr(wire, "cancel", lambda: wire.answers.put_nowait(grpc.aio.EOF))
+        stream.start(REQUEST, notes)
+        done, _ = await asyncio.wait([stream._task], timeout=20)
+    assert done
+    await asyncio.sleep(0)  # the turn's end
+    (failure,) = notes.ends
+    assert failure is not None
+    assert isinstance(failure.error, UnavailableError)
+
+
+async def test_a_held_call_keeps_what_comes_in_its_order(opened: Opened) -> None:
+    (stream, _, _), order = opened, list[int]()
+
+    class Slow(Notes):
+        def on_tokens(self, token_ids: list[int]) -> None:
+            order.extend(token_ids)
+            if len(order) < 3:
+                call.hold(True)
+
+        def on_message(self, response: worker_pb2.GenerateResponse) -> None:
+            order.extend(response.deltas[0].token_ids)
+
+    notes = Slow()
+    call = stream.start(REQUEST, notes)
+    for first in range(0, 40, 2):
+        message = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[first])
+        delta = worker_pb2.SequenceDelta(token_ids=[first + 1])
+        message.messages.add(call=1, response=worker_pb2.GenerateResponse(deltas=[delta]))
+        stream._take(message)
+    stream._take(worker_pb2.GenerateManyResponse(ends=[worker_pb2.CallEnd(call=1)]))
+    await asyncio.sleep(0)
+    assert order == [0]
+    while len(order) < 40:
+        call.hold(False)
+    await asyncio.sleep(0)
+    assert order == list(range(40))
+    assert notes.ends == [None]
 
 
 class Alone:

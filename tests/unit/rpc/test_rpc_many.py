@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.api.v1 import common_pb2, worker_pb2
-from baton.errors import QueueFullError
+from baton.errors import InvalidRequestError, QueueFullError
 from baton.rpc import multiplex
 from baton.rpc.errors import from_status
 from baton.rpc.multiplex import Outbox, generate_many
@@ -174,6 +174,53 @@ async def test_a_caller_that_reads_nothing_is_told_the_bound(
         with pytest.raises(QueueFullError, match="more than 100000 bytes"):
             await anext(stream)
     assert "its caller left more than 100000 bytes unread" in caplog.text
+
+
+async def test_when_requests_cannot_be_read_any_more_the_stream_ends_and_its_calls_with_it() -> None:
+    engine, begun = Engine(), asyncio.Event()
+
+    async def requests() -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        message = worker_pb2.GenerateManyRequest()
+        sampling = common_pb2.SamplingParams(max_tokens=9)
+        message.starts.add(call=1, request=worker_pb2.GenerateRequest(request_id="a", sampling=sampling))
+        yield message
+        await begun.wait()
+        raise ValueError("not a message")
+
+    answers = generate_many(engine.generate, requests(), None)
+    first = asyncio.ensure_future(anext(answers))
+    await engine.until_waiting(1)
+    begun.set()
+    async with asyncio.timeout(30):
+        (end,) = (await first).ends  # instead of a caller that waits for calls which were never read
+        assert _code(end.code).name == "CANCELLED"
+        with pytest.raises(ValueError, match="not a message"):
+            await anext(answers)
+    assert engine.running == set()
+
+
+async def test_an_answer_too_large_for_a_message_ends_its_own_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiplex, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(multiplex, "MAX_RESPONSE_BYTES", 50_000)
+
+    async def generate(request: worker_pb2.GenerateRequest, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        large = request.request_id == "large"
+        yield worker_pb2.GenerateResponse(deltas=[worker_pb2.SequenceDelta(error="x" * 60_000)]) if large else token(1)
+
+    message = worker_pb2.GenerateManyRequest()
+    for call, name in enumerate(("large", "small")):
+        message.starts.add(call=call, request=worker_pb2.GenerateRequest(request_id=name))
+
+    async def requests() -> AsyncIterator[worker_pb2.GenerateManyRequest]:
+        yield message
+
+    (answer,) = [x async for x in generate_many(generate, requests(), None)]
+    assert list(answer.token_calls) == [1]
+    ends = {end.call: end for end in answer.ends}
+    assert ends[1].code == 0
+    error = from_status(_code(ends[0].code), ends[0].message, ends[0].details)
+    assert isinstance(error, InvalidRequestError)  # no other instance could do better
+    assert "50000 bytes" in error.message
 
 
 async def test_what_one_call_sends_keeps_its_order() -> None:
