@@ -100,7 +100,7 @@ class Fleet:
         return RemotePending(self, self.now)  # type: ignore[arg-type]
 
     def is_empty(self) -> bool:
-        return not self.index._pending._root.children and not self.index._pending._blocks
+        return not self.index._pending._root.children and not self.index._pending._bytes
 
 
 @pytest.fixture

@@ -297,7 +297,7 @@ def test_no_expectation_leaves_anything_behind() -> None:
     for expectation in held:
         expectation.release()
     assert index._pending._root.children == {}
-    assert index._pending._blocks == {}
+    assert index._pending._bytes == {}
 
 
 def test_hashes_that_are_no_chain_are_single_blocks(index: PrefixIndex) -> None:

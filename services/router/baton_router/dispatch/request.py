@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -95,7 +96,7 @@ class RequestRun:
 
     def __init__(self, context: RequestContext, request: RoutedRequest, sink: ChunkSink | None = None) -> None:
         self._context, self._request, self._sink = context, request, sink
-        self._deadline = time.monotonic() + context.config.request_timeout_s
+        self._deadline = math.inf
         self._ticket: Ticket | None = None
         self._traces = TraceMerge()
         self._sequences = [Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]

@@ -93,6 +93,12 @@ class EventApplier:
         now: Monotonic clock, in seconds.
         stale_limit_s: After so long without events a stale slot is not used any more.
         decision_ttl_s: How long a prompt counts as cached that was sent to an instance without events.
+
+    Attributes:
+        slot: The slot of the index that holds this instance's blocks; changes with every snapshot.
+        lower_slots: The slot of each lower tier that the instance has told of.
+        num_gaps: Gaps in its events.
+        num_events: Events applied.
     """
 
     def __init__(
@@ -106,8 +112,8 @@ class EventApplier:
         self._index = index
         self._now = now
         self._stale_limit_s = stale_limit_s
-        self._slot = index.add()
-        self._lower: dict[str, int] = {}
+        self.slot = index.add()
+        self.lower_slots: dict[str, int] = {}
         self._epoch: Epoch | None = None
         self._process: Epoch | None = None
         self._sequence = 0
@@ -122,37 +128,22 @@ class EventApplier:
         self.num_events = 0
 
     @property
-    def slot(self) -> int:
-        """The slot of the index that holds this instance's blocks; changes with every snapshot."""
-        return self._slot
-
-    @property
-    def is_tiered(self) -> bool:
-        """Whether the instance has told of blocks outside its own pool."""
-        return bool(self._lower)
-
-    @property
     def tiers(self) -> tuple[tuple[str, int], ...]:
         """Tiers that the instance has told of, nearest first, each with the slots of it and all nearer ones.
 
         With :meth:`PrefixIndex.match_any` they tell how many leading blocks come from each tier or nearer.
         """
-        slots, found = 1 << self._slot, [(DEVICE, 1 << self._slot)]
+        slots, found = 1 << self.slot, [(DEVICE, 1 << self.slot)]
         for tier in LOWER_TIERS:
-            if tier in self._lower:
-                slots |= 1 << self._lower[tier]
+            if tier in self.lower_slots:
+                slots |= 1 << self.lower_slots[tier]
                 found.append((tier, slots))
         return tuple(found)
 
     @property
-    def lower_slots(self) -> dict[str, int]:
-        """The slot of each lower tier that was told of."""
-        return self._lower
-
-    @property
     def num_lower_blocks(self) -> dict[str, int]:
         """Blocks that the index holds of each lower tier that was told of."""
-        return {tier: self._index.num_blocks(slot) for tier, slot in self._lower.items()}
+        return {tier: self._index.num_blocks(slot) for tier, slot in self.lower_slots.items()}
 
     @property
     def state(self) -> IndexState:
@@ -190,7 +181,7 @@ class EventApplier:
     @property
     def num_blocks(self) -> int:
         """Blocks that the index holds of this instance."""
-        return self._index.num_blocks(self._slot)
+        return self._index.num_blocks(self.slot)
 
     @property
     def num_decided(self) -> int:
@@ -216,8 +207,8 @@ class EventApplier:
             return False
         self._forget()
         self._decisions.clear()
-        self._index.drop(self._slot)
-        self._slot = self._index.add()
+        self._index.drop(self.slot)
+        self.slot = self._index.add()
         self._epoch = self._silence_s = None
         return True
 
@@ -294,17 +285,17 @@ class EventApplier:
         elif kind == "cleared":
             tier = event.cleared.tier
             if tier in ("", DEVICE):
-                self._slot = self._index.replace(self._slot)
-            for lower in [name for name in self._lower if tier in ("", name)]:
-                self._index.drop(self._lower.pop(lower))
+                self.slot = self._index.replace(self.slot)
+            for lower in [name for name in self.lower_slots if tier in ("", name)]:
+                self._index.drop(self.lower_slots.pop(lower))
 
     def _slot_of(self, tier: str, *, make: bool = False) -> int | None:
         """Return a tier's slot; ``None``: nothing is kept of it."""
         if tier in ("", DEVICE):
-            return self._slot
-        if make and tier in LOWER_TIERS and tier not in self._lower:
-            self._lower[tier] = self._index.add()
-        return self._lower.get(tier)
+            return self.slot
+        if make and tier in LOWER_TIERS and tier not in self.lower_slots:
+            self.lower_slots[tier] = self._index.add()
+        return self.lower_slots.get(tier)
 
     def lost(self) -> None:
         """Tell that the process is gone, and with it everything that it told of."""
@@ -314,18 +305,18 @@ class EventApplier:
 
     def _forget(self) -> None:
         """Forget what the instance told; what is expected of it stays."""
-        self._slot = self._index.replace(self._slot)
-        for slot in self._lower.values():
+        self.slot = self._index.replace(self.slot)
+        for slot in self.lower_slots.values():
             self._index.drop(slot)
-        self._lower.clear()
+        self.lower_slots.clear()
         self._known = self._incomplete = self._partial = False
 
     def add_pending(self, hashes: Sequence[BlockHash]) -> PendingChain | None:
         """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.add_pending`."""
         index = self._index
         if not self._known:
-            self._decisions.remember(self._slot, hashes)
-        pending = index.add_pending(self._slot, hashes)
+            self._decisions.remember(self.slot, hashes)
+        pending = index.add_pending(self.slot, hashes)
         if index.news is not None and pending is not None:
             index.news.append((pending, hashes))
         return pending
@@ -333,7 +324,7 @@ class EventApplier:
     def close(self) -> None:
         """Take this instance out of the index."""
         self._decisions.clear()
-        for slot in (self._slot, *self._lower.values()):
+        for slot in (self.slot, *self.lower_slots.values()):
             self._index.drop(slot)
 
 

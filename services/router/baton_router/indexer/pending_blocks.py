@@ -22,10 +22,6 @@ class _Node(msgspec.Struct, eq=False):
     children: dict[bytes, _Node] = msgspec.field(default_factory=dict)
     counts: dict[int, int] = msgspec.field(default_factory=dict)
 
-    @property
-    def length(self) -> int:
-        return len(self.data) // HASH_BYTES
-
 
 class PendingChain(msgspec.Struct, eq=False):
     """A chain that counts as held by an owner until :meth:`release`, which must be called once.
@@ -67,13 +63,14 @@ class PendingBlocks:
 
     def __init__(self) -> None:
         self._root = _Node(b"", None)
-        self._blocks: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        """Of the distinct hashes that are pending, by owner."""
         self._walked: _Walk | None = None
         """The latest walk, kept until the tree changes: a chain is usually added right after it was looked up."""
 
     def num_blocks(self, owner: int) -> int:
         """Distinct blocks pending for an owner."""
-        return self._blocks.get(owner, 0)
+        return self._bytes.get(owner, 0) // HASH_BYTES
 
     def add(self, owner: int, chain: HashChain) -> PendingChain:
         """Count a whole chain, from its first block on, as held by ``owner``."""
@@ -94,7 +91,7 @@ class PendingBlocks:
                 counts[owner] += 1
             else:
                 counts[owner] = 1
-                self._blocks[owner] = self._blocks.get(owner, 0) + step.length
+                self._bytes[owner] = self._bytes.get(owner, 0) + len(step.data)
         return PendingChain(self, owner, node)
 
     def _remove(self, owner: int, node: _Node) -> None:
@@ -103,9 +100,9 @@ class PendingBlocks:
             node.counts[owner] -= 1
             if not node.counts[owner]:
                 del node.counts[owner]
-                self._blocks[owner] -= node.length
-                if not self._blocks[owner]:
-                    del self._blocks[owner]
+                self._bytes[owner] -= len(node.data)
+                if not self._bytes[owner]:
+                    del self._bytes[owner]
             if not node.counts:
                 del node.parent.children[node.data[:HASH_BYTES]]
             node = node.parent

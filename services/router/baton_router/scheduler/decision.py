@@ -32,50 +32,24 @@ class Term(NamedTuple):
     value: float
 
 
-class DecisionCandidate:
-    """One instance that was looked at; see ``RouteCandidate``."""
+class DecisionCandidate(NamedTuple):
+    """One instance that was looked at; see ``RouteCandidate``.
 
-    __slots__ = ("_at", "_decision", "_side")
+    Attributes:
+        match_rate: Matched prompt tokens / prompt tokens.
+        tiers: Prompt tokens that it can load from slower tiers and the KV store, by tier.
+        load: Relative to the mean of its role.
+        score: Its own, or of the best pair with it where the policy rates pairs.
+        terms: What adds up to the score.
+    """
 
-    def __init__(self, decision: Decision, side: Side, at: int) -> None:
-        self._decision = decision
-        self._side = side
-        self._at = at
-
-    @property
-    def instance_id(self) -> str:
-        """Its name."""
-        return self._side.ids[self._at]
-
-    @property
-    def role(self) -> common_pb2.Role.ValueType:
-        """Its role."""
-        return role_to_pb(self._side.role)
-
-    @property
-    def match_rate(self) -> float:
-        """Matched prompt tokens / prompt tokens."""
-        return self._side.match_rates[self._at]
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Prompt tokens that it can load from slower tiers and the KV store, by tier."""
-        return {} if self._side.tiers is None else self._side.tiers[self._at]
-
-    @property
-    def load(self) -> float:
-        """Relative to the mean of its role."""
-        return self._decision.loads(self._side.role)[self._at]
-
-    @property
-    def score(self) -> float:
-        """Its own, or of the best pair with it where the policy rates pairs."""
-        return self._decision.score_of(self._side.role, self._at)
-
-    @property
-    def terms(self) -> list[Term]:
-        """What adds up to the score."""
-        return self._decision.terms_of(self._side.role, self._at)
+    instance_id: str
+    role: common_pb2.Role.ValueType
+    match_rate: float
+    tiers: dict[str, int]
+    load: float
+    score: float
+    terms: list[Term]
 
 
 class Decision(msgspec.Struct, eq=False):
@@ -104,7 +78,6 @@ class Decision(msgspec.Struct, eq=False):
     prefill_addresses: Sequence[str]
     index_state: str
     _loads: dict[Role, list[float]] | None = None
-    _candidates: list[DecisionCandidate] | None = None
 
     @property
     def prefill_instance(self) -> str:
@@ -131,11 +104,19 @@ class Decision(msgspec.Struct, eq=False):
     @property
     def candidates(self) -> list[DecisionCandidate]:
         """All instances that were scored, prefill instances first."""
-        if self._candidates is None:
-            self._candidates = [
-                DecisionCandidate(self, side, at) for side in (self.prefill, self.decode) for at in range(len(side))
-            ]
-        return self._candidates
+        return [
+            DecisionCandidate(
+                instance_id=name,
+                role=role_to_pb(side.role),
+                match_rate=side.match_rates[at],
+                tiers={} if side.tiers is None else side.tiers[at],
+                load=self.loads(side.role)[at],
+                score=self.score_of(side.role, at),
+                terms=self.terms_of(side.role, at),
+            )
+            for side in (self.prefill, self.decode)
+            for at, name in enumerate(side.ids)
+        ]
 
     @property
     def couples(self) -> bool:
@@ -267,6 +248,7 @@ class DecisionRecord(msgspec.Struct):
         outcome: ``running``, ``done``, ``cancelled`` or an error's code.
         duration_s: How long it took; ``None`` while it runs.
         kept: Whether it is still among those that are remembered.
+        numbers: How many numbers its decisions keep, roughly.
         direct: Whether its client has the tokens from the decode instance itself.
     """
 
@@ -280,6 +262,7 @@ class DecisionRecord(msgspec.Struct):
     outcome: str = RUNNING
     duration_s: float | None = None
     kept: bool = True
+    numbers: int = 0
     direct: bool = False
 
     @property
@@ -345,7 +328,11 @@ class DecisionLog:
         record = self._running.get(request_id) or self._append(request_id, decision.prompt_tokens)
         record.placements.append((self._now() - record.began, decision))
         if record.kept:
-            self._numbers += _size(decision)
+            size = len(decision.prefill.ids) + len(decision.decode.ids)
+            if decision.ratings.pairs is not None:
+                size += len(decision.prefill.ids) * len(decision.decode.ids)
+            record.numbers += size
+            self._numbers += size
         while self._numbers > self._max_numbers and len(self._records) > 1:
             self._forget_oldest()
         if self.on_placed is not None:
@@ -390,14 +377,8 @@ class DecisionLog:
     def _forget_oldest(self) -> None:
         oldest = self._records.popleft()
         oldest.kept = False
-        self._numbers -= sum(_size(decision) for _, decision in oldest.placements)
+        self._numbers -= oldest.numbers
 
 
 def _is_of(record: DecisionRecord, tenant: str | None) -> bool:
     return tenant is None or record.tenant == tenant
-
-
-def _size(decision: Decision) -> int:
-    """How many numbers a decision keeps, roughly."""
-    prefills, decodes = len(decision.prefill), len(decision.decode)
-    return prefills + decodes + (prefills * decodes if decision.ratings.pairs is not None else 0)

@@ -12,10 +12,10 @@ from typing import Protocol
 from baton.errors import ConfigError
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.types import InstanceId, PrefillPath, Role
-from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, EventApplier, IndexState
+from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, LoadTracker, in_flight
+from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, in_flight
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
@@ -58,14 +58,11 @@ class RoleCandidates:
     __slots__ = ("formats", "ids", "indexed", "instances", "role", "trackers")
 
     def __init__(self, role: Role, instances: Sequence[Instance], known: dict[BlockFormat, int]) -> None:
-        self.role = role
-        self.instances = instances
-        self.ids: list[InstanceId] = [x.instance_id for x in instances]
-        self.trackers: list[LoadTracker] = [x.load for x in instances]
+        self.role, self.instances = role, instances
+        self.ids = [x.instance_id for x in instances]
+        self.trackers = [x.load for x in instances]
         self.formats = [known.setdefault(_block_format(x), len(known)) for x in instances]
-        self.indexed: list[tuple[EventApplier, int]] = [
-            (x.events, at) for x, at in zip(instances, self.formats, strict=True)
-        ]
+        self.indexed = [(x.events, at) for x, at in zip(instances, self.formats, strict=True)]
 
 
 class Candidates:
@@ -79,10 +76,11 @@ class Candidates:
         prefill: Prefill instances.
         decode: Decode instances.
         formats: Of all of them, prefill instances' first.
+        kv_bytes_per_token: Of what travels, which is the source's KV.
         compat: Which decode instance takes the KV of which prefill instance; ``None``: all of all.
     """
 
-    __slots__ = ("_given", "compat", "decode", "formats", "prefill")
+    __slots__ = ("_given", "compat", "decode", "formats", "kv_bytes_per_token", "prefill")
 
     def __init__(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
         self._given = prefills, decodes
@@ -93,6 +91,7 @@ class Candidates:
         self.prefill = RoleCandidates(Role.PREFILL, prefills, known)
         self.decode = RoleCandidates(Role.DECODE, decodes, known)
         self.formats = list(known)
+        self.kv_bytes_per_token = self.formats[0].block_bytes / self.formats[0].block_size
 
     def is_of(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
         """Whether it was made from these very list objects."""
@@ -217,12 +216,8 @@ class Placer:
         tiers: LowerTiers | None = None,
         seed: int | None = None,
     ) -> None:
-        self._fleet = fleet
-        self._policy = policy
-        self._metrics = metrics
-        self._max_prefills = max_prefills
-        self._threshold = threshold
-        self._speeds = speeds
+        self._fleet, self._policy, self._metrics, self._speeds = fleet, policy, metrics, speeds
+        self._max_prefills, self._threshold = max_prefills, threshold
         tiers = tiers or LowerTiers()
         self._tier_weights, self._stores = tiers.weights, tiers.stores
         self._rng = random.Random(seed)
@@ -247,7 +242,15 @@ class Placer:
         if candidates is None or not candidates.is_of(prefills, decodes):
             candidates = self._candidates = Candidates(prefills, decodes)
         chains = self._look_up(request, candidates)
-        prefill, decode, policy_request = self._policy_input(request, candidates, chains)
+        prefill, decode = self._sides(request, candidates, chains)
+        policy_request = Request(
+            tokens=len(request.token_ids),
+            sequences=request.num_sequences,
+            session=request.session,
+            max_tokens=request.max_tokens,
+            kv_bytes_per_token=candidates.kv_bytes_per_token,
+            threshold=self._threshold,
+        )
         if request.prefilled is not None and prefill.match_rates:
             prefill.match_rates[0] = request.prefilled[1]
         placement = self._choose(policy_request, prefill, decode, candidates)
@@ -278,30 +281,20 @@ class Placer:
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
         return chains
 
-    def _policy_input(
+    def _sides(
         self, request: PlacementRequest, candidates: Candidates, chains: list[_PromptChain]
-    ) -> tuple[Side, Side, Request]:
+    ) -> tuple[Side, Side]:
+        """Return prefill and decode instances as a policy sees them."""
         total = len(request.token_ids)
         prefill = _side(candidates.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
         decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * request.num_sequences)
+        has_stores = self._stores is not None and len(self._stores) > 0
         for side, own in ((prefill, candidates.prefill), (decode, candidates.decode)):
-            if self._stores or any(events.is_tiered for events, _ in own.indexed):
+            if has_stores or any(events.lower_slots for events, _ in own.indexed):
                 tiers = [self._lower_tiers(x) for x in own.instances]
                 if any(tiers):
                     self._count_tiers(side, [chains[at] for at in own.formats], tiers, max(1, total))
-        source = candidates.formats[0]  # what travels is the source's KV
-        return (
-            prefill,
-            decode,
-            Request(
-                tokens=total,
-                sequences=request.num_sequences,
-                session=request.session,
-                max_tokens=request.max_tokens,
-                kv_bytes_per_token=source.block_bytes / source.block_size,
-                threshold=self._threshold,
-            ),
-        )
+        return prefill, decode
 
     def _lower_tiers(self, instance: Instance) -> list[tuple[str, int]]:
         """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
@@ -310,7 +303,7 @@ class Placer:
         """
         stores = self._stores.tiers(instance.info.kvstore) if self._stores and instance.info else ()
         if not stores:
-            return list(instance.events.tiers[1:]) if instance.events.is_tiered else []
+            return list(instance.events.tiers[1:])
         own = instance.events.tiers if instance.events.usable else ()
         slots = own[-1][1] if own else 0
         return [*own[1:], *((tier, slots | more) for tier, more in stores)]
@@ -413,7 +406,8 @@ def _side(role: RoleCandidates, chains: list[_PromptChain], total: int, cost: fl
     for events, at in role.indexed:
         chain = chains[at]
         matched.append(chain.depths.get(events.slot, 0) * chain.block_size)
-    rates = [tokens / max(1, total) for tokens in matched]
+    total = max(1, total)
+    rates = [tokens / total for tokens in matched]
     return Side(role.role, role.ids, matched, rates, work, loads, cost, role.trackers)
 
 
