@@ -93,7 +93,7 @@ def test_leases() -> None:
 
 def test_traces_of_several_attempts() -> None:
     traces = TraceMerge()
-    first, second = traces.attempt(), traces.attempt()
+    first, second = 1, 2
     traces.update(
         first,
         common_pb2.RequestTrace(

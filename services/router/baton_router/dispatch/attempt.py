@@ -26,9 +26,9 @@ from baton.errors import (
 )
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
 from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
-from baton.types import FinishReason, TokenLogprob
+from baton.types import FinishReason
 from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
-from baton_router.dispatch.interface import RoutedDelta
+from baton_router.dispatch.interface import RoutedChunk, RoutedDelta
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import Placement
 
@@ -58,14 +58,6 @@ class WorkerStreams:
                 instance.channel, instance.instance_id, self._deliver, self._deliver_end
             )
         return stream.start(request, reader)
-
-
-class Message(msgspec.Struct):
-    """One message of a decode instance, with the request's own sequence numbers."""
-
-    deltas: list[RoutedDelta]
-    trace: common_pb2.RequestTrace | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class AttemptFailed(Exception):
@@ -98,8 +90,8 @@ def failed(end: CallEnded) -> AttemptFailed:
     return AttemptFailed(error, "lost" if isinstance(end, Lost) else end.code.name.lower())
 
 
-def read_response(message: worker_pb2.GenerateResponse, indices: list[int], instance: Instance) -> Message:
-    """Read a message of a call.
+def read_response(message: worker_pb2.GenerateResponse, indices: list[int], instance: Instance) -> RoutedChunk:
+    """Read a message of a call; what it brings has the request's own sequence numbers.
 
     Args:
         message: The message.
@@ -120,7 +112,7 @@ def read_response(message: worker_pb2.GenerateResponse, indices: list[int], inst
         trace = message.trace
         if not trace.decode_instance:
             trace.decode_instance = instance.instance_id
-    return Message(deltas, trace, prompt_logprobs)
+    return RoutedChunk(deltas, trace, prompt_logprobs=prompt_logprobs)
 
 
 def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instance) -> RoutedDelta:
@@ -196,7 +188,7 @@ class Group(msgspec.Struct):
 class AttemptOwner(Protocol):
     """Whose attempt it is: :class:`~baton_router.dispatch.request.RequestRun`."""
 
-    def on_message(self, attempt: Attempt, message: Message) -> None:
+    def on_message(self, attempt: Attempt, chunk: RoutedChunk) -> None:
         """Take what came."""
 
     def judge(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
@@ -208,8 +200,8 @@ class AttemptOwner(Protocol):
     def go_on(self, group: Group) -> None:
         """Go on with a group whose attempt is closed."""
 
-    def fail(self, error: Exception) -> None:
-        """End the request with an error."""
+    def finish(self, error: Exception | None) -> None:
+        """End the request."""
 
 
 class Attempt:
@@ -277,28 +269,28 @@ class Attempt:
 
     def on_tokens(self, token_ids: list[int]) -> None:
         """Take tokens of the first sequence."""
-        self._take(Message([RoutedDelta(self.group.sequences[0].index, token_ids)]))
+        self._take(RoutedChunk([RoutedDelta(self.group.sequences[0].index, token_ids)]))
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
         """Take a message."""
         try:
-            message = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
+            chunk = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
         except AttemptFailed as failure:  # this call's end alone: others share its stream
             self._end(failure)
             return
-        self._take(message)
+        self._take(chunk)
 
     def on_end(self, failure: CallEnded | None) -> None:
         """Take the call's end."""
         self._end(None if failure is None else failed(failure))
 
-    def _take(self, message: Message) -> None:
+    def _take(self, chunk: RoutedChunk) -> None:
         if self.closed:
             return
         try:
-            self._run.on_message(self, message)
+            self._run.on_message(self, chunk)
         except Exception as error:  # of ours, or of the sink: this request's end alone
-            self._run.fail(error)
+            self._run.finish(error)
             return
         if not self.closed and self._grace is None and not self.group.has_open():
             # Nothing is needed any more: the end counts as come unless it comes soon.
@@ -314,7 +306,7 @@ class Attempt:
             error = refusal
         self.close()
         if error is not None:
-            self._run.fail(error)
+            self._run.finish(error)
         else:
             self._run.go_on(self.group)
 
@@ -329,19 +321,14 @@ class TraceMerge:
         router_queue_us: How long the request waited before the first attempt.
     """
 
-    __slots__ = ("_latest", "_next", "num_migrations", "router_queue_us")
+    __slots__ = ("_latest", "num_migrations", "router_queue_us")
 
     def __init__(self) -> None:
         self._latest: dict[int, common_pb2.RequestTrace] = {}
-        self._next = self.num_migrations = self.router_queue_us = 0
-
-    def attempt(self) -> int:
-        """Return the key of a new attempt."""
-        self._next += 1
-        return self._next
+        self.num_migrations = self.router_queue_us = 0
 
     def update(self, attempt: int, trace: common_pb2.RequestTrace) -> None:
-        """Take an attempt's trace; a later one replaces its earlier."""
+        """Take the trace of an attempt, by its number; a later one replaces its earlier."""
         self._latest[attempt] = trace
 
     def attempts(self) -> list[common_pb2.RequestTrace]:

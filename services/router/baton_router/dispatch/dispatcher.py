@@ -142,9 +142,9 @@ class PlacingDispatcher:
         self.num_in_flight += 1
         self._running.add(run)
         if self.num_in_flight > self._config.max_in_flight:
-            run.fail(self._too_many(self.num_in_flight - 1))
+            run.finish(self._too_many(self.num_in_flight - 1))
         elif self._cut_off:
-            run.fail(_shutting_down())
+            run.finish(_shutting_down())
         else:
             run.start()
         return run
@@ -165,7 +165,7 @@ class PlacingDispatcher:
         self._cut_off = True
         self.admission.close()
         for run in list(self._running):
-            run.fail(_shutting_down())
+            run.finish(_shutting_down())
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count how a request that its client ran came to its KV."""

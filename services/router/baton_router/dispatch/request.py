@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.api.v1 import worker_pb2
@@ -33,12 +32,12 @@ from baton.token_ids import pack_ids, token_ids
 from baton.types import FinishReason, Order, Role, SamplingParams
 from baton_router.admission.gate import Admission, Ticket
 from baton_router.config import RouterConfig
-from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Message, Sequence, TraceMerge, WorkerStreams
+from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Sequence, TraceMerge, WorkerStreams
 from baton_router.dispatch.event_loop import PLACE, SEND, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
-from baton_router.dispatch.retry import Breakers, RetryBudget
+from baton_router.dispatch.retry import Breakers, RetryBudget, may_retry
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision, DecisionLog
@@ -77,7 +76,7 @@ class RequestContext:
     prefill_first: PrefillFirstCalls
     left: Callable[[RequestRun], None]
     slow: Callable[[RoutedRequest], Iterable[Instance]]
-    decisions: DecisionLog = field(default_factory=DecisionLog)
+    decisions: DecisionLog
 
 
 class RequestRun:
@@ -90,18 +89,18 @@ class RequestRun:
     """
 
     __slots__ = (
-        *("_attempts", "_begun", "_calls", "_context", "_deadline", "_ended", "_held"),
+        *("_attempts", "_begun", "_context", "_deadline", "_ended", "_held", "_num_attempts"),
         *("_num_open", "_prefill_first", "_request", "_sequences", "_sink", "_tasks", "_ticket", "_traces"),
     )
 
     def __init__(self, context: RequestContext, request: RoutedRequest, sink: ChunkSink | None = None) -> None:
         self._context, self._request, self._sink = context, request, sink
-        self._deadline = math.inf
+        self._deadline = 0.0  # from its admission on
         self._ticket: Ticket | None = None
         self._traces = TraceMerge()
         self._sequences = [Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]
         self._num_open = len(self._sequences)
-        self._calls = 0
+        self._num_attempts = 0
         self._begun = self._ended = self._held = False
         self._prefill_first: PrefillFirst | None = None
         if (request.order or context.config.order) == Order.PREFILL_FIRST and not request.output_token_ids:
@@ -121,9 +120,18 @@ class RequestRun:
             self._context.metrics.closed_early.inc()
             self._end("cancelled")
 
-    def fail(self, error: Exception) -> None:
-        """The request cannot go on; the sink gets the error, unless the request has ended."""
-        self._finish(error)
+    def finish(self, error: Exception | None) -> None:
+        """End the request, with an error if it cannot go on; the sink is told, unless the request has ended."""
+        if self._ended:
+            return
+        code = "ok"
+        if error is not None:
+            code = error.code if isinstance(error, BatonError) else InternalError.code
+            self._context.metrics.failures.labels(code).inc()
+        sink = self._sink
+        self._end(code)
+        if sink is not None:
+            sink.on_end(error)
 
     def hold(self, held: bool) -> None:
         """Let what comes wait in the streams, or go on: for a client who does not read."""
@@ -142,7 +150,7 @@ class RequestRun:
         self._prefill_first = None  # a ticket names a decode instance: that comes first
         group = Group(self._sequences)
         placement = self._choose(group) or await self._place(group)
-        return placement, self._message(group, placement)
+        return placement, self._message(group, placement, 1)
 
     # --- admission and end ---
 
@@ -158,12 +166,12 @@ class RequestRun:
                 self._request.span.event("queued")
                 self._wait_for(self._context.admission.enter(self._request), self._run)
         except Exception as error:
-            self._finish(error)
+            self.finish(error)
 
     def _run(self, ticket: Ticket) -> None:
         self._admit(ticket)
         self._context.deadlines.add(self)
-        self._go_on(Group(self._sequences))
+        self.go_on(Group(self._sequences))
 
     def _admit(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -182,22 +190,10 @@ class RequestRun:
                 then(result)
             except Exception as error:
                 self._tasks.discard(task)
-                self._finish(error)
+                self.finish(error)
 
         task = asyncio.get_running_loop().create_task(wait())
         self._tasks.add(task)
-
-    def _finish(self, error: Exception | None) -> None:
-        if self._ended:
-            return
-        code = "ok"
-        if error is not None:
-            code = error.code if isinstance(error, BatonError) else InternalError.code
-            self._context.metrics.failures.labels(code).inc()
-        sink = self._sink
-        self._end(code)
-        if sink is not None:
-            sink.on_end(error)
 
     def _end(self, status: str) -> None:
         self._ended = True
@@ -219,40 +215,49 @@ class RequestRun:
 
     # --- placing ---
 
-    def _go_on(self, group: Group) -> None:
-        """Bring a group on its way, at once or when an instance takes it; end the run if nothing is left to do."""
+    def go_on(self, group: Group) -> None:
+        """Bring a group on its way, at once or when an instance takes it; end the run if nothing is left to do.
+
+        Sequences that have begun go on each by itself.
+        """
+        if len(group.sequences) > 1 and group.started and group.has_open():
+            for s in group.open:
+                self.go_on(Group([s], set(group.excluded), group.full, group.last, group.failures))
+            return
         try:
             while not self._ended and group.has_open():
                 if exhausted := self._exhausted(group):
-                    self._emit(exhausted)
+                    self._emit(RoutedChunk(exhausted))
                     continue
                 self._check_time()
-                placement = self._choose(group)
-                if placement is not None:
+                if (placement := self._choose(group)) is not None:
                     self._serve(group, placement)
                 else:
                     self._wait_for(self._place(group), lambda placement: self._serve(group, placement))
                 return
         except Exception as error:
-            self._finish(error)
+            self.finish(error)
             return
         if not self._num_open and not self._attempts:
-            self._finish(None)
+            self.finish(None)
 
     def _serve(self, group: Group, placement: Placement) -> None:
         """Send a group to its decode instance, or its prompt to a prefill instance if that comes first."""
         first = self._prefill_first
         if first is None or not first.pending:
-            self._launch(group, placement)
+            self._num_attempts += 1
+            attempt = Attempt(self, group, placement, self._num_attempts)
+            self._attempts.add(attempt)
+            self._context.steps.later(SEND, self._send, attempt)
             return
         self._context.breakers.ended(placement.decode, well=False)  # it gets nothing yet
         if first.applies(placement):
             left_s = self._deadline - time.monotonic()
             computing = first.compute(placement, self._sampling(group), left_s)
-            self._wait_for(computing, lambda _: self._go_on(group))
+            self._wait_for(computing, lambda _: self.go_on(group))
         else:
             placement.release()
-            self._go_on(group)
+            self.go_on(group)
 
     async def _place(self, group: Group) -> Placement:
         """Wait a little for an instance after :meth:`_choose` found none; select and reserve.
@@ -329,31 +334,26 @@ class RequestRun:
 
     # --- sending ---
 
-    def _launch(self, group: Group, placement: Placement) -> None:
-        attempt = Attempt(self, group, placement, self._traces.attempt())
-        self._attempts.add(attempt)
-        self._context.steps.later(SEND, self._send, attempt)
-
     def _send(self, attempt: Attempt) -> None:
         if attempt.closed:
             return
         try:
             self._context.decisions.placed(self._request.request_id, attempt.placement.decision)
-            attempt.start(self._context.streams, self._message(attempt.group, attempt.placement))
+            message = self._message(attempt.group, attempt.placement, attempt.number)
+            attempt.start(self._context.streams, message)
         except Exception as error:
-            self._finish(error)
+            self.finish(error)
             return
         if self._held:
             attempt.hold(True)
 
-    def _message(self, group: Group, placement: Placement) -> worker_pb2.GenerateRequest:
-        """Return what a decode instance is sent. What is empty isn't set, which takes time."""
-        self._calls += 1
+    def _message(self, group: Group, placement: Placement, number: int) -> worker_pb2.GenerateRequest:
+        """Return what a decode instance is sent in attempt ``number``. What is empty isn't set, which takes time."""
         request, first = self._request, group.sequences[0]
         # Unique among live requests, also beside a call of ours that its instance has not yet seen cancelled.
         request_id = request.request_id[-_MAX_ID_CHARS:]
         message = worker_pb2.GenerateRequest(
-            request_id=request_id if self._calls == 1 else f"{request_id}~{self._calls}",
+            request_id=request_id if number == 1 else f"{request_id}~{number}",
             prompt_token_ids=pack_ids(request.prompt_token_ids),
             sampling=sampling_to_pb(self._sampling(group)),
         )
@@ -386,19 +386,20 @@ class RequestRun:
 
     # --- what an attempt tells ---
 
-    def on_message(self, attempt: Attempt, message: Message) -> None:
-        """Take a message."""
+    def on_message(self, attempt: Attempt, chunk: RoutedChunk) -> None:
+        """Take a message and hand it on."""
         group, placement = attempt.group, attempt.placement
         group.full = None
-        if message.trace is not None:  # the first message, and the last
+        trace = chunk.trace
+        if trace is not None:  # the first message, and the last
             first = self._prefill_first
-            message.trace.order = Order.DECODE_FIRST if first is None else first.answered(message.trace)
-            self._traces.update(attempt.number, message.trace)
-            placement.trace = message.trace
+            trace.order = Order.DECODE_FIRST if first is None else first.answered(trace)
+            self._traces.update(attempt.number, trace)
+            placement.trace = trace
             self._context.breakers.answered(placement.decode)
-        deltas = self._record(message, placement)
-        if deltas or not self._begun or not self._num_open:
-            self._emit(self._chunk(deltas, placement.decision, message))
+        chunk.deltas = self._record(chunk.deltas, placement)
+        if chunk.deltas or not self._begun or not self._num_open:
+            self._emit(chunk, placement.decision)
 
     def judge(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
         """An attempt's call has ended: see whether its group may go on, if it has to.
@@ -418,18 +419,10 @@ class RequestRun:
         self._attempts.discard(attempt)
         self._context.breakers.ended(attempt.placement.decode, well=not attempt.group.has_open())
 
-    def go_on(self, group: Group) -> None:
-        """What a group held is given back, and it may go on."""
-        if len(group.sequences) > 1 and group.started and group.has_open():
-            for s in group.open:
-                self._go_on(Group([s], set(group.excluded), group.full, group.last, group.failures))
-        else:
-            self._go_on(group)
-
-    def _record(self, message: Message, placement: Placement) -> list[RoutedDelta]:
+    def _record(self, deltas: list[RoutedDelta], placement: Placement) -> list[RoutedDelta]:
         """Note what is about to be handed on; drops what came after a sequence's end."""
-        deltas = []
-        for delta in message.deltas:
+        kept = []
+        for delta in deltas:
             sequence = self._sequences[delta.index]
             if sequence.finished:
                 continue
@@ -437,38 +430,35 @@ class RequestRun:
             if delta.finish_reason is not None:
                 self._close(sequence)
             placement.grow(len(delta.token_ids))
-            deltas.append(delta)
-        if deltas:
+            kept.append(delta)
+        if kept:
             placement.prefilled()
-        return deltas
+        return kept
 
-    def _exhausted(self, group: Group) -> RoutedChunk | None:
+    def _exhausted(self, group: Group) -> list[RoutedDelta]:
         """End sequences that have all their tokens but broke off before they were told to have ended."""
-        limit = self._request.sampling.max_tokens
-        deltas = []
+        limit, deltas = self._request.sampling.max_tokens, []
         for s in group.sequences:
             if limit is not None and len(s.token_ids) >= limit and not s.finished:
                 self._close(s)
                 deltas.append(RoutedDelta(s.index, [], finish_reason=FinishReason.LENGTH))
-        return self._chunk(deltas, None, None) if deltas else None
+        return deltas
 
     def _close(self, sequence: Sequence) -> None:
         sequence.finished = True
         self._num_open -= 1
 
-    def _chunk(self, deltas: list[RoutedDelta], decision: Decision | None, message: Message | None) -> RoutedChunk:
+    def _emit(self, chunk: RoutedChunk, decision: Decision | None = None) -> None:
+        """Hand a chunk on, with what the first and the last one have beside their tokens."""
         first, self._begun = not self._begun, True
-        if first and self._ticket is not None:
-            self._request.span.event("first_token")
-            self._context.admission.first_token(self._ticket)
-        return RoutedChunk(
-            deltas=deltas,
-            trace=self._traces.merged() if first or not self._num_open else None,
-            decision=decision if first else None,
-            prompt_logprobs=message.prompt_logprobs if message is not None and first else None,
-        )
-
-    def _emit(self, chunk: RoutedChunk) -> None:
+        if first:
+            chunk.decision = decision
+            if self._ticket is not None:
+                self._request.span.event("first_token")
+                self._context.admission.first_token(self._ticket)
+        else:
+            chunk.prompt_logprobs = None
+        chunk.trace = self._traces.merged() if first or not self._num_open else None
         if self._sink is not None:
             self._sink.on_chunk(chunk)
 
@@ -490,13 +480,10 @@ class RequestRun:
             group.failures += 1
             group.last = failure
             self._context.breakers.failed(instance)
-        may_go_on = self._may_go_on(group, failure)
+        may_go_on = may_retry(group, failure, self._context.config.max_retries, self._context.budget)
         log.warning(
             "request %s: %s failed (%s: %s), %s",
-            self._request.request_id,
-            instance.instance_id,
-            failure.reason,
-            error.message,
+            *(self._request.request_id, instance.instance_id, failure.reason, error.message),
             "going on elsewhere" if may_go_on else "giving up",
         )
         if not may_go_on:
@@ -508,14 +495,3 @@ class RequestRun:
             metrics.migrations.labels(failure.reason).inc()
         else:
             metrics.retries.labels(failure.reason).inc()
-
-    def _may_go_on(self, group: Group, failure: AttemptFailed) -> bool:
-        """Whether a group that failed may be tried again; counts it against the budget where that applies."""
-        context = self._context
-        if group.failures > context.config.max_retries:
-            return False
-        if isinstance(failure.error, QueueFullError) and group.started:
-            return True  # a stream that has begun waits for room, with pauses
-        if failure.broken and group.failures == 1:
-            return True  # its load went away with the instance
-        return context.budget.take(failure.reason)
