@@ -81,12 +81,6 @@ class TierConfig:
     lookup_again_s: float = option(1.0, "time after which a block looked for in vain may be looked for again")
     raise_after: int = option(2, "reads from a slower tier that bring a block back to the first one; 0: none do")
 
-    @property
-    def has_back_tiers(self) -> bool:
-        """Whether there is anything behind memory."""
-        asked = {"disk": self.disk_path, "redis": self.redis_url, "object": self.object_url}
-        return any(asked.get(name, True) for name in self.tiers)
-
     def check_tiers(self) -> None:
         """Raise :class:`ConfigError` if a value cannot work."""
         if len(set(self.tiers)) != len(self.tiers):

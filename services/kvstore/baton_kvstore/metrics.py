@@ -17,7 +17,6 @@ from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain
 from baton_kvstore.tiers.disk.index import DiskCounters
 from baton_kvstore.tiers.disk.tier import DiskTier
-from baton_kvstore.tiers.moves import ChainCounters
 from baton_kvstore.tiers.tier import TierStats
 from baton_kvstore.tiers.tiered_store import TieredStore
 
@@ -205,14 +204,14 @@ _CHAIN: Final = {
 }
 
 
-def tier_names(chain: Chain | None) -> list[str]:
+def tier_names(chain: Chain) -> list[str]:
     """Return every tier that metrics name: Baton's own, also those that this store does not have, and others' tiers."""
-    return list(dict.fromkeys([*TIERS, *(tier.name for tier in (chain.tiers if chain else ()))]))
+    return list(dict.fromkeys([*TIERS, *(tier.name for tier in chain.tiers)]))
 
 
-def chain_metrics(chain: Chain | None) -> Iterable[Metric]:
+def chain_metrics(chain: Chain) -> Iterable[Metric]:
     """Yield what every tier tells, by tier, and what moves between them (any thread)."""
-    stats = {tier.name: tier.stats() for tier in chain.tiers} if chain else {}
+    stats = {tier.name: tier.stats() for tier in chain.tiers}
     names = tier_names(chain)[1:]
     for field, text in _GAUGES.items():
         gauge = GaugeMetricFamily(f"baton_kvstore_tier_{field.removeprefix('num_')}", text, labels=["tier"])
@@ -224,6 +223,6 @@ def chain_metrics(chain: Chain | None) -> Iterable[Metric]:
         for name in names:
             counter.add_metric([name], getattr(stats.get(name, TierStats()), field))
         yield counter
-    counts = dataclasses.asdict(chain.counters if chain else ChainCounters())
+    counts = dataclasses.asdict(chain.counters)
     for field, text in _CHAIN.items():
         yield CounterMetricFamily(f"baton_kvstore_{field}", text, value=counts[field])

@@ -24,7 +24,8 @@ from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.service import KvStoreServicer
-from baton_kvstore.tiers.open import disk_of, open_chain
+from baton_kvstore.tiers.disk.tier import DiskTier
+from baton_kvstore.tiers.open import open_chain
 from baton_kvstore.tiers.saver import Watermarks
 from baton_kvstore.tiers.tiered_store import TieredStore
 from baton_kvstore.transfer import PoolIO
@@ -58,18 +59,19 @@ class KVStoreServer:
         self.address = ""
         self.events = StoreEvents(self.epoch)
         self._lanes = PoolIO(config, self.instance_id, token, tls)
+        chain = open_chain(config)
         self.store = BlockStore(
             config.capacity_bytes,
             max_pools=config.max_fingerprints,
             max_leases=config.max_leases,
             clock=time.monotonic,
             on_close=self._lanes.close_pool,
-            behind=config.has_back_tiers,
+            behind=bool(chain.tiers),
             eviction=config.eviction,
             quotas=Quotas(config.tenant_bytes, config.tenant_disk_bytes),
         )
-        self.tiers = TieredStore(self.store, open_chain(config), Watermarks(config.memory_full, config.memory_spare))
-        self.disk = disk_of(self.tiers.chain)
+        self.tiers = TieredStore(self.store, chain, Watermarks(config.memory_full, config.memory_spare))
+        self.disk = next((tier for tier in chain.tiers if isinstance(tier, DiskTier)), None)
         self.metrics = StoreMetrics(self.store, self.tiers, self.disk)
         self._grpc = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token, tls=tls)
         self._servicer = KvStoreServicer(
@@ -149,7 +151,7 @@ class KVStoreServer:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             expired = self.store.expire()
-            self.tiers.kick()
+            self.tiers.saver.kick()
             if expired:
                 log.warning("%d leases ran out without having been released", expired)
             self.metrics.refresh()

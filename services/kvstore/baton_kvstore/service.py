@@ -23,8 +23,9 @@ from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.pool import RETRY_AFTER_S, Pool
 from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.tiers.promotion import Ask
-from baton_kvstore.tiers.tiered_store import TieredStore, keep, unkeep
+from baton_kvstore.tiers.tiered_store import TieredStore
 from baton_kvstore.transfer import FollowerSlots, PoolIO
+from baton_kvstore.types import kv_format_of
 
 _MAX_LISTED = 10_000
 _MAX_PROGRESS = 2**62
@@ -89,9 +90,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                     num_bytes += count
             stored += [False] * (len(hashes) - len(stored))
             if request.pin:
-                keep(self._store, fingerprint, [name for name, ok in zip(hashes, stored, strict=True) if ok])
+                self._store.keep(fingerprint, [name for name, ok in zip(hashes, stored, strict=True) if ok])
             if request.durable:
-                kept = await self._tiers.persist(fingerprint, hashes, deadline)
+                kept = await self._tiers.saver.persist(kv_format_of(fingerprint), hashes, deadline)
                 return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes, durable=kept)
             return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes)
 
@@ -127,7 +128,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         """End a lease."""
         with self._counted("Release"):
             found = self._store.release(request.lease_id)
-            self._tiers.kick()
+            self._tiers.saver.kick()
             return kvstore_pb2.ReleaseResponse(found=found)
 
     async def Contains(self, request: kvstore_pb2.ContainsRequest, context: Any) -> kvstore_pb2.ContainsResponse:
@@ -157,10 +158,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             fingerprint, hashes = read_fingerprint(request.fingerprint), self._hashes(request.block_hashes)
             _check_distinct(hashes)
             if request.unpin:
-                unkeep(self._store, fingerprint, hashes)
-                self._tiers.kick()
+                self._store.unkeep(fingerprint, hashes)
+                self._tiers.saver.kick()
                 return kvstore_pb2.PinResponse(pinned=[False] * len(hashes))
-            return kvstore_pb2.PinResponse(pinned=keep(self._store, fingerprint, hashes))
+            return kvstore_pb2.PinResponse(pinned=self._store.keep(fingerprint, hashes))
 
     async def ListTenants(
         self, request: kvstore_pb2.ListTenantsRequest, context: Any
@@ -215,7 +216,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         wanted = [i for i, held in enumerate(behind) if not held]
         if not wanted:
             return behind, 0
-        await self._tiers.make_room(len(wanted) * fingerprint.block_bytes, deadline)
+        await self._tiers.saver.make_room(len(wanted) * fingerprint.block_bytes, deadline)
         reservation = self._store.reserve(fingerprint, [names[i] for i in wanted], tenant_from_pb(request.tenant))
         arrived, num_bytes = [False] * len(reservation.missing), 0
         try:
@@ -229,7 +230,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 self._metrics.refused_blocks.inc(arrived.count(False))
         finally:
             stored = self._store.commit(reservation, arrived, ttl_s=float(request.ttl_s))
-            self._tiers.kick()
+            self._tiers.saver.kick()
         for i, there in zip(wanted, stored, strict=True):
             behind[i] = there
         return behind, num_bytes

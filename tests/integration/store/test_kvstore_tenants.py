@@ -136,7 +136,7 @@ async def test_a_tenant_that_waits_for_its_own_quota_holds_nobody_up(tmp_path: P
         first = await get(A, "a2", "a3", "a4")
         assert len(first.block_ids) == 3  # all that A may have, and it is leased
         waiting = asyncio.ensure_future(get(A, "a5"))
-        await until(lambda: bool(server.tiers._promoter and server.tiers._promoter._jobs))
+        await until(lambda: bool(server.tiers._promoter._jobs))
         assert len((await get(B, "b0")).block_ids) == 1
         assert not waiting.done()
         await instance.stub.Release(kvstore_pb2.ReleaseRequest(lease_id=first.lease_id), timeout=WAIT_S)
@@ -178,7 +178,6 @@ async def test_what_the_disk_gave_to_the_object_store_is_still_its_tenants(tmp_p
     objects = {"disk_bytes": 1 << 20, "object_url": f"file://{tmp_path}/objects", "raise_after": 0}
     async with served(tmp_path, **objects) as (server, instance):
         chain = server.tiers.chain
-        assert chain is not None
         labels = [f"c{i}" for i in range(120)]
         for label in labels:
             await put(instance, common_pb2.Tenant(id="c"), label, durable=True)

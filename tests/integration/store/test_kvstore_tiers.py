@@ -35,7 +35,6 @@ LOOKUPS: dict[str, Any] = {"lookup_again_s": 0.0, "lookup_timeout_s": WAIT_S}
 
 
 def tier_of(server: KVStoreServer, name: str) -> RemoteTier:
-    assert server.tiers.chain is not None
     (tier,) = (tier for tier in server.tiers.chain.tiers if tier.name == name)
     assert isinstance(tier, RemoteTier)
     return tier

@@ -8,16 +8,19 @@ import hashlib
 import math
 import mmap
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import redis as redis_client
 from tests.support.kvstore_tiers import needs_redis
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.tcp_proxy import TcpProxy
 
+from baton.errors import InternalError
 from baton.types import BlockHash
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.disk.log import DiskLog
@@ -129,7 +132,7 @@ async def test_a_block_goes_to_the_first_tier_that_takes_it(tmp_path: Path) -> N
         assert (held(first, 1, kind=HUGE), held(second, 1, kind=HUGE)) == ([False], [True])
         assert await read(chain, 1, "missing") == [True, False]
         assert await read(chain, 1, kind=HUGE) == [True]
-        assert [chain.where(KIND, name) for name in names(1, "missing")] == [0, None]
+        assert [chain.where(KIND, name) for name in names(1, "missing")] == [0, 2]
         assert chain.surely_holds(KIND, name_of(1))
         assert not chain.surely_holds(HUGE, name_of(1))
 
@@ -167,13 +170,13 @@ async def test_a_block_deleted_while_the_disk_hands_it_over_is_gone(tmp_path: Pa
         for view, name in zip(views, names(*range(3)), strict=True):
             view[:] = content(name)
 
+        loop = asyncio.get_running_loop()
+
         def hand_over(hashes: Sequence[BlockHash] | None) -> None:
             with first.leaving(KIND) as offer:
                 assert offer is not None
                 assert name_of(1) in offer.wanted(names(*range(3)))
-                gone = threading.Event()
-                chain.delete(KIND, hashes, lambda right: gone.set())
-                assert gone.wait(WAIT_S)
+                asyncio.run_coroutine_threadsafe(chain.delete(KIND, hashes), loop).result(WAIT_S)
                 offer.take(names(*range(3)), views)
 
         await asyncio.to_thread(hand_over, names(1))
@@ -227,12 +230,12 @@ async def test_durable_is_what_the_disk_or_an_object_store_has(tmp_path: Path) -
     first, second = objects(tmp_path, "first"), disk(tmp_path)
     async with chain_of(first, second) as chain:
         assert await write(chain, 1) == [True]
-        assert await told(chain.sync)
+        assert await chain.sync(time.monotonic() + WAIT_S)
         assert chain.keeps(KIND, name_of(1))  # an object store comes first here
         assert not chain.has_kept(KIND, name_of(1))  # but somebody else may have deleted it
     async with chain_of(disk(tmp_path / "b"), objects(tmp_path, "c")) as chain:
         assert await write(chain, 1, durable=True) == [True]
-        assert await told(chain.sync)
+        assert await chain.sync(time.monotonic() + WAIT_S)
         assert chain.has_kept(KIND, name_of(1))
 
 
@@ -266,11 +269,11 @@ async def test_what_redis_refuses_goes_to_the_object_store_unless_it_was_deleted
             first.sync(lambda right: gate.wait(WAIT_S) and None)  # holds the thread
             writing = asyncio.create_task(write(chain, 4, 5))
             await asyncio.to_thread(_until, lambda: first.stats().queued_bytes > 0)
-            deleting = asyncio.create_task(told(lambda done: chain.delete(KIND, names(4), done)))
+            deleting = asyncio.create_task(chain.delete(KIND, names(4)))
             await asyncio.to_thread(_until, lambda: bool(chain._moves and chain._moves[0].unwanted))
             gate.set()
             assert (await writing)[1]
-            assert await deleting
+            await deleting
             await drained(first, second, third)
             assert [held(tier, 4, 5) for tier in (first, second, third)] == [[False] * 2, [False, True], [False, True]]
             assert not chain._moves
@@ -285,7 +288,7 @@ async def test_a_redis_that_is_away_is_passed_by_and_what_others_wrote_is_found(
             assert await read(chain, 1, 2) == [False] * 2
             assert await chain.find(KIND, names(1, 2, 3), math.inf) == set(names(1, 2))
             assert await read(chain, 1, 2) == [True] * 2
-            assert await told(lambda done: others.delete(KIND, names(1), done))
+            assert await others.delete(KIND, names(1)) == set(names(1))
             assert await chain.find(KIND, names(1, 2), math.inf, again=True) == set(names(2))
             assert not chain.holds(KIND, name_of(1))
             await server.kill()
@@ -294,7 +297,8 @@ async def test_a_redis_that_is_away_is_passed_by_and_what_others_wrote_is_found(
             assert not chain.holds(KIND, name_of(2))
             assert await write(chain, 4) == [True]  # it went to the object store
             assert await read(chain, 4) == [True]
-            assert not await told(lambda done: chain.delete(KIND, names(4), done))  # who knows what Redis still has
+            with pytest.raises(InternalError):  # who knows what Redis still has
+                await chain.delete(KIND, names(4))
 
 
 @needs_redis
@@ -399,5 +403,5 @@ async def test_listeners_hear_of_every_tier(tmp_path: Path) -> None:
         for tier in (first, second):
             assert heard[tier.name] == {name for name in names(*range(80)) if tier.holds(KIND, name)}
         assert heard["object"]
-        await told(lambda done: chain.delete(KIND, None, done))
+        await chain.delete(KIND, None)
         assert heard == {"disk": set(), "object": set()}

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from tests.support.disk_crash_writer import BLOCK, KINDS, content, name_of
 
+from baton_kvstore.tiers.chain import copies_of
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.segment import Segment
 from baton_kvstore.tiers.disk.tier import DiskTier
-from baton_kvstore.tiers.moves import copies_of
 
 KIND = KINDS[0]
 WAIT_S = 60.0

@@ -157,7 +157,7 @@ async def test_who_wants_blocks_from_disk_waits_while_others_read_all_there_is_r
         assert len(lease) == LENGTH  # the whole memory
         progress = LoadProgress()
         load = asyncio.create_task(pool.load(chain, progress))
-        await until(lambda: bool(server.tiers._promoter is not None and server.tiers._promoter._jobs))
+        await until(lambda: bool(server.tiers._promoter._jobs))
         await pool.client.ping()
         assert not load.done()
         assert progress.num_blocks == 0

@@ -15,7 +15,6 @@ from baton.errors import QueueFullError
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.quotas import NO_TENANT, Quotas
 from baton_kvstore.memory.store import BlockStore
-from baton_kvstore.tiers.tiered_store import forget_tenant, keep, unkeep
 
 BLOCK = 4096
 A, B = Tenant("a", kv_bytes=3 * BLOCK), Tenant("b", kv_bytes=4 * BLOCK)
@@ -127,7 +126,7 @@ def test_a_tenant_is_forgotten_in_every_kind_of_kv() -> None:
     reservation = store.reserve(other, names(4), A)
     lease = store.lease(KIND, names(1), 5.0)
     assert lease is not None
-    assert {kind.key: found for kind, found in forget_tenant(store, "a").items()} == {
+    assert {kind.key: found for kind, found in store.forget_tenant("a").items()} == {
         KIND.digest(): set(names(1, 2)),
         other.digest(): set(names(4)),
     }
@@ -135,23 +134,23 @@ def test_a_tenant_is_forgotten_in_every_kind_of_kv() -> None:
     assert there(store, [1, 2, 3]) == [3]
     assert store.release(lease.lease_id)
     assert store.used_bytes == BLOCK
-    assert forget_tenant(store, "a") == forget_tenant(store, "nobody knows") == {}
+    assert store.forget_tenant("a") == store.forget_tenant("nobody knows") == {}
     store.check()
 
 
 def test_pinned_blocks_stay_until_they_are_unpinned_or_deleted() -> None:
     store, _ = make(4)
     put(store, None, 1, 2)
-    assert keep(store, KIND, names(1, 2, 9)) == [True, True, False]
-    assert keep(store, KIND, names(1)) == [True]
+    assert store.keep(KIND, names(1, 2, 9)) == [True, True, False]
+    assert store.keep(KIND, names(1)) == [True]
     for label in range(10, 30):
         put(store, None, label)
     assert there(store, [1, 2]) == [1, 2]
     put(store, None, 3)
     with pytest.raises(QueueFullError, match="pinned"):
-        keep(store, KIND, names(3))  # half the memory is pinned already
+        store.keep(KIND, names(3))  # half the memory is pinned already
     store.check()
-    unkeep(store, KIND, names(1, 3, 9))
+    store.unkeep(KIND, names(1, 3, 9))
     assert store.delete(KIND, names(2)) == 1
     assert store.holds.held_bytes == 0
     for label in range(30, 40):
@@ -164,7 +163,7 @@ def test_a_tenant_may_pin_half_its_quota() -> None:
     store, _ = make(8)
     put(store, B, 1, 2, 3)
     with pytest.raises(QueueFullError, match="tenant"):
-        keep(store, KIND, names(1, 2, 3))
+        store.keep(KIND, names(1, 2, 3))
     assert [share.held_bytes for share in store.quotas if share.name == "b"] == [2 * BLOCK]
     store.check()
 
@@ -241,16 +240,16 @@ class Tenants(RuleBasedStateMachine):
     @rule(tenant=tenants, labels=labels, on=st.booleans())
     def pin(self, tenant: Tenant | None, labels: list[int], on: bool) -> None:
         if not on:
-            unkeep(self.store, KIND, self.named(tenant, labels))
+            self.store.unkeep(KIND, self.named(tenant, labels))
             return
         try:
-            keep(self.store, KIND, self.named(tenant, labels))
+            self.store.keep(KIND, self.named(tenant, labels))
         except QueueFullError:
             return
 
     @rule(tenant=tenants)
     def forget(self, tenant: Tenant | None) -> None:
-        forget_tenant(self.store, NO_TENANT if tenant is None else tenant.id)
+        self.store.forget_tenant(NO_TENANT if tenant is None else tenant.id)
 
     @rule(seconds=st.floats(0, 4))
     def wait(self, seconds: float) -> None:

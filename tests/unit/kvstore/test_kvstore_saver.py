@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from tests.unit.kvstore.test_kvstore_store import KIND, Clock, names
@@ -17,7 +17,7 @@ from baton_kvstore.memory.pool import Entry
 from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain, Link
-from baton_kvstore.tiers.saver import Saver, Watermarks, ask
+from baton_kvstore.tiers.saver import Saver, Watermarks
 from baton_kvstore.tiers.tier import LowerTier, TierStats
 from baton_kvstore.types import KvFormat, TierCounters, TierListener
 
@@ -112,7 +112,9 @@ async def settled(tier: Tier, saver: Saver) -> None:
     """Kick, let what was written come back to the loop, which kicks again, and again."""
     for _ in range(3):
         saver.kick()
-        await asyncio.wait_for(ask(tier.sync, None), WAIT_S)
+        answer: Future[bool] = Future()
+        tier.sync(answer.set_result)
+        await asyncio.wait_for(asyncio.wrap_future(answer), WAIT_S)
 
 
 async def test_blocks_with_a_time_to_live_never_leave_memory() -> None:

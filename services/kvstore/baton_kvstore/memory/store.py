@@ -26,7 +26,7 @@ from baton_kvstore.memory.eviction import Eviction, make_policy
 from baton_kvstore.memory.leases import Lease, LeaseTable, Pins
 from baton_kvstore.memory.pool import RETRY_AFTER_S, Entry, Pool, PoolSet, State
 from baton_kvstore.memory.quotas import Quotas
-from baton_kvstore.types import Counters, Listeners, StoreStats, TierListener
+from baton_kvstore.types import Counters, KvFormat, Listeners, StoreStats, TierListener
 
 
 def check(pools: Collection[Pool], recency: Eviction, pinned: Collection[Entry], capacity_bytes: int) -> None:
@@ -326,16 +326,42 @@ class BlockStore:
             return 0
         names = list(pool.index) if hashes is None else hashes
         found = [entry for name in names if (entry := pool.index.get(name)) is not None]
-        self.forget(found)
+        for entry in found:
+            self._hide(entry)
         return len(found)
 
-    def forget(self, entries: Sequence[Entry]) -> None:
-        """Forget blocks; the memory of those that are leased is reused later."""
-        for entry in entries:
+    def forget_tenant(self, name: str) -> dict[KvFormat, set[BlockHash]]:
+        """Forget everything of a tenant, and return what that was."""
+        share = self.quotas.find(name)
+        if share is None:
+            return {}
+        blocks = share.blocks()
+        for entry in [entry for entry in share.entries if not entry.doomed]:
             self._hide(entry)
+        return blocks
 
-    def let_go(self, entry: Entry) -> None:
-        """End a client's pin of a block."""
+    def keep(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Pin blocks until :meth:`unkeep`, and return which of them are there and pinned.
+
+        Raises:
+            QueueFullError: As much is pinned as may be; those before stay pinned.
+        """
+        pool = self._kinds.get(fingerprint.digest())
+        found = [None if pool is None else pool.ready(name) for name in hashes]
+        for entry in found:
+            if entry is not None and self.holds.hold(entry):
+                self._pin(entry)
+        return [entry is not None for entry in found]
+
+    def unkeep(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash]) -> None:
+        """Pin blocks no more."""
+        pool = self._kinds.get(fingerprint.digest())
+        for name in hashes:
+            entry = None if pool is None else pool.ready(name)
+            if entry is not None and entry.held:
+                self._let_go(entry)
+
+    def _let_go(self, entry: Entry) -> None:
         self.holds.drop(entry)
         self._unpin_one(entry, used=False)
 
@@ -402,7 +428,7 @@ class BlockStore:
         if entry.pins == 0:
             self._free(entry)
         elif entry.held:
-            self.let_go(entry)
+            self._let_go(entry)
 
     def _free(self, entry: Entry) -> None:
         entry.state = State.GONE

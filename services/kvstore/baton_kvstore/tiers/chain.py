@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import mmap
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from baton.errors import DeadlineError, InternalError
 from baton.types import BlockHash
-from baton_kvstore.tiers.moves import SHARE, ChainCounters, Joint, Move, Offered, WriteCascade, copies_of, usable
 from baton_kvstore.tiers.tier import LowerTier
-from baton_kvstore.types import KvFormat, TierListener
+from baton_kvstore.types import PAGE, KvFormat, TierListener, pages
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,57 @@ _REMEMBERED = 65536
 _FINDERS = 2
 _MAX_LOOKUPS = 64
 """Waiting or running, per tier; more are not made, as if nothing had been found."""
+_HAND_OVER_S = 5.0
+"""Longest time that a tier waits, each time it makes room, for the next ones to take what it drops."""
+_SHARE = 0.5
+"""Of a tier's queue, for blocks that do not come from memory: those of memory must not wait for them."""
+
+
+@dataclass
+class ChainCounters:
+    """Since start; blocks.
+
+    Attributes:
+        handed_over: Queued for a slower tier when a faster one dropped them.
+        dropped: Not taken then by any.
+        raised: Queued for the first tier because they were read from a slower one again.
+        skipped_lookups: Look-ups not made, or too slow.
+    """
+
+    handed_over: int = 0
+    dropped: int = 0
+    raised: int = 0
+    skipped_lookups: int = 0
+
+
+@dataclass(eq=False)
+class Move:
+    """Blocks of one kind on their way, and what was deleted since it began."""
+
+    kind: KvFormat
+    unwanted: set[BlockHash] = field(default_factory=set)
+    cleared: bool = False
+
+    def kept(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Return which blocks were not deleted meanwhile, as indices."""
+        return [i for i, name in enumerate(hashes) if not self.cleared and name not in self.unwanted]
+
+
+@dataclass(eq=False)
+class _Write(Move):
+    """Blocks from memory.
+
+    Attributes:
+        done: Told in the end which of them some tier has got.
+        got: Indices of those.
+        pending: Answers that are still to come.
+    """
+
+    hashes: Sequence[BlockHash] = ()
+    views: Sequence[memoryview] = ()
+    done: Callable[[list[bool]], None] = lambda results: None
+    got: set[int] = field(default_factory=set)
+    pending: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,11 +135,11 @@ class Chain:
 
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block can be read, as far as this node knows; never waits."""
-        return self.where(kind, block_hash) is not None
+        return self.where(kind, block_hash) < len(self.tiers)
 
-    def where(self, kind: KvFormat, block_hash: BlockHash) -> int | None:
-        """Return the number of the fastest tier that holds a block."""
-        return next((at for at, tier in enumerate(self.tiers) if tier.holds(kind, block_hash)), None)
+    def where(self, kind: KvFormat, block_hash: BlockHash) -> int:
+        """Return the number of the fastest tier that holds a block; that behind the last one if none does."""
+        return next((at for at, tier in enumerate(self.tiers) if tier.holds(kind, block_hash)), len(self.tiers))
 
     def surely_holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a tier holds a block that no other node can have deleted."""
@@ -128,51 +180,85 @@ class Chain:
         num_bytes = len(hashes) * kind.block_bytes
         if not all(self.tiers[at].room(num_bytes) for at in targets):
             return False
-        move = Move(kind)
+        write = _Write(kind, hashes=hashes, views=views, done=done, pending=1)
         with self._lock:
-            self._moves.append(move)
-
-        def end(results: list[bool]) -> None:
-            with self._lock:
-                self._moves.remove(move)
-            done(results)
-
-        joint = Joint(len(targets), len(hashes), end)
-        for at in targets[1:]:
-            if not self.tiers[at].write(kind, hashes, views, joint.done):
-                joint.done([False] * len(hashes))  # another write was faster: this tier goes without
+            self._moves.append(write)
+        everything = list(range(len(hashes)))
         if targets:
-            tiers = [tier for at, tier in enumerate(self.tiers) if at >= targets[0] and at not in targets[1:]]
-            WriteCascade(move, tiers, self._lock, joint.done).go_on(hashes, views)
+            first, *others = targets
+            for at in others:
+                self._give(write, [self.tiers[at]], everything)
+            self._give(write, [t for at, t in enumerate(self.tiers) if at >= first and at not in others], everything)
+        self._answered(write)
         return True
 
-    def delete(
-        self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
-    ) -> set[BlockHash]:
-        """Forget blocks (``None``: all of the kind) in every tier and return those known.
+    def _give(self, write: _Write, tiers: Sequence[LowerTier], indices: Sequence[int]) -> None:
+        """Queue blocks for the first of some tiers that takes them; what it cannot keep goes on to those after it."""
+        for number, tier in enumerate(tiers, 1):
+            if not usable(tier, write.kind):
+                continue
+            with self._lock:  # what is deleted from here on is queued behind this
+                names = [write.hashes[i] for i in indices]
+                kept = [indices[i] for i in write.kept(names)]
+                names, views = [write.hashes[i] for i in kept], [write.views[i] for i in kept]
+                written = functools.partial(self._written, write, tiers[number:], kept)
+                if kept and tier.write(write.kind, names, views, written):
+                    write.pending += 1
+                    return
 
-        Args:
-            kind: What they are.
-            hashes: Their names.
-            done: Told, in any thread, whether they cannot be found again.
+    def _written(
+        self, write: _Write, further: Sequence[LowerTier], indices: Sequence[int], results: Sequence[bool]
+    ) -> None:
+        """Hear, in a tier's thread, what it has got."""
+        with self._lock:
+            write.got.update(i for i, ok in zip(indices, results, strict=True) if ok)
+        refused = [i for i, ok in zip(indices, results, strict=True) if not ok]
+        if refused:
+            self._give(write, further, refused)
+        self._answered(write)
+
+    def _answered(self, write: _Write) -> None:
+        with self._lock:
+            write.pending -= 1
+            if write.pending:
+                return
+            self._moves.remove(write)
+        write.done([i in write.got for i in range(len(write.hashes))])
+
+    async def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> set[BlockHash]:
+        """Forget blocks (``None``: all of the kind) in every tier, for good, and return those known.
+
+        Raises:
+            InternalError: Some may be found again.
         """
-        joint = Joint(len(self.tiers), 1, lambda results: done(results[0]), every=True)
+        answers: list[Future[bool]] = [Future() for _ in self.tiers]
         found: set[BlockHash] = set()
         with self._lock:  # what moves is queued before or knows of this
             for move in self._moves:
                 if move.kind == kind:
                     move.unwanted.update(hashes or ())
                     move.cleared = move.cleared or hashes is None
-            for tier in self.tiers:
-                found.update(tier.delete(kind, hashes, lambda right: joint.done([right])))
+            for tier, answer in zip(self.tiers, answers, strict=True):
+                found.update(tier.delete(kind, hashes, answer.set_result))
+        if not all([await _result(answer) for answer in answers]):
+            raise InternalError("the deletion did not reach every tier")
         return found
 
-    def sync(self, done: Callable[[bool], None]) -> None:
-        """Tell, in any thread, whether everything that is to be durable so far is."""
+    async def sync(self, deadline: float) -> bool:
+        """Wait until everything that is to be durable so far is; ``False``: some of it may not be.
+
+        Raises:
+            DeadlineError: It took too long.
+        """
         if self._durable is None:
-            done(False)
-        else:
-            self._durable.sync(done)
+            return False
+        answer: Future[bool] = Future()
+        self._durable.sync(answer.set_result)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await _result(answer)
+        except TimeoutError:
+            raise DeadlineError("the tiers behind are too slow") from None
 
     async def find(
         self, kind: KvFormat, hashes: Sequence[BlockHash], deadline: float, *, again: bool = False
@@ -209,6 +295,7 @@ class Chain:
 
     async def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill page-aligned buffers, each from the fastest tier that has its block; no tier writes into them after."""
+        loop = asyncio.get_running_loop()
         results = [False] * len(hashes)
         tried: list[int] = [-1] * len(hashes)
         while True:
@@ -223,11 +310,14 @@ class Chain:
                     groups.setdefault(at, []).append(i)
             if not groups:
                 return results
-            parts = [self._part(at, kind, part, hashes, into) for at, part in self._parts(groups)]
-            await asyncio.wait(
-                [read for _, read in parts]
-            )  # all of them, whatever happens: they write into the buffers
-            for part, read in parts:
+            reads: list[tuple[list[int], asyncio.Future[list[bool]]]] = []
+            for at, group in groups.items():
+                pool, step = self._readers[self.tiers[at].name], max(1, -(-len(group) // self._links[at].readers))
+                for part in (group[first : first + step] for first in range(0, len(group), step)):
+                    names, views = [hashes[i] for i in part], [into[i] for i in part]
+                    reads.append((part, loop.run_in_executor(pool, self._read, at, kind, names, views)))
+            await asyncio.wait([read for _, read in reads])  # all, whatever happens: they write into the buffers
+            for part, read in reads:
                 for i, right in zip(part, read.result(), strict=True):
                     results[i] = right
 
@@ -239,19 +329,6 @@ class Chain:
             await asyncio.to_thread(tier.close)
 
     # Inside
-
-    def _parts(self, groups: dict[int, list[int]]) -> Iterator[tuple[int, list[int]]]:
-        for at, group in groups.items():
-            step = max(1, -(-len(group) // self._links[at].readers))
-            for first in range(0, len(group), step):
-                yield at, group[first : first + step]
-
-    def _part(
-        self, at: int, kind: KvFormat, part: list[int], hashes: Sequence[BlockHash], into: Sequence[memoryview]
-    ) -> tuple[list[int], asyncio.Future[list[bool]]]:
-        pool = self._readers[self.tiers[at].name]
-        names, views = [hashes[i] for i in part], [into[i] for i in part]
-        return part, asyncio.get_running_loop().run_in_executor(pool, self._read, at, kind, names, views)
 
     def _read(self, at: int, kind: KvFormat, hashes: list[BlockHash], into: list[memoryview]) -> list[bool]:
         """In a reader's thread."""
@@ -270,7 +347,7 @@ class Chain:
         if first is None:
             return
         often = [(name, view) for name, view in blocks if self._often(kind.key + name) and not first.holds(kind, name)]
-        if not often or not first.room(len(often) * kind.block_bytes, SHARE):
+        if not often or not first.room(len(often) * kind.block_bytes, _SHARE):
             return
         names, copies = [name for name, _ in often], copies_of(kind, [view for _, view in often])
         self.counters.raised += self._queue(move, first, names, copies)
@@ -297,10 +374,10 @@ class Chain:
                 self._moves.remove(move)
 
     @contextmanager
-    def _leaving(self, at: int, kind: KvFormat) -> Iterator[Offered]:
+    def _leaving(self, at: int, kind: KvFormat) -> Iterator[_Offered]:
         """In the thread of the tier that drops."""
         with self._moving(kind) as move:
-            yield Offered(move, self.tiers[at + 1 :], self._queue, self.counters)
+            yield _Offered(move, self.tiers[at + 1 :], self._queue, self.counters)
 
     def _queue(self, move: Move, tier: LowerTier, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> int:
         """Queue what was not deleted meanwhile, in any thread, and return how many blocks."""
@@ -315,6 +392,63 @@ class Chain:
         error = None if ask.cancelled() else ask.exception()
         if error is not None:
             log.error("looking for blocks in tier %s failed", name, exc_info=error)
+
+
+class _Offered:
+    """What one tier drops, for those behind it; in that tier's thread. See :class:`baton_kvstore.tiers.tier.Offer`."""
+
+    def __init__(
+        self,
+        move: Move,
+        tiers: Sequence[LowerTier],
+        queue: Callable[[Move, LowerTier, Sequence[BlockHash], Sequence[memoryview]], int],
+        counters: ChainCounters,
+    ) -> None:
+        self._move, self._tiers, self._queue, self._counters = move, tiers, queue, counters
+        self._deadline = time.monotonic() + _HAND_OVER_S
+
+    def wanted(self, hashes: Sequence[BlockHash]) -> set[BlockHash]:
+        """Return which of them a slower tier could take and does not have."""
+        kind = self._move.kind
+        held = {name for name in hashes if any(tier.holds(kind, name) for tier in self._tiers)}
+        if not any(usable(tier, kind) for tier in self._tiers):
+            self._counters.dropped += len(hashes) - len(held)
+            return set()
+        return set(hashes) - held
+
+    def take(self, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
+        """Queue blocks for the first slower tier that has room in time."""
+        kind = self._move.kind
+        for tier in self._tiers:
+            left = self._deadline - time.monotonic()
+            if not usable(tier, kind):
+                continue
+            if tier.wait_room(len(hashes) * kind.block_bytes, max(0.0, left), _SHARE):
+                taken = self._queue(self._move, tier, hashes, views)
+                self._counters.handed_over += taken
+                if taken or not self._move.kept(hashes):
+                    return
+        self._counters.dropped += len(hashes)
+
+
+def usable(tier: LowerTier, kind: KvFormat) -> bool:
+    """Whether a tier takes such blocks, and is not left alone."""
+    return tier.takes(kind) and not tier.resting
+
+
+def copies_of(kind: KvFormat, views: Sequence[memoryview]) -> list[memoryview]:
+    """Copy blocks into memory of their own, aligned as a disk wants it and freed with its last user."""
+    size = max(PAGE, pages(kind.block_bytes))
+    memory = memoryview(mmap.mmap(-1, len(views) * size))
+    copies = [memory[i * size : i * size + kind.block_bytes] for i in range(len(views))]
+    for copy, view in zip(copies, views, strict=True):
+        copy[:] = view
+    return copies
+
+
+async def _result(answer: Future[bool]) -> bool:
+    """Await an answer that comes from a tier's thread, also when the caller does not wait for it any more."""
+    return await asyncio.shield(asyncio.wrap_future(answer))
 
 
 def _pool(threads: int, name: str) -> ThreadPoolExecutor:

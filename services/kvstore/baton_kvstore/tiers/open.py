@@ -63,8 +63,8 @@ TierFactory = Callable[[TierContext], Link | None]
 """Opens a tier; ``None``: the configuration does not ask for it."""
 
 
-def open_chain(config: TierConfig) -> Chain | None:
-    """Open the tiers that ``config.tiers`` names, in its order; ``None``: none is asked for.
+def open_chain(config: TierConfig) -> Chain:
+    """Open the tiers that ``config.tiers`` names, as far as they are asked for, in its order.
 
     What a tier talks to, a Redis or an object store, need not be there yet.
 
@@ -83,15 +83,7 @@ def open_chain(config: TierConfig) -> Chain | None:
         for link in links:
             link.tier.close()
         raise
-    if not links:
-        return None
     return Chain(links, lookup_timeout_s=config.lookup_timeout_s, raise_after=config.raise_after)
-
-
-def disk_of(chain: Chain | None) -> DiskTier | None:
-    """Return a chain's disk."""
-    tiers = [] if chain is None else chain.tiers
-    return next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
 
 
 def remote_link(

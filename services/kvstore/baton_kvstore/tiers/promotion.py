@@ -88,7 +88,7 @@ class Promoter:
         kind = kv_format_of(fingerprint)
         prefix, missing = self.plan(kind, hashes)
         room = self._store.room() >= len(missing) * kind.block_bytes
-        if missing and room and len(self._jobs) < _MAX_PREFETCHES and not self._others(kind, missing):
+        if missing and room and len(self._jobs) < _MAX_PREFETCHES and not any(self.brings(kind, x) for x in missing):
             self.begin(fingerprint, prefix, Ask(None, tenant), time.monotonic() + RETRY_S)
 
     async def bring(
@@ -190,35 +190,23 @@ class Promoter:
         if ask.ttl_s is None and line.locked():
             raise QueueFullError("others wait for room", retry_after_s=RETRY_S)
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await line.acquire()  # first come, first served, and only one of them tries at each kick
+            # First come, first served, and only one of them tries at each kick.
+            async with asyncio.timeout(deadline - time.monotonic()), line:
+                while True:
+                    await self._saver.make_room(absent * fingerprint.block_bytes, deadline)
+                    kicked = self._saver.next_kick
+                    try:
+                        reservation = self._store.reserve(fingerprint, prefix, ask.tenant)
+                    except QueueFullError:
+                        if ask.ttl_s is None or self._closed:
+                            raise
+                    else:
+                        if reservation.entries[0] is not None or ask.ttl_s is None or self._closed:
+                            return reservation
+                        self._store.commit(reservation, [False] * len(reservation.missing))
+                    await kicked.wait()
         except TimeoutError:
             raise DeadlineError("every block of the store was in use") from None
-        try:
-            return await self._reserve_first(fingerprint, prefix, ask, deadline, absent)
-        finally:
-            line.release()
-
-    async def _reserve_first(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float, absent: int
-    ) -> Reservation:
-        while True:
-            await self._saver.make_room(absent * fingerprint.block_bytes, deadline)
-            kicked = self._saver.next_kick
-            try:
-                reservation = self._store.reserve(fingerprint, prefix, ask.tenant)
-            except QueueFullError:
-                if ask.ttl_s is None or self._closed:
-                    raise
-            else:
-                if reservation.entries[0] is not None or ask.ttl_s is None or self._closed:
-                    return reservation
-                self._store.commit(reservation, [False] * len(reservation.missing))
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await kicked.wait()
-            except TimeoutError:
-                raise DeadlineError("every block of the store was in use") from None
 
     async def _read(self, pool: Pool, reservation: Reservation, prefix: Sequence[BlockHash]) -> list[bool]:
         if not reservation.missing:
@@ -226,6 +214,3 @@ class Promoter:
         names = [prefix[i] for i in reservation.missing]
         views = [memoryview(pool.arena.blocks[slot]) for slot in reservation.slots]
         return await self._chain.read(pool.kind, names, views)
-
-    def _others(self, kind: KvFormat, names: Sequence[BlockHash]) -> set[asyncio.Future[None]]:
-        return {self._promoting[kind.key, name] for name in names if (kind.key, name) in self._promoting}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import DeadlineError
@@ -73,7 +73,7 @@ class Saver:
         chain = self._chain
         kicked, self.next_kick = self.next_kick, asyncio.Event()
         kicked.set()
-        if self._closed:
+        if self._closed or not chain.tiers:
             return
         if time.monotonic() >= self._rest_until:
             self._store.recency.recheck(_RECHECKED, self._still_behind)
@@ -109,7 +109,7 @@ class Saver:
             except BaseException:  # the caller may be gone
                 self._store.end_save(entries, saved=False)
                 raise
-        synced = await ask(chain.sync, deadline)
+        synced = await chain.sync(deadline)
         return [synced and chain.keeps(kind, name) for name in hashes]
 
     async def close(self, deadline: float, *, flush: bool) -> None:
@@ -181,31 +181,3 @@ async def _set_before(event: asyncio.Event, deadline: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-async def ask(begin: Callable[[Callable[[bool], None]], object], deadline: float | None) -> bool:
-    """Await an answer that comes from a tier's thread.
-
-    Args:
-        begin: Given what is to be called with the answer.
-        deadline: ``time.monotonic()`` seconds.
-
-    Raises:
-        DeadlineError: It did not come in time.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[bool] = loop.create_future()
-
-    def settle(right: bool) -> None:
-        if not answer.done():
-            answer.set_result(right)
-
-    def done(right: bool) -> None:
-        loop.call_soon_threadsafe(settle, right)
-
-    begin(done)
-    try:
-        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
-            return await answer
-    except TimeoutError:
-        raise DeadlineError("the tiers behind are too slow") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.types import BlockHash
@@ -35,7 +35,7 @@ class _Place:
     tiers: set[str] = field(default_factory=set)
 
 
-class LowerTiers:
+class BlockOwners:
     """Keeps the books of one store's tiers behind memory. Everything but :meth:`__call__` runs in the event loop.
 
     Args:
@@ -71,33 +71,23 @@ class LowerTiers:
 
     def blocks(self, tenant: str) -> dict[KvFormat, set[BlockHash]]:
         """Return what a tenant is known to have."""
-        found: dict[KvFormat, set[BlockHash]] = {}
-        for (kind, name), place in self._places.items():
-            if place.share.name == tenant:
-                found.setdefault(kind, set()).add(name)
-        return found
+        return _by_kind(key for key, place in self._places.items() if place.share.name == tenant)
 
     def leaving(self, tenant: str) -> dict[KvFormat, set[BlockHash]]:
         """Return what of a tenant's may be on its way from one tier to the next; most of it is in none any more."""
-        found: dict[KvFormat, set[BlockHash]] = {}
-        for (kind, name), share in self._left.items():
-            if share.name == tenant:
-                found.setdefault(kind, set()).add(name)
-        return found
+        return _by_kind(key for key, share in self._left.items() if share.name == tenant)
 
-    def trim(self, done: Callable[[bool], None] = lambda right: None) -> int:
-        """Have tenants above their quota lose what they have had on disk for longest; return how many blocks."""
+    def _trim(self) -> None:
+        """Have tenants above their quota lose what they have had on disk for longest."""
         over = {share for share in self._store.quotas if share.disk_quota and share.disk_bytes > share.disk_quota}
         if not over or self._disk is None:
-            return 0
-        gone: dict[KvFormat, list[BlockHash]] = {}
-        for kind, name in self._surplus(over):
-            gone.setdefault(kind, []).append(name)
+            return
+        surplus = self._surplus(over)
+        for kind, name in surplus:
             self._places[kind, name].share.disk_evictions += 1
             self._go(kind, name, DISK)  # before the disk says so: nothing is counted, or deleted, twice
-        for kind, names in gone.items():
-            self._disk.delete(kind, names, done)
-        return sum(map(len, gone.values()))
+        for kind, names in _by_kind(surplus).items():
+            self._disk.delete(kind, list(names), lambda right: None)
 
     def _surplus(self, over: Collection[Owner]) -> list[tuple[KvFormat, BlockHash]]:
         found: list[tuple[KvFormat, BlockHash]] = []
@@ -117,7 +107,7 @@ class LowerTiers:
             else:
                 self._go(kind, name, tier)
         if present:
-            self.trim()
+            self._trim()
 
     def _come(self, kind: KvFormat, name: BlockHash, tier: str) -> None:
         key = kind, name
@@ -163,3 +153,10 @@ class LowerTiers:
         share.disk_bytes -= key[0].block_bytes
         if not blocks:
             del self._on_disk[share]
+
+
+def _by_kind(blocks: Iterable[tuple[KvFormat, BlockHash]]) -> dict[KvFormat, set[BlockHash]]:
+    found: dict[KvFormat, set[BlockHash]] = {}
+    for kind, name in blocks:
+        found.setdefault(kind, set()).add(name)
+    return found
