@@ -9,9 +9,8 @@ import psutil
 import pytest
 from tests.support.servers.warm import WarmStarter
 
-from baton.cli.plan import ExtraArgs, Ratio, make_plan
-from baton.cli.process import ManagedProcess, ProcessSpec
-from baton.cli.supervisor import Supervisor
+from baton.cli.supervisor import ManagedProcess, ProcessSpec, Supervisor
+from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.errors import ConfigError, UnavailableError
 
@@ -83,11 +82,12 @@ async def test_a_process_that_is_never_ready_is_told_by_name():
 
 async def test_a_process_that_ends_at_once_is_told_with_its_status():
     spec = ProcessSpec("broken", "no_such_module_of_ours", (), "127.0.0.1:1", "decode")
-    process = ManagedProcess(spec, lambda *_: None)
+    lines: list[str] = []
+    process = ManagedProcess(spec, lambda _, line: lines.append(line))
     await process.start({"PATH": sys.exec_prefix})
     with pytest.raises(UnavailableError, match="broken ended with status 1"):
         await process.wait_ready(30)
-    assert any("no_such_module_of_ours" in line for line in process.tail)
+    assert any("no_such_module_of_ours" in line for line in lines)
 
 
 @pytest.mark.parametrize(("text", "prefill", "decode"), [("2P3D", 2, 3), ("0p1d", 0, 1), ("10P20D", 10, 20)])

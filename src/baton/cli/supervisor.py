@@ -3,25 +3,212 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.cli.plan import DeploymentPlan
-from baton.cli.process import ManagedProcess, ProcessSpec, Start, start_python
 from baton.errors import ConfigError, UnavailableError
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import check_health, open_channel
 from baton.rpc.tls import Tls
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 15.0
 STABLE_S = 60.0
 """A process that ran this long begins again with the first back-off."""
+HEALTH_INTERVAL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to run.
+
+    Attributes:
+        name: In front of each log line.
+        module: Python module with a ``main``.
+        args: Its command line.
+        health_address: gRPC address whose health check tells that it is ready.
+        role: Word for the table: ``router``, ``prefill``, ``decode``, ``kvstore``.
+        listens: What listens where, for the table.
+    """
+
+    name: str
+    module: str
+    args: tuple[str, ...]
+    health_address: str
+    role: str
+    listens: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """The processes in the order of their start: every group is ready before the next one begins."""
+
+    kvstore: ProcessSpec | None
+    router: ProcessSpec
+    workers: tuple[ProcessSpec, ...]
+    http_address: str
+    grpc_address: str
+
+    @property
+    def groups(self) -> list[tuple[ProcessSpec, ...]]:
+        """Groups in the order of start."""
+        first = () if self.kvstore is None else (self.kvstore,)
+        return [group for group in (first, (self.router,), self.workers) if group]
+
+
+class Child(Protocol):
+    """A started process, as ``asyncio`` has them; ``stdout`` has what it writes, errors too."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or ``None`` while it runs."""
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None:
+        """What it writes."""
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit status."""
+
+    def send_signal(self, signal: int) -> None:
+        """Send it a signal."""
+
+
+Start = Callable[[ProcessSpec, dict[str, str]], Awaitable[Child]]
+"""Starts what a spec says, in an environment."""
+
+
+async def start_python(spec: ProcessSpec, env: dict[str, str]) -> Child:
+    """Start a Python in a session of its own, so that a terminal's Ctrl-C reaches only us, who then end it in order."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        spec.module,
+        *spec.args,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+class ManagedProcess:
+    """A running child.
+
+    Args:
+        spec: What to run.
+        emit: Gets each line the child writes.
+        tls: Certificates, if the services use some.
+        start: How it is started.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        emit: Callable[[str, str], None],
+        *,
+        tls: Tls | None = None,
+        start: Start = start_python,
+    ) -> None:
+        self.spec, self._tls = spec, tls
+        self._emit, self._start = emit, start
+        self._process: Child | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        if self._process is None:
+            raise UnavailableError(f"{self.spec.name} was not started")
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or ``None`` while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    async def start(self, env: dict[str, str]) -> None:
+        """Start it in an environment."""
+        self._process = await self._start(self.spec, env)
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until its health check answers SERVING.
+
+        Raises:
+            UnavailableError: It ended, or was not ready in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    ready = await check_health(self.spec.health_address, timeout_s=1.0, tls=self._tls)
+                    if ready or self.returncode is not None:
+                        break
+                    await asyncio.sleep(HEALTH_INTERVAL_S)
+        except TimeoutError:
+            raise UnavailableError(f"{self.spec.name} was not ready within {timeout_s:g} s") from None
+        if self.returncode is not None:  # whoever answers at its address is not it
+            await self.wait()
+            raise UnavailableError(f"{self.spec.name} ended with status {self.returncode} before it was ready")
+
+    async def wait(self) -> int:
+        """Wait for its end and for its last line; returns the exit status."""
+        if self._process is None or self._reader is None:
+            raise UnavailableError(f"{self.spec.name} was not started")
+        code = await self._process.wait()
+        await self._reader
+        return code
+
+    async def end(self, grace_s: float) -> None:
+        """Ask it to drain; kill it when the time is up."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            self._emit(self.spec.name, f"did not end within {grace_s:g} s and is killed")
+            self.send(signal.SIGKILL)
+            await self.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to this process alone."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def _read(self, process: Child) -> None:
+        stream = process.stdout
+        if stream is None:
+            return
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # a line longer than the reader's buffer: drop that line, keep reading
+                continue
+            if not line:
+                return
+            self._emit(self.spec.name, line.decode(errors="replace").rstrip("\n"))
+
+
+def die_with_parent() -> None:
+    """Have the kernel end the child if we are killed: nothing may be left running."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Supervisor:
@@ -85,7 +272,7 @@ class Supervisor:
         _require_free_ports(self.plan)
         for group in self.plan.groups:
             await asyncio.gather(*(self._launch(spec) for spec in group))
-            waits = [asyncio.ensure_future(self._wait_ready(self.processes[spec.name])) for spec in group]
+            waits = [asyncio.ensure_future(self._wait_ready(spec)) for spec in group]
             try:
                 await asyncio.gather(*waits)
             finally:
@@ -105,8 +292,7 @@ class Supervisor:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        order = ("router", "decode", "prefill", "kvstore")
-        for role in order:
+        for role in ("router", "decode", "prefill", "kvstore"):
             members = [p for p in self.processes.values() if p.spec.role == role]
             await asyncio.gather(*(member.end(self._grace_s) for member in members))
 
@@ -124,8 +310,8 @@ class Supervisor:
         await process.start(self._env)
         self.processes[spec.name] = process
 
-    async def _wait_ready(self, process: ManagedProcess) -> None:
-        await process.wait_ready(self._ready_timeout_s)
+    async def _wait_ready(self, spec: ProcessSpec) -> None:
+        await self.processes[spec.name].wait_ready(self._ready_timeout_s)
 
     async def _wait_registered(self) -> None:
         expected = {spec.name for spec in self.plan.workers}
@@ -178,7 +364,7 @@ class Supervisor:
             backoff = min(2 * backoff, self._last_backoff_s)
             await self._launch(spec)
             try:
-                await self._wait_ready(self.processes[spec.name])
+                await self._wait_ready(spec)
             except UnavailableError as error:
                 self._emit(spec.name, error.message)
                 await self.processes[spec.name].end(1.0)

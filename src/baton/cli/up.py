@@ -5,22 +5,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import re
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.plan import DeploymentPlan, ExtraArgs, Ratio, make_plan
-from baton.cli.supervisor import Supervisor
+from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.config import EngineConfig, add_flags, from_flags
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.worker import WorkerConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import read_token
+from baton.rpc.ports import free_ports
 from baton.rpc.tls import read_tls
+
+HOST = "127.0.0.1"
+MAX_INSTANCES = 64
 
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
 
@@ -100,6 +107,110 @@ async def _up(args: argparse.Namespace) -> int:
         interrupted.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await supervisor.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """x prefill and y decode instances, written ``xPyD``."""
+
+    prefill: int
+    decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> Ratio:
+        """Read ``2P3D``.
+
+        Raises:
+            ConfigError: Not of that form, or no decode instance.
+        """
+        match = re.fullmatch(r"(\d+)[pP](\d+)[dD]", text)
+        if match is None:
+            raise ConfigError(f"--ratio must look like 2P3D, got {text!r}", field="ratio")
+        ratio = cls(int(match[1]), int(match[2]))
+        if ratio.decode < 1:
+            raise ConfigError(f"--ratio {text} has no decode instance", field="ratio")
+        if ratio.prefill + ratio.decode > MAX_INSTANCES:
+            raise ConfigError(f"--ratio {text} has more than {MAX_INSTANCES} instances", field="ratio")
+        return ratio
+
+    def __str__(self) -> str:
+        return f"{self.prefill}P{self.decode}D"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraArgs:
+    """More command line for some of the processes."""
+
+    worker: tuple[str, ...] = ()
+    """For every instance."""
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    router: tuple[str, ...] = ()
+
+
+def make_plan(
+    *,
+    ratio: Ratio,
+    port: int,
+    grpc_port: int = 0,
+    pipes: str = AUTO,
+    kvstore: bool = False,
+    load_from_store: bool = False,
+    token_file: str = "",
+    extra: ExtraArgs | None = None,
+) -> DeploymentPlan:
+    """Lay out a deployment on loopback.
+
+    Args:
+        ratio: How many instances.
+        port: HTTP port of the router; 0 takes a free one.
+        grpc_port: gRPC port of the router; 0 takes a free one.
+        pipes: Comma-separated kinds, in order of preference.
+        kvstore: Whether a KV store runs too.
+        load_from_store: Whether instances load from and save to the store.
+        token_file: File with the token that the services show each other; empty: none.
+        extra: More flags.
+
+    Raises:
+        ConfigError: What engines need is not installed.
+    """
+    if find_spec("torch") is None:
+        raise ConfigError("prefill and decode instances need torch: pip install 'baton-serve[engine]'", field="ratio")
+    more = extra or ExtraArgs()
+    num_workers = ratio.prefill + ratio.decode
+    free = iter(free_ports(2 * num_workers + 4))
+    http = f"{HOST}:{port or next(free)}"
+    grpc = f"{HOST}:{grpc_port or next(free)}"
+    token = ("--token-file", token_file) if token_file else ()
+    store = _spec("kvstore", "kvstore", (next(free), next(free)), ["--pipes", pipes, *token]) if kvstore else None
+    shared = ["--routers", grpc, "--pipes", pipes, *token, *more.worker]
+    knows: list[str] = []
+    if store is not None and load_from_store:
+        shared += ["--kvstore", store.health_address]
+        knows = ["--kvstore", store.health_address]
+    workers = []
+    for role, count, own in (("prefill", ratio.prefill, more.prefill), ("decode", ratio.decode, more.decode)):
+        for index in range(count):
+            workers.append(_spec(role, f"{role}-{index}", (next(free), next(free)), [*shared, *own]))
+    host, http_port = http.rsplit(":", 1)
+    router = ProcessSpec(
+        name="router",
+        module="baton_router.main",
+        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *token, *knows, *more.router),
+        health_address=grpc,
+        role="router",
+        listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),
+    )
+    return DeploymentPlan(store, router, tuple(workers), http, grpc)
+
+
+def _spec(role: str, name: str, ports: tuple[int, int], args: Sequence[str]) -> ProcessSpec:
+    """Return a service that takes requests on the first port and shows its metrics on the second."""
+    port, metrics_port = ports
+    own = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", name)
+    address = f"{HOST}:{port}"
+    listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
+    return ProcessSpec(name, f"baton_{role}.main", (*own, *args), address, role, listens)
 
 
 def plan_from(args: argparse.Namespace) -> DeploymentPlan:

@@ -22,7 +22,7 @@ from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.servers.warm import WarmStarter
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
-from baton.cli.process import ManagedProcess, ProcessSpec
+from baton.cli.supervisor import ManagedProcess, ProcessSpec
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
@@ -54,7 +54,10 @@ class Worker:
         args += ("--threads", "1", "--instance-id", "d0", *self.flags)
         listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
+        lines: list[str] = []
+
         def on_line(_: str, line: str) -> None:
+            lines.append(line)
             if (found := re.search(r"listening on 127\.0\.0\.1:(\d+)", line)) and not listens.done():
                 listens.set_result(int(found[1]))
 
@@ -64,7 +67,7 @@ class Worker:
         ended = asyncio.ensure_future(self.process.wait())
         await asyncio.wait([listens, ended], timeout=240, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
-        assert listens.done(), list(self.process.tail)
+        assert listens.done(), lines[-20:]
         self.port = listens.result()
 
     async def kill(self) -> None:

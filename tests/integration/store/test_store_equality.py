@@ -20,7 +20,7 @@ from tests.support.servers.store_process import store_processes
 from tests.support.servers.warm import WarmStarter
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.cli.process import ManagedProcess, ProcessSpec
+from baton.cli.supervisor import ManagedProcess, ProcessSpec
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.hashing import block_hashes, root_hash

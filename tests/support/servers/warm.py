@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from baton.cli.process import ProcessSpec, die_with_parent
+from baton.cli.supervisor import ProcessSpec, die_with_parent
 from baton.worker.process import leave
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.support.servers.warm import WarmStarter
 
-from baton.cli.process import ManagedProcess, ProcessSpec
+from baton.cli.supervisor import ManagedProcess, ProcessSpec
 
 RUN = "tests.support.run_code"
 SLEEP = "import time; time.sleep(60)"
@@ -73,7 +73,7 @@ async def test_a_supervisor_can_have_it(small: WarmStarter) -> None:
     lines: list[str] = []
     code = "import time; print('here', flush=True); time.sleep(60)"
     process = ManagedProcess(
-        ProcessSpec("one", RUN, (code,), "", "decode", env={"MINE": "1"}),
+        ProcessSpec("one", RUN, (code,), "", "decode"),
         lambda _, line: lines.append(line),
         start=small.spawn,
     )
