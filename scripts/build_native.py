@@ -26,7 +26,7 @@ OPERATORS = ROOT / "kernels/baton_kernels/cpu"
 C_COMPILERS, CXX_COMPILERS = ("cc", "gcc", "clang"), ("g++", "clang++", "c++")
 COMMON = ("-fPIC", "-Wall", "-Wextra")
 C_FLAGS = (*COMMON, "-std=gnu11", "-O2", "-DXXH_NAMESPACE=baton_")
-CXX_FLAGS = (*COMMON, "-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-maybe-uninitialized")
+CXX_FLAGS = (*COMMON, "-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-uninitialized")
 TIMEOUT_S = 600.0
 PORTABLE_GLIBC = "2.28"
 """What libraries ask for that the compiler from the package index builds."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,8 @@ from baton_kernels.cpu import library as library_module
 from baton_kernels.cpu.variants import Variant
 from baton_kernels.linear import CpuLinear, linear_reference
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, RaggedBatch, paged_attention_reference
-from baton_kernels.paged_attention.types import LayerPool
-from baton_kernels.rms_norm import CpuRmsNorm, rms_norm_reference
-from baton_kernels.silu_mul import CpuSiluMul, silu_mul_reference
+from baton_kernels.paged_attention.definition import LayerPool
+from baton_kernels.row_wise import CpuRmsNorm, CpuSiluMul, rms_norm_reference, silu_mul_reference
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 INSTRUCTIONS = {
@@ -112,6 +114,17 @@ def test_what_was_not_built_names_the_command_that_builds_it(tmp_path: Path, mon
     (tmp_path / "baton_cpu-x86-64.so").write_bytes(b"no library")
     with pytest.raises(OperatorsMissingError, match="cannot load"):
         load_library(Variant("x86-64", frozenset(), "x86-64"))
+
+
+def test_threads_are_those_of_the_runtime_that_torch_uses(tmp_path: Path) -> None:
+    """Another package may have loaded an OpenMP runtime of its own."""
+    own = library_module.openmp_runtime()
+    other = tmp_path / "libgomp.so.1"
+    shutil.copy(own, other)
+    script = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])\n"
+    script += "from baton_kernels.cpu import library; print(library.openmp_runtime())"
+    done = subprocess.run([sys.executable, "-c", script, str(other)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == own
 
 
 def test_every_processor_of_a_known_machine_has_a_build(monkeypatch: pytest.MonkeyPatch) -> None:

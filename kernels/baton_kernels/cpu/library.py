@@ -1,18 +1,19 @@
-"""Loads the C++ operators into this process: the build for the best instruction set that the processor has.
+"""Loads the C++ operators into this process, and gives them memory for weights.
 
 The libraries leave OpenMP's symbols open; they are bound to the runtime that torch has loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from baton_kernels.cpu.memory import WeightMemory
 from baton_kernels.cpu.variants import Variant
 
 LIBRARIES = Path(__file__).parent / "lib"
@@ -21,21 +22,9 @@ BUILD_COMMAND = "python scripts/build_native.py"
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Storage types as the C interface numbers them."""
 
-
-class RowCall(ctypes.Structure):
-    """The C structure ``RowOp``; see ``csrc/fused.cpp``."""
-
-    _fields_: ClassVar[list[Any]] = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "dim", "x_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "threads")),
-        *((name, ctypes.c_float) for name in ("eps", "offset")),
-    ]
-
-
-def row_call(dtype: torch.dtype) -> RowCall:
-    """Return a call of a row-wise operator for a storage type."""
-    return RowCall(dtype=DTYPE_CODES[dtype])
+HUGE_PAGE = 2 << 20
+CHUNK = 32 << 20
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +95,30 @@ def load_library(variant: Variant) -> CpuLibrary:
     if not path.exists():
         raise OperatorsMissingError(f"{path} is missing; in a checkout run: {BUILD_COMMAND}")
     try:
-        _share_openmp()
+        # Libraries loaded from now on find the runtime's symbols.
+        ctypes.CDLL(openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
         return CpuLibrary(path)
     except OSError as error:
         raise OperatorsMissingError(f"cannot load {path}: {error}") from error
 
 
-def _share_openmp() -> None:
-    """Let libraries loaded from now on find the symbols of the OpenMP runtime that torch has loaded.
+def openmp_runtime() -> str:
+    """Return the path of the OpenMP runtime that torch is bound to, of perhaps several in this process.
 
     Raises:
-        OSError: It has none, and the system neither.
+        OSError: It has none.
     """
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
-    runtimes = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
-    ctypes.CDLL(runtimes[0] if runtimes else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    try:
+        # Looked up in torch's own library and in those that it depends on.
+        address = ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value or 0
+    except AttributeError as error:
+        raise OSError(f"torch has no OpenMP runtime ({error})") from error
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, _, *path = line.split(maxsplit=5)
+        first, end = (int(bound, 16) for bound in span.split("-"))
+        if first <= address < end and path:
+            return path[0]
+    raise OSError("the OpenMP runtime of torch is no file")
 
 
 def _function(library: ctypes.CDLL, name: str, result: Any, arguments: int) -> Any:
@@ -129,3 +126,36 @@ def _function(library: ctypes.CDLL, name: str, result: Any, arguments: int) -> A
     function.restype = result
     function.argtypes = [ctypes.c_void_p] * arguments
     return function
+
+
+class WeightMemory:
+    """Hands out pieces of large mappings, in large pages where the kernel gives them. Not thread-safe.
+
+    A step reads all weights once. With pages of 4 KiB most of that time goes into looking up pages, above all in a
+    virtual machine: one core was measured to read 12 GB/s from small pages and 21 GB/s from large ones. A mapping lives
+    as long as a piece of it.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: torch.Tensor | None = None
+        self._used = 0
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor [count], zero, that begins at a cache line."""
+        size = count * dtype.itemsize
+        at = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if self._chunk is None or at + size > len(self._chunk):
+            self._chunk, at = _map(max(CHUNK, -(-size // HUGE_PAGE) * HUGE_PAGE)), 0
+        self._used = at + size
+        return self._chunk[at : at + size].view(dtype)
+
+
+def _map(size: int) -> torch.Tensor:
+    """Map zeros, uint8 [size], from the beginning of a large page on; the last ones may be small."""
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without large pages: small ones do
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    skip = -memory.data_ptr() % HUGE_PAGE
+    return memory[skip : skip + size]

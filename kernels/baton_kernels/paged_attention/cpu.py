@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
-from baton_kernels.paged_attention.types import AttentionSpec, LayerPool, RaggedBatch
-
-POINTERS = (
-    *("q", "k", "v", "k_pool", "v_pool", "out", "sinks", "query_starts", "context_lens", "block_tables"),
-    *("cos", "sin", "q_norm", "k_norm"),
-)
-STRIDES = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "block_stride", "table_stride")
-INTS = (
-    *(
-        "dtype",
-        "num_seqs",
-        "num_heads",
-        "kv_heads",
-        "k_dim",
-        "v_dim",
-        "block_size",
-        "window",
-        "rotary",
-        "threads",
-        "pairs",
-    ),
-)
-FLOATS = ("scale", "softcap", "norm_eps", "norm_offset")
+from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch
 
 
 class AttentionCall(ctypes.Structure):
     """The C structure ``Attention``; see ``csrc/paged_attention.h``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_int32) for name in INTS),
-        *((name, ctypes.c_float) for name in FLOATS),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pool", "v_pool", "out", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "q_norm", "k_norm")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "table_stride")),
+        *((name, ctypes.c_int32) for name in ("dtype", "num_seqs", "num_heads", "kv_heads", "k_dim", "v_dim")),
+        *((name, ctypes.c_int32) for name in ("block_size", "window", "rotary", "threads", "pairs")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")),
         ("amx", ctypes.c_int32),
     ]
 
@@ -52,7 +34,6 @@ class CpuPlan:
 
     batch: RaggedBatch
     call: AttentionCall
-    keep: tuple[Any, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)

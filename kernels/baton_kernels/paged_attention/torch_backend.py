@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from baton_kernels.paged_attention.types import AttentionSpec, LayerPool, RaggedBatch
+from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch
 
 GATHER_BYTES = 1 << 28
 """Bytes of K and V that one group of decodes may gather at a time."""

@@ -1,6 +1,9 @@
 // What the two linear operators (linear.cpp, linear_amx.cpp) share.
 #pragma once
-#include "paged_attention.h"
+#include <algorithm>
+
+#include "team.h"
+#include "vec.h"
 
 namespace baton {
 

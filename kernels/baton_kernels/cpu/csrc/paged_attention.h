@@ -27,26 +27,6 @@ struct Attention {
   int32_t amx;  // multiply bfloat16 in AMX's tiles
 };
 
-// Grows, never shrinks; aligned to a cache line. One per thread and use.
-class Scratch {
- public:
-  ~Scratch() { std::free(data_); }
-  template <class T>
-  T* get(size_t count) {
-    const size_t bytes = round_up(count * sizeof(T), 64);
-    if (bytes > size_) {
-      std::free(data_);
-      data_ = std::aligned_alloc(64, bytes);
-      size_ = data_ ? bytes : 0;
-    }
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t size_ = 0;
-};
-
 // One KV head of one sequence.
 template <class T>
 struct Head {

@@ -1,9 +1,13 @@
-// Teams of threads: those of the OpenMP runtime that torch has loaded, so that there is one pool of threads and not two.
-// Its functions are called by their names in the binary interface, which GNU's runtime, LLVM's and Intel's all have: no
-// compiler has to know OpenMP, and the symbols stay open until the library is loaded.
+// Teams of threads, and memory that each of them works in. The threads are those of the OpenMP runtime that torch has
+// loaded, so that there is one pool of threads and not two. Its functions are called by their names in the binary
+// interface, which GNU's runtime, LLVM's and Intel's all have: no compiler has to know OpenMP, and the symbols stay open
+// until the library is loaded, which fails where there is no such runtime. As with torch, a process that was forked after
+// a team had run must not run another; within a team, a team is one thread.
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdlib>
 
 extern "C" {
 void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags);
@@ -44,5 +48,25 @@ inline void parallel(int threads, F work) {
   GOMP_parallel([](void* data) { (*(F*)data)(Team{omp_get_thread_num(), omp_get_num_threads()}); }, &work,
                 (unsigned)threads, 0);
 }
+
+// Grows, never shrinks; aligned to a cache line. One per thread and use.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  template <class T>
+  T* get(size_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    if (bytes > size_) {
+      std::free(data_);
+      data_ = std::aligned_alloc(64, bytes);
+      size_ = data_ ? bytes : 0;
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
 
 }  // namespace baton

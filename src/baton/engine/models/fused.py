@@ -24,8 +24,7 @@ from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool
 from baton_kernels.paged_attention.cpu import CpuPlan, Rotation
-from baton_kernels.rms_norm import CpuRmsNorm
-from baton_kernels.silu_mul import CpuSiluMul
+from baton_kernels.row_wise import CpuRmsNorm, CpuSiluMul
 
 
 class NotFusableError(Exception):
