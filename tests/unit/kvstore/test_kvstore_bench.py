@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.bench.core.traces import best_hit_rate
 from baton.errors import ConfigError
 from baton_kvstore.bench import records
 from baton_kvstore.bench.plan import Options, Pattern, chain_names, make_plans
 from baton_kvstore.bench.records import Cell, Sample, find_ratios, measure_record
-from baton_kvstore.bench.replay import REPLAYED, best_hit_rate, read_chains, replay
+from baton_kvstore.bench.replay import REPLAYED, read_chains, replay
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "bench-store.md"
 CHAINS = st.lists(

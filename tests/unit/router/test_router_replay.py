@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.bench.core.traces import best_hit_rate
 from baton.cli.main import main
 from baton.errors import ConfigError
 from baton_router.bench.prefix_command import read_dataset, repeated_prefixes
-from baton_router.bench.report import best_hit_rate, record
+from baton_router.bench.report import record
 from baton_router.bench.simulation import Hardware, Replay, Setup
 from baton_router.bench.workload import TraceRequest, Workload, generate, read_trace, with_sessions, write_trace
 from baton_router.scheduler.policies import POLICIES
 
 CHATS = generate(Workload(requests=400, prefixes=5, prefix_blocks=3, turns=4, turn_blocks=3, rate=4, seed=1))
+CHAT_BLOCKS = [chat.blocks for chat in CHATS]
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
         assert machine.instance.events.num_blocks == len(machine._cache) <= 400, "the index knows what the cache holds"
         assert replay.index.num_pending(machine.instance.events.slot) == 0
     found = record(setup, run, CHATS)
-    assert 0 < found.hit_rate + found.reused_rate <= best_hit_rate(CHATS)
+    assert 0 < found.hit_rate + found.reused_rate <= best_hit_rate(CHAT_BLOCKS)
     assert found.ttft_ms["p50"] <= found.ttft_ms["p99"]
 
 
@@ -137,7 +139,9 @@ def test_a_replay_is_the_same_every_time_and_one_instance_finds_all() -> None:
     runs = [Replay(Setup(prefills=3, decodes=2, seed=5)).run(CHATS) for _ in range(2)]
     assert runs[0].ttft_ms == runs[1].ttft_ms
     alone = Setup(prefills=1, decodes=1)
-    assert record(alone, Replay(alone).run(CHATS), CHATS).hit_rate == pytest.approx(best_hit_rate(CHATS), abs=1e-6)
+    assert record(alone, Replay(alone).run(CHATS), CHATS).hit_rate == pytest.approx(
+        best_hit_rate(CHAT_BLOCKS), abs=1e-6
+    )
 
 
 def test_the_default_keeps_hits_and_balance_on_conversations() -> None:
@@ -146,7 +150,7 @@ def test_the_default_keeps_hits_and_balance_on_conversations() -> None:
         for name in ("match_minus_load", "round_robin")
         for setup in [Setup(prefills=4, decodes=4, policy=name)]
     }
-    best = best_hit_rate(CHATS)
+    best = best_hit_rate(CHAT_BLOCKS)
     assert found["match_minus_load"].hit_rate > 0.9 * best
     assert found["match_minus_load"].hit_rate > found["round_robin"].hit_rate + 0.1
     assert found["match_minus_load"].load_max_over_mean < 1.2

@@ -11,17 +11,16 @@ import argparse
 import bisect
 import dataclasses
 import heapq
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 
-from baton.bench.core.report import make_table, numbers, result_console, words
+from baton.bench.core.report import make_table, numbers, show_document, words
+from baton.bench.core.traces import best_hit_rate, read_lines, whole_numbers
 from baton.errors import ConfigError, shown
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -36,10 +35,10 @@ PAPER = "s3fifo-paper"
 REPLAYED = (*POLICIES, PAPER, BELADY)
 """The store's policies; S3-FIFO with the paper's numbers; the bound."""
 BLOCK_TOKENS = 512
+MAX_BLOCKS = 1 << 24
 _BLOCK_BYTES = 64
 """Of a block in the replay, whose bytes do not matter."""
 _NEVER = 1 << 62
-_MAX_ID = 2**32
 _CHECKS = 8
 """Times that a replay has the store check its books."""
 
@@ -73,29 +72,13 @@ def read_chains(path: Path, limit: int | None = None) -> list[list[int]]:
     Raises:
         ConfigError: The file cannot be read, or a line has no such numbers; names the line.
     """
-    chains: list[list[int]] = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if limit is not None and len(chains) >= limit:
-                    break
-                if line.strip():
-                    chains.append(_chain(line, f"{path}:{number}"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="trace") from error
+    chains = [
+        list(whole_numbers(value.get("hash_ids") or None, f"{where}: hash_ids", "trace"))
+        for where, value in read_lines(path, limit)
+    ]
     if not chains:
         raise ConfigError(f"{path} has no request", field="trace")
     return chains
-
-
-def best_hit_rate(chains: Chains) -> float:
-    """Return the hit rate of a store with endless memory."""
-    seen: set[int] = set()
-    hits = 0
-    for chain in chains:
-        hits += next((at for at, block in enumerate(chain) if block not in seen), len(chain))
-        seen.update(chain)
-    return hits / sum(map(len, chains))
 
 
 def replay(chains: Chains, policy: str, blocks: int) -> ReplayRecord:
@@ -286,22 +269,8 @@ class _Future:
         return needs[at] if at < len(needs) else _NEVER, self._depth[name]
 
 
-def _chain(line: bytes, where: str) -> list[int]:
-    try:
-        value: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON: {error}", field="trace") from error
-    blocks = value.get("hash_ids") if isinstance(value, dict) else None
-    if not isinstance(blocks, list) or not blocks or not all(type(x) is int and 0 <= x < _MAX_ID for x in blocks):
-        raise ConfigError(f"{where}: hash_ids must be numbers from 0 to 2**32 - 1, got {shown(blocks)}", field="trace")
-    return blocks
-
-
-MAX_BLOCKS = 1 << 24
-
-
 def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
-    """Replay and show, in ``width`` columns where that is no terminal; returns the exit status.
+    """Replay and show, see :func:`show_document`; returns the exit status.
 
     Raises:
         ConfigError: A flag or a file that cannot work.
@@ -317,11 +286,7 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
     chains = read_chains(Path(args.trace), args.limit)
     records = [replay(chains, policy, size) for size in sizes for policy in policies]
     found = document(command, Path(args.trace).name, chains, records)
-    if args.json:
-        sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
-        sys.stdout.flush()
-        return 0
-    print_replay(found, result_console(width))
+    show_document(found, print_replay, width, as_json=args.json)
     return 0
 
 

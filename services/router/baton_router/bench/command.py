@@ -12,6 +12,8 @@ _EPILOG = """exit status:
   3  a policy stayed below --require-hit-rate, or above --require-balance
   130  interrupted
 """
+FILE_WIDTH = 160
+"""Columns of tables that go to a file or a pipe."""
 
 
 def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay; returns the exit status, see ``--help``."""
     # Imported here: other commands need none of it.
     from baton.bench.core.report import guarded
-    from baton_router.bench.replay import replay_all
+    from baton_router.bench.report import replay_all
 
     command = shlex.join(["baton", *sys.argv[1:]])
-    return guarded("router", lambda: replay_all(args, command))
+    return guarded("router", lambda: replay_all(args, command, FILE_WIDTH))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import orjson
-
+from baton.bench.core.traces import read_lines, whole_numbers
 from baton.errors import ConfigError, shown
-from baton_router.bench.workload import read_lines, whole_numbers
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FILE_WIDTH = 80
+"""Columns of a table that goes to a file or a pipe."""
 
 
 def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,45 +42,43 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
+    from baton.bench.core.report import show_document
 
-    lengths, times = _numbers(args.longer_than, "longer_than", 0), _numbers(args.seen, "seen", 2)
+    lengths, times = _numbers(args.longer_than, "longer-than", 0), _numbers(args.seen, "seen", 2)
     data = read_dataset(Path(args.dataset), args.limit)
     total = len(data.sequences)
-    shares = {}
+    rows = []
     for seen in times:
         longest = repeated_prefixes(data.sequences, seen)
-        shares[seen] = {length: sum(x > length for x in longest) / total for length in lengths}
-    if args.json:
-        rows = [{"seen": s, "longer_than": n, "share": x} for s, row in shares.items() for n, x in row.items()]
-        found = {"dataset": Path(args.dataset).name, "conversations": total, "unit": data.unit, "shares": rows}
-        sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
-        return 0
-    table = Table(title=f"{total:,} conversations: share with a prefix that others begin with too")
-    table.add_column(f"longer than ({data.unit})", justify="right")
-    for seen in times:
-        table.add_column(f"seen {seen}x", justify="right")
-    for length in lengths:
-        table.add_row(f"{length:,}", *(f"{shares[seen][length]:.1%}" for seen in times))
-    Console(highlight=False).print(table)
+        rows += [{"seen": seen, "longer_than": n, "share": sum(x > n for x in longest) / total} for n in lengths]
+    found = {"dataset": Path(args.dataset).name, "conversations": total, "unit": data.unit, "shares": rows}
+    show_document(found, _print_table, FILE_WIDTH, as_json=args.json)
     return 0
 
 
-def _numbers(text: str, field: str, least: int) -> list[int]:
-    """Read numbers with commas between them.
+def _print_table(found: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
 
-    Raises:
-        ConfigError: They are none, or too small; names the flag.
-    """
-    flag = "--" + field.replace("_", "-")
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} takes numbers, got {shown(text)}", field=field) from None
-    if min(numbers) < least:
-        raise ConfigError(f"{flag} must be at least {least}, got {min(numbers)}", field=field)
-    return numbers
+    table = Table(title=f"{found['conversations']:,} conversations: share with a prefix that others begin with too")
+    table.add_column(f"longer than ({found['unit']})", justify="right")
+    shares = {(row["seen"], row["longer_than"]): row["share"] for row in found["shares"]}
+    times, lengths = ([*dict.fromkeys(key[part] for key in shares)] for part in (0, 1))
+    for seen in times:
+        table.add_column(f"seen {seen}x", justify="right")
+    for length in lengths:
+        table.add_row(f"{length:,}", *(f"{shares[seen, length]:.1%}" for seen in times))
+    console.print(table)
+
+
+def _numbers(text: str, flag: str, least: int) -> tuple[int, ...]:
+    from baton.bench.core.report import numbers
+
+    found = numbers(text, flag)
+    if not found:
+        raise ConfigError(f"--{flag} takes numbers, got {shown(text)}", field=flag)
+    if min(found) < least:
+        raise ConfigError(f"--{flag} must be at least {least}, got {min(found)}", field=flag)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

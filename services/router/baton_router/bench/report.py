@@ -1,8 +1,10 @@
-"""What a replay found: one record per policy, as a table, as JSON and as a picture."""
+"""The inside of ``baton bench router``: from flags to a workload, a run per policy, and what is shown."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,98 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from baton.bench.core.report import make_table
-from baton_router.bench.simulation import Run, Setup
-from baton_router.bench.workload import TraceRequest
+from baton.bench.core.report import check_plot, make_table, show_document
+from baton.bench.core.traces import best_hit_rate
+from baton.errors import ConfigError, shown
+from baton_router.bench.simulation import Hardware, Replay, Run, Setup
+from baton_router.bench.workload import TraceRequest, Workload, generate, read_trace, with_sessions, write_trace
+from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
+
+_BETA_POLICIES = ("match_minus_load",)
+
+
+def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
+    """Replay every policy and show what came out, see :func:`show_document`; returns the exit status.
+
+    Raises:
+        ConfigError: A flag or a file that cannot work.
+    """
+    setups = _setups(args)
+    if args.plot:
+        check_plot(Path(args.plot))
+    source, requests = _workload(args)
+    records = []
+    for setup in setups:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"{setup.policy} ...\n")
+        records.append(record(setup, Replay(setup).run(requests), requests))
+    found = document(command, source, requests, setups[0], records)
+    if args.plot:
+        draw(found, Path(args.plot))
+    show_document(found, print_table, width, as_json=args.json)
+    return _verdict(args, records)
+
+
+def _workload(args: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
+    if bool(args.trace) == (args.generate is not None):
+        raise ConfigError("give --trace FILE or --generate N", field="trace")
+    if not args.speedup > 0:
+        raise ConfigError(f"--speedup must be above 0, got {args.speedup}", field="speedup")
+    if args.trace:
+        if args.save:
+            raise ConfigError("--save is for what --generate made", field="save")
+        requests = with_sessions(read_trace(Path(args.trace), args.limit))
+        source = Path(args.trace).name
+    else:
+        names = {item.name for item in dataclasses.fields(Workload)} - {"requests"}
+        requests = generate(Workload(requests=args.generate, **{name: getattr(args, name) for name in names}))
+        source = "generated"
+        if args.save:
+            write_trace(Path(args.save), requests)
+    if args.speedup != 1.0:
+        requests = [dataclasses.replace(item, at_ms=item.at_ms / args.speedup) for item in requests]
+    return source, requests
+
+
+def _setups(args: argparse.Namespace) -> list[Setup]:
+    names = list(POLICIES) if args.policy == "all" else [name.strip() for name in args.policy.split(",")]
+    try:
+        betas = [float(part) for part in args.beta.split(",")]
+    except ValueError:
+        raise ConfigError(f"--beta takes numbers, got {shown(args.beta)}", field="beta") from None
+    hardware = Hardware(**{item.name: getattr(args, item.name) for item in dataclasses.fields(Hardware)})
+    decodes = args.instances if args.decode_instances is None else args.decode_instances
+    setups = []
+    for name in names:
+        for beta in betas if name in _BETA_POLICIES else betas[-1:]:
+            make_policy(name, PolicyContext(beta=beta, temperature=args.temperature))  # wrong ones are told at once
+            setups.append(
+                Setup(
+                    prefills=args.instances,
+                    decodes=decodes,
+                    policy=name,
+                    beta=beta,
+                    temperature=args.temperature,
+                    threshold=args.threshold,
+                    seed=args.seed,
+                    hardware=hardware,
+                )
+            )
+    return setups
+
+
+def _verdict(args: argparse.Namespace, records: Sequence[PolicyRecord]) -> int:
+    failed = []
+    for item in records:
+        if args.require_hit_rate is not None and 100 * item.hit_rate < args.require_hit_rate:
+            failed.append(f"{item.policy}: {item.hit_rate:.2%} block hits, {args.require_hit_rate:g}% were required")
+        if args.require_balance is not None and item.load_max_over_mean > args.require_balance:
+            failed.append(
+                f"{item.policy}: load max/mean {item.load_max_over_mean:.3f}, {args.require_balance:g} was required"
+            )
+    for text in failed:
+        sys.stderr.write(f"baton bench router: {text}\n")
+    return 3 if failed else 0
 
 
 @dataclass(frozen=True)
@@ -43,17 +134,6 @@ class PolicyRecord:
     decision_us: float
 
 
-def best_hit_rate(requests: Sequence[TraceRequest]) -> float:
-    """Return the share of blocks that one instance with endless memory would find."""
-    seen: set[int] = set()
-    total = hits = 0
-    for request in requests:
-        total += len(request.blocks)
-        hits += next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
-        seen.update(request.blocks)
-    return hits / total
-
-
 def record(setup: Setup, run: Run, requests: Sequence[TraceRequest]) -> PolicyRecord:
     """Sum up a run."""
     blocks = sum(len(request.blocks) for request in requests)
@@ -61,7 +141,7 @@ def record(setup: Setup, run: Run, requests: Sequence[TraceRequest]) -> PolicyRe
     names = ("p50", "p90", "p99")
     return PolicyRecord(
         policy=setup.policy,
-        beta=setup.beta if setup.policy == "match_minus_load" else None,
+        beta=setup.beta if setup.policy in _BETA_POLICIES else None,
         hit_rate=round(run.hit_blocks / blocks, 6),
         reused_rate=round(run.reused_blocks / blocks, 6),
         load_max_over_mean=_spread([float(x.computed_tokens) for x in run.prefills]),
@@ -86,7 +166,7 @@ def document(
         "instances": setup.prefills,
         "decode_instances": setup.decodes,
         "hardware": dataclasses.asdict(setup.hardware),
-        "best_hit_rate": round(best_hit_rate(requests), 6),
+        "best_hit_rate": round(best_hit_rate([request.blocks for request in requests]), 6),
         "policies": [dataclasses.asdict(item) for item in records],
     }
 

@@ -109,7 +109,6 @@ class SimulatedInstance:
         self.queue: deque[Any] = deque()
         self.decoding = 0
         self.num_requests = 0
-        self.prompt_tokens = 0
         self.computed_tokens = 0
         self._cache: OrderedDict[BlockHash, None] = OrderedDict()
         self._sequence = 0
@@ -280,13 +279,11 @@ class Replay:
         """Return the instances of a role, all of them."""
         return self._instances[role]
 
-    def run(self, requests: Sequence[TraceRequest], progress: Callable[[int], None] | None = None) -> Run:
+    def run(self, requests: Sequence[TraceRequest]) -> Run:
         """Replay requests, which are in order of arrival."""
-        for at, request in enumerate(requests):
+        for request in requests:
             self._advance(request.at_ms / 1000)
             self._arrive(request)
-            if progress is not None and at % 200 == 0:
-                progress(at)
         self._advance(float("inf"))
         return self._run
 
@@ -317,7 +314,6 @@ class Replay:
         machine = decode if local else self._machines[decision.prefill_addresses[0]]
         self._run.local += local
         machine.num_requests += 1
-        machine.prompt_tokens += len(tokens)
         job = _Job(request, block_hashes(tokens, BLOCK_TOKENS, self._root), placement, machine, decode)
         machine.queue.append(job)
         if len(machine.queue) == 1:

@@ -15,10 +15,10 @@ from typing import Any
 
 import orjson
 
+from baton.bench.core.traces import read_lines, whole_numbers
 from baton.errors import ConfigError, shown
 
 BLOCK_TOKENS = 512
-_MAX_ID = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +95,6 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", field="save") from error
 
 
-def read_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, each with the place where it stands.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line is no JSON object.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if limit is not None and number > limit:
-                    return
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                try:
-                    value = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    raise ConfigError(f"{where} is no JSON: {error}", field="trace") from error
-                if not isinstance(value, dict):
-                    raise ConfigError(f"{where} is no JSON object", field="trace")
-                yield where, value
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="trace") from error
-
-
 def _request(value: dict[str, Any], where: str) -> TraceRequest:
     at = value.get("timestamp")
     if isinstance(at, bool) or not isinstance(at, (int, float)) or at < 0:
@@ -140,17 +115,6 @@ def _length(value: dict[str, Any], name: str, where: str) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"{where}: {name} must be a number above 0, got {shown(number)}", field=name)
     return number
-
-
-def whole_numbers(value: Sequence[Any] | None, what: str, field: str) -> tuple[int, ...]:
-    """Check a list of 32-bit numbers.
-
-    Raises:
-        ConfigError: It is none; says ``what`` and names ``field``.
-    """
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < _MAX_ID for item in value):
-        raise ConfigError(f"{what} must be a list of numbers from 0 to 2**32 - 1", field=field)
-    return tuple(value)
 
 
 @dataclass(frozen=True)

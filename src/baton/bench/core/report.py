@@ -279,6 +279,17 @@ def result_console(width: int) -> Console:
     return console
 
 
+def show_document(
+    found: dict[str, Any], show: Callable[[dict[str, Any], Console], None], width: int, *, as_json: bool
+) -> None:
+    """Show what was found as one JSON object, or as ``show`` prints it, in ``width`` columns where that is a file."""
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+    else:
+        show(found, result_console(width))
+
+
 def check_plot(path: Path) -> None:
     """Refuse a picture that could not be drawn, before anything is measured.
 
