@@ -18,6 +18,7 @@ from tests.support.servers.tcp_proxy import TcpProxy
 
 from baton.api.v1 import common_pb2, router_pb2
 from baton.errors import (
+    CancelledError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
@@ -448,6 +449,17 @@ async def test_a_stream_that_just_ends_is_not_taken_for_complete(world: World) -
         request = make_request(f"r{i}", prompt=[*range(i, i + 20)])
         assert_right(await run(router, request), request)
     assert decodes[0].state.requests, "the test never met the instance that ends early"
+
+
+async def test_what_instances_cancel_themselves_is_no_cancellation_of_the_clients(world: World) -> None:
+    workers = await world.decodes(2)
+    router = await world.cluster([], workers)
+    workers[0].state.refuse = CancelledError("the call was cancelled")  # as a server that is stopped says
+    for number in range(4):
+        assert await run(router, make_request(f"r{number}"))
+    workers[1].state.refuse = workers[0].state.refuse
+    with pytest.raises(UnavailableError, match="ended the call itself"):
+        await run(router, make_request("last"))
 
 
 async def test_a_request_that_fails_everywhere_ends_with_its_error(world: World) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import (
     BatonError,
+    CancelledError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
@@ -87,6 +88,8 @@ def failed(end: CallEnded) -> AttemptFailed:
     error = end.error
     if isinstance(error, NotFoundError) and end.code is not grpc.StatusCode.NOT_FOUND:
         error = InternalError(error.message)
+    elif isinstance(error, CancelledError):  # by a server that is stopped; what this router cancels is not told any end
+        error = UnavailableError("the instance ended the call itself", retry_after_s=1.0)
     return AttemptFailed(error, "lost" if isinstance(end, Lost) else end.code.name.lower())
 
 
