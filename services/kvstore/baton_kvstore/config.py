@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from baton.config.access import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
-from baton.config.flags import option, options_by_name
+from baton.config.flags import (
+    CLEAR_KV_HELP,
+    TLS_CA_HELP,
+    TLS_CERT_HELP,
+    TLS_KEY_HELP,
+    TLS_NAME_HELP,
+    option,
+    options_by_name,
+)
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
 

@@ -22,14 +22,12 @@ from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
-from baton_router.accounts.accounts import FileAccounts
-from baton_router.accounts.credential_reload import CredentialReload
-from baton_router.accounts.redis_source import IN_REDIS, RedisAccounts
+from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import create_app
-from baton_router.frontend.console.debug import add_replicas, watch
+from baton_router.frontend.console.console import add_replicas, watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import HttpOptions

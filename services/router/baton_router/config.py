@@ -6,8 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from baton.config.access import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
-from baton.config.flags import option
+from baton.config.flags import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP, option
 from baton.config.stores import DISCOVER
 from baton.errors import ConfigError
 

@@ -7,7 +7,7 @@ import asyncio
 import sys
 
 from baton.config import add_flags, from_flags
-from baton.config.access import AccessConfig
+from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
 from baton.rpc.channel import check_health
 from baton.rpc.tls import read_tls

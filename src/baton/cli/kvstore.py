@@ -15,7 +15,7 @@ from rich.table import Table
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.config import add_flags, from_flags
-from baton.config.access import AccessConfig
+from baton.config.flags import AccessConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import read_token
 from baton.rpc.channel import open_channel

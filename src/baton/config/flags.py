@@ -1,7 +1,8 @@
 """Command-line flags from a configuration dataclass, with the environment as their default.
 
 A field ``kv_blocks: int | None`` described by ``metadata={"help": ...}`` becomes ``--kv-blocks`` and
-``BATON_KV_BLOCKS``. Order of precedence: flag, environment, the dataclass's default.
+``BATON_KV_BLOCKS``. Order of precedence: flag, environment, the dataclass's default. Here is also what all services and
+tools are told alike: token and certificates.
 """
 
 from __future__ import annotations
@@ -123,3 +124,21 @@ def _base_type(hint: Any) -> Any:
 
 def _metavar(kind: type) -> str:
     return {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}.get(kind, kind.__name__.upper())
+
+
+TLS_CERT_HELP = "file with this service's certificate (PEM), shown to all others; default: no TLS"
+TLS_KEY_HELP = "file with the key of --tls-cert"
+TLS_CA_HELP = "file with the authority whose certificates are believed"
+TLS_NAME_HELP = "name that others' certificates must have; default: the host under which they are reached"
+CLEAR_KV_HELP = "with --tls-cert, KV may travel in the clear: auto means tcp or nixl, not tls; they may leave loopback"
+
+
+@dataclasses.dataclass(frozen=True)
+class AccessConfig:
+    """What a client of services shows."""
+
+    token_file: str = option("", "file with the token that services show each other")
+    tls_cert: str = option("", TLS_CERT_HELP)
+    tls_key: str = option("", TLS_KEY_HELP)
+    tls_ca: str = option("", TLS_CA_HELP)
+    tls_name: str = option("", TLS_NAME_HELP)

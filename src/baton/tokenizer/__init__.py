@@ -6,8 +6,7 @@ Only the router and the SDK have text; workers take and give token ids. Nothing 
 from baton.tokenizer.chat_template import ChatTemplate
 from baton.tokenizer.detokenizer import IncrementalDetokenizer, SequenceText, TextDelta
 from baton.tokenizer.stop_strings import StopStringMatcher, StopStrings
-from baton.tokenizer.text_model import TextModel, TextModelCache
-from baton.tokenizer.tokenizer import Tokenizer
+from baton.tokenizer.tokenizer import TextModel, TextModelCache, Tokenizer
 
 __all__ = [
     "ChatTemplate",

@@ -1,10 +1,22 @@
-"""Finding, reading and comparing a model's tokenizer files."""
+"""A model's tokenizer files: finding, reading and comparing them, and what ``tokenizer.json`` says about its tokens.
+
+That is their bytes, and how much text one of them can stand for. Two families cover nearly every model served today.
+*Byte-level* BPE (GPT-2, Llama 3, Qwen, GPT-OSS) writes each byte as one printable character. *SentencePiece* with byte
+fallback (Llama 2, Mistral, Gemma) writes a space as ``▁`` and a byte that no token covers as ``<0x0A>``, and drops one
+space at the start of a text. For both, decoding is a table look-up and one UTF-8 decoder, which is exact, incremental
+and several times cheaper than decoding a window of tokens again and again. Anything else has no :class:`ByteScheme` and is decoded by the ``tokenizers`` library.
+
+The most characters of a token bound from below how many tokens a text has, so a text that cannot fit in the context is
+refused before it is tokenized.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +111,132 @@ def tokenizer_digest(model: str | Path) -> str:
         # Written as "a b" by older libraries and as ["a", "b"] by newer ones.
         parts["model"]["merges"] = [" ".join(pair) if isinstance(pair, list) else pair for pair in merges]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_COMPOSED = 4
+"""Most characters that NFC composes into one: a base and three marks, or three Hangul letters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteScheme:
+    """How tokens become bytes.
+
+    Attributes:
+        to_bytes: From a token as the vocabulary spells it to its bytes.
+        strip_start: Spaces dropped at the start of a text.
+        byte_fallback: Whether single bytes are tokens of their own beside ordinary ones (SentencePiece).
+    """
+
+    to_bytes: Callable[[str], bytes]
+    strip_start: int = 0
+    byte_fallback: bool = False
+
+
+def byte_scheme(decoder: dict[str, Any] | None) -> ByteScheme | None:
+    """Return the scheme of a ``tokenizer.json``'s decoder section, or ``None`` if it is of neither family.
+
+    Args:
+        decoder: The ``decoder`` object.
+    """
+    if decoder is None:
+        return None
+    steps = list(decoder.get("decoders", ())) if decoder.get("type") == "Sequence" else [decoder]
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
+        return ByteScheme(_byte_level())
+    strip_start = 0
+    if steps and steps[-1].get("type") == "Strip":
+        last = steps.pop()
+        if last.get("content") != " " or last.get("stop") != 0:
+            return None
+        strip_start = int(last.get("start", 0))
+    plain = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    return ByteScheme(_sentencepiece, strip_start, byte_fallback=True) if steps == plain else None
+
+
+def _sentencepiece(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes((int(match[1], 16),)) if match else token.replace("▁", " ").encode()
+
+
+def byte_level_chars() -> str:
+    """Return GPT-2's alphabet: the printable character that byte-level tokenizers write each byte as."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = iter(range(256, 512))
+    return "".join(chr(byte if byte in printable else next(hidden)) for byte in range(256))
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    """Return the inverse of GPT-2's mapping of bytes to printable characters."""
+    table = {char: byte for byte, char in enumerate(byte_level_chars())}
+
+    def to_bytes(token: str) -> bytes:
+        try:
+            return bytes([table[char] for char in token])
+        except KeyError:
+            # An added token with a character outside the alphabet, such as a space, stands for itself.
+            return token.encode()
+
+    return to_bytes
+
+
+def most_chars_per_token(tokenizer: dict[str, Any], vocab: list[str]) -> int | None:
+    """Return how many characters of a text one token stands for, at most.
+
+    Args:
+        tokenizer: A ``tokenizer.json``.
+        vocab: Every token as the vocabulary spells it, which takes at least a character per character of text.
+
+    Returns:
+        The bound, or ``None`` where some step may drop or merge any number of characters.
+    """
+    model = tokenizer.get("model") or {}
+    normalized = _most_normalized(tokenizer.get("normalizer"))
+    if normalized is None or model.get("type") != "BPE" or not vocab:
+        return None
+    if not _keeps_text(tokenizer.get("pre_tokenizer")) or not _covers_every_byte(model, tokenizer, set(vocab)):
+        return None
+    if any(token.get("lstrip") or token.get("rstrip") for token in tokenizer.get("added_tokens") or ()):
+        return None  # such a token takes all the white space beside it
+    return normalized * max(map(len, vocab))
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return list(part.get(key, ())) if part.get("type") == "Sequence" else [part]
+
+
+def _most_normalized(normalizer: dict[str, Any] | None) -> int | None:
+    """Return how many characters a normalizer makes one of, at most; ``None``: any number."""
+    most = 1
+    for step in _steps(normalizer, "normalizers"):
+        kind, pattern = step.get("type"), (step.get("pattern") or {}).get("String")
+        if kind == "NFC":
+            most *= _COMPOSED
+        elif kind == "Replace" and pattern and step.get("content"):
+            most *= len(pattern)
+        elif kind != "Prepend":
+            return None
+    return most
+
+
+def _keeps_text(pre_tokenizer: dict[str, Any] | None) -> bool:
+    steps = _steps(pre_tokenizer, "pretokenizers")
+    return all(
+        step.get("type") in {"ByteLevel", "Metaspace", "Digits"}
+        or (step.get("type") == "Split" and step.get("behavior") != "Removed")
+        for step in steps
+    )
+
+
+def _covers_every_byte(model: dict[str, Any], tokenizer: dict[str, Any], vocab: set[str]) -> bool:
+    """Whether no character can be unknown: unknown ones are dropped, or many of them become one token."""
+    if model.get("byte_fallback"):
+        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    return any(step.get("type") == "ByteLevel" for step in steps) and vocab.issuperset(byte_level_chars())

@@ -11,8 +11,7 @@ import pytest
 from tests.support.servers.certificates import Authority, Certificate
 
 from baton.rpc.tls import Tls
-from baton_router.accounts.accounts import FileAccounts
-from baton_router.accounts.credential_reload import CredentialReload
+from baton_router.accounts.sources import CredentialReload, FileAccounts
 
 
 def content(path: str) -> str:

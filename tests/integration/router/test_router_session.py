@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from tests.integration.http.test_http_api import Served
 from tests.integration.router.test_router_dispatch import World, make_request, run
+from tests.support.grpc_calls import Context, servicer
 from tests.support.scripted import ScriptedDispatcher
 
 from baton.api.v1 import router_pb2
@@ -17,7 +18,6 @@ from baton.client.request import build_generate
 from baton.tokenizer import TextModelCache
 from baton.types import PrefillPath
 from baton_router.accounts.accounts import Accounts
-from baton_router.frontend.grpc import generate as grpc_generate
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 
@@ -52,11 +52,11 @@ def test_header_and_field_name_the_session() -> None:
 
 async def test_a_grpc_request_names_the_session(dispatcher: ScriptedDispatcher, pipeline: InputProcessor) -> None:
     request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
-    responses = [response async for response in grpc_generate.generate(pipeline, request, None)]
+    responses = [response async for response in servicer(pipeline).Generate(request, Context())]
     assert dispatcher.requests[0].session == "c"
     decision = responses[0].decision
     assert {term.name: term.value for term in decision.terms} == {"match": 1.0}
-    answer = await grpc_generate.route(pipeline, router_pb2.RouteRequest(text="def", session_id="c"), None)
+    answer = await servicer(pipeline).Route(router_pb2.RouteRequest(text="def", session_id="c"), Context())
     assert answer.decision.decode_instance == "decode-1"
 
 
@@ -64,7 +64,7 @@ async def test_sessions_of_tenants_are_apart(dispatcher: ScriptedDispatcher, pip
     accounts = Accounts.of_keys("one", "two")
     request = build_generate("def", "", {"session_id": "c", "max_tokens": 2})
     for key in ("one", "two", "one"):
-        async for _ in grpc_generate.generate(pipeline, request, accounts.identify(f"Bearer {key}")):
+        async for _ in servicer(pipeline, accounts).Generate(request, Context(key)):
             pass
     first, other, again = (request.session for request in dispatcher.requests)
     assert first == again != other

@@ -43,7 +43,7 @@ from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest
 from baton_kvstore.tiers.disk.directory import decode_checkpoint
 from baton_kvstore.tiers.disk.segment import VERSION
-from baton_router.frontend.grpc.generate import text_request
+from baton_router.frontend.grpc.servicer import text_request
 from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.support.grpc_calls import Context, servicer
 from tests.support.scripted import ANSWER, EOS, MODEL, ScriptedDispatcher, encode
 
 from baton.api.v1 import common_pb2, router_pb2
@@ -27,7 +28,6 @@ from baton.token_ids import TokenIds, token_ids
 from baton.tokenizer import TextModel, TextModelCache
 from baton.types import FinishReason, SamplingParams
 from baton_router.dispatch.interface import RoutedChunk, RoutedDelta
-from baton_router.frontend.grpc import generate as grpc_generate
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics, cached_tokens
 from baton_router.processor.text_request import ChatPrompt, TextChunk, TextRequest
@@ -337,7 +337,7 @@ async def test_grpc_generate() -> None:
         stop=["return"],
         cache_salt="s",
     )
-    responses = [item async for item in grpc_generate.generate(pipeline(dispatcher), request, None)]
+    responses = [item async for item in servicer(pipeline(dispatcher)).Generate(request, Context())]
     assert {response.request_id for response in responses} == {"r1"}
     assert "".join(delta.text for response in responses for delta in response.deltas) == ANSWER.partition("return")[0]
     assert responses[0].decision.decode_instance == "decode-1"
@@ -357,10 +357,10 @@ async def test_grpc_bad_input_and_chat_and_route() -> None:
         (router_pb2.RouterGenerateRequest(chat=router_pb2.ChatMessages()), "messages"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            await anext(grpc_generate.generate(text, request, None))
+            await anext(servicer(text).Generate(request, Context()))
         assert caught.value.field == field
     chat = router_pb2.ChatMessages(messages=[router_pb2.ChatMessage(role="user", content="hi")])
-    answer = await grpc_generate.route(text, router_pb2.RouteRequest(chat=chat), None)
+    answer = await servicer(text).Route(router_pb2.RouteRequest(chat=chat), Context())
     assert answer.decision.prefill_instance == "prefill-0"
-    models = grpc_generate.list_models(text).models
+    models = (await servicer(text).ListModels(router_pb2.ListModelsRequest(), Context())).models
     assert [(model.name, model.max_model_len) for model in models] == [("baton-tiny", 256)]

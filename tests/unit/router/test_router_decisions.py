@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from baton.api.v1 import common_pb2
 from baton.types import InstanceId, PrefillPath, Role
 from baton_router.frontend.console.explanation import explanation, summary
-from baton_router.frontend.console.flows import Flow, Flows
-from baton_router.frontend.console.window_stats import WindowStats, quantile
+from baton_router.frontend.console.window_stats import Flow, Flows, WindowStats, quantile
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextDelta
 from baton_router.scheduler.decision import Decision, DecisionLog

@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.errors import ConfigError
 from baton.types import RequestId, SamplingParams
-from baton_router.accounts.accounts import Accounts, Tenants
-from baton_router.accounts.file_source import entries_of_tenants
+from baton_router.accounts.accounts import Accounts, Tenants, entries_of_tenants
 from baton_router.admission.estimates import DrainRate
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import QUANTUM, FairQueue, Waiting

@@ -3,6 +3,8 @@
 Prefix caches of tenants are apart because their block hashes are: each tenant's chains begin with a salt that is an
 HMAC of its id under a secret of the routers. A client's own ``cache_salt`` is mixed in and so divides a tenant's cache
 further; it cannot lead into another's.
+
+Keys and tenants are written as TOML or JSON, or just one key per line; where they come from: ``sources.py``.
 """
 
 from __future__ import annotations
@@ -10,22 +12,44 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
-import logging
+import json
+import re
 import secrets
+import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc.convert import tenant_to_pb
-from baton_router.accounts.file_source import AccountEntry, entries_of_lines, read_entries
+from baton.types import Tenant
 from baton_router.types import Account, salt_of
 
-log = logging.getLogger(__name__)
-
-MIN_SECRET_BYTES = 16
+FIELD = "api_keys"
+MAX_FILE_BYTES = 16 << 20
+MAX_WEIGHT = 1000.0
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _PURPOSE = b"baton tenant salt 1\0"
 _REMEMBERED = 1024
 """So many salts and users, of at most 512 characters each, have names that are not worked out again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccountEntry:
+    """A tenant as the file has it; see :class:`~baton_router.types.Account`."""
+
+    tenant: Tenant
+    weight: float = 1.0
+    max_in_flight: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    admin: bool = False
+
+
+_NUMBERS = ("max_in_flight", "requests_per_minute", "tokens_per_minute")
+_QUOTAS = ("kv_bytes", "kv_disk_bytes")
+_NAMES = frozenset({"keys", "key_sha256", *_QUOTAS, *(f.name for f in fields(AccountEntry))} - {"tenant"})
 
 
 class Accounts:
@@ -88,96 +112,6 @@ class Tenants:
         return f"user-{self._digest(user)}" if user else ""
 
 
-class FileAccounts:
-    """Keeps accounts as a file has them.
-
-    Args:
-        path: The file.
-        secret_file: Has the secret of the salts; empty: a random one.
-        shared: Whether other routers serve the same tenants, and so need the same secret.
-
-    Raises:
-        ConfigError: A file cannot be read or makes no sense.
-    """
-
-    def __init__(self, path: str, secret_file: str, *, shared: bool) -> None:
-        self._path = Path(path)
-        self._seen = self._stamp()
-        entries = read_entries(self._path)
-        secret = required_secret(secret_file) if shared else read_secret(secret_file)
-        if secret is None:
-            if len({entry.tenant.id for entry in entries.values()}) > 1:
-                log.warning("no --tenant-secret-file: what tenants have cached is not found again after a restart")
-            secret = secrets.token_bytes(32)
-        self.accounts = Accounts(entries, secret)
-
-    async def start(self) -> None:
-        """Do nothing: the file was read when this was made."""
-
-    async def renew(self) -> None:
-        """See :meth:`refresh`."""
-        self.refresh()
-
-    async def close(self) -> None:
-        """Do nothing: no connection is open."""
-
-    def refresh(self) -> bool:
-        """Read the file again if it changed; a broken one is reported and changes nothing. Blocks for a moment."""
-        stamp = self._stamp()
-        if stamp == self._seen:
-            return False
-        self._seen = stamp
-        try:
-            self.accounts.replace(read_entries(self._path))
-        except ConfigError as error:
-            log.error("API keys stay as they were: %s", error.message)
-            return False
-        log.info("API keys were read again: %d tenants", len(self.accounts))
-        return True
-
-    def _stamp(self) -> tuple[int, int, int] | None:
-        try:
-            info = self._path.stat()
-        except OSError:
-            return None
-        return info.st_mtime_ns, info.st_size, info.st_ino
-
-
-def read_secret(path: str) -> bytes | None:
-    """Read the secret that decides the tenants' salts; an empty path means none.
-
-    Raises:
-        ConfigError: It cannot be read, or is too short.
-    """
-    if not path:
-        return None
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the tenants' secret {path}: {error.strerror}", field="tenant_secret_file"
-        ) from error
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"the tenants' secret in {path} has {len(secret)} bytes; {MIN_SECRET_BYTES} are the least",
-            field="tenant_secret_file",
-        )
-    return secret
-
-
-def required_secret(path: str) -> bytes:
-    """Read the secret of routers that serve the same tenants.
-
-    Raises:
-        ConfigError: There is none, or it cannot be read, or is too short.
-    """
-    secret = read_secret(path)
-    if secret is None:
-        message = "several routers must agree on the salts of tenants: give all of them --tenant-secret-file"
-        raise ConfigError(message, field="tenant_secret_file")
-    return secret
-
-
 def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
     key = hmac.digest(secret, _PURPOSE + entry.tenant.id.encode(), "sha256")
     return Account(
@@ -195,3 +129,142 @@ def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
 
 def _digest(key: bytes, text: str) -> str:
     return hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=6, key=key).hexdigest()
+
+
+# --- how keys and tenants are written ---
+
+
+def read_entries(path: Path) -> dict[bytes, AccountEntry]:
+    """Read the tenants, by the SHA-256 of their keys.
+
+    Raises:
+        ConfigError: The file cannot be read, has no key, or makes no sense; says where.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the API keys {path}: {error.strerror}", field=FIELD) from error
+    if len(data) > MAX_FILE_BYTES:
+        raise _wrong(f"{path} is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        text = data.decode()
+        if path.suffix == ".toml":
+            entries = entries_of_tenants(tomllib.loads(text))
+        elif path.suffix == ".json":
+            entries = entries_of_tenants(json.loads(text))
+        else:
+            entries = entries_of_lines(text)
+    except (ValueError, RecursionError) as error:  # tomllib's and json's own errors are ValueErrors
+        raise _wrong(f"{path} cannot be read: {error}") from error
+    except ConfigError as error:
+        raise _wrong(f"{path}: {error.message}") from error
+    if not entries:
+        raise _wrong(f"{path} has no key")
+    return entries
+
+
+def entries_of_json(data: bytes) -> dict[bytes, AccountEntry]:
+    """Read tenants from JSON; see :func:`entries_of_tenants`.
+
+    Raises:
+        ConfigError: It is none, or makes no sense; says where.
+    """
+    try:
+        entries = entries_of_tenants(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"API keys that are no JSON: {error}") from error
+    if not entries:
+        raise _wrong("there is no API key")
+    return entries
+
+
+def entries_of_lines(text: str) -> dict[bytes, AccountEntry]:
+    """Read one key per line, each of a tenant of its own; empty lines and ``#`` comments don't count.
+
+    A tenant is called after its key, not after its line: else to take a line out would give caches to others.
+
+    Raises:
+        ConfigError: A key has characters that no header can carry.
+    """
+    entries = {}
+    for line in text.splitlines():
+        key = line.strip()
+        if key and not key.startswith("#"):
+            digest = key_digest(key)
+            entries[digest] = AccountEntry(Tenant(f"key-{digest.hex()[:8]}"))
+    return entries
+
+
+def entries_of_tenants(value: Any) -> dict[bytes, AccountEntry]:
+    """Read ``{"tenants": {"acme": {"keys": [...], "weight": 2}}}``.
+
+    Raises:
+        ConfigError: A field is wrong, unknown or missing; names it.
+    """
+    if not isinstance(value, Mapping) or set(value) != {"tenants"} or not isinstance(value["tenants"], Mapping):
+        raise _wrong("a table 'tenants' is wanted, and nothing else")
+    entries: dict[bytes, AccountEntry] = {}
+    for name, fields_of in value["tenants"].items():
+        where = f"tenants.{name}"
+        if not isinstance(fields_of, Mapping):
+            raise _wrong(f"{where} must be a table")
+        unknown = sorted(set(fields_of) - _NAMES)
+        if unknown:
+            raise _wrong(f"{where}.{unknown[0]} is unknown; there are {', '.join(sorted(_NAMES))}")
+        entry = _entry(name, fields_of, where)
+        for digest in _digests(fields_of, where):
+            if digest in entries:
+                raise _wrong(f"{where}: a key is named twice")
+            entries[digest] = entry
+    return entries
+
+
+def key_digest(key: str) -> bytes:
+    """Return what is kept of a key.
+
+    Raises:
+        ConfigError: It has characters that no header can carry.
+    """
+    if not (0 < len(key) <= 4096 and key.isascii() and key.isprintable() and " " not in key):
+        raise _wrong("a key is printable ASCII without spaces")
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _entry(name: str, values: Mapping[str, Any], where: str) -> AccountEntry:
+    weight = values.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= MAX_WEIGHT:
+        raise _wrong(f"{where}.weight must be above 0 and at most {MAX_WEIGHT:g}")
+    numbers = {}
+    for field in (*_NUMBERS, *_QUOTAS):
+        number = values.get(field, 0)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
+            raise _wrong(f"{where}.{field} must be a whole number from 0 on")
+        numbers[field] = number
+    admin = values.get("admin", False)
+    if not isinstance(admin, bool):
+        raise _wrong(f"{where}.admin must be true or false")
+    try:
+        tenant = Tenant(name, *(numbers.pop(field) for field in _QUOTAS))
+    except InvalidRequestError as error:
+        raise _wrong(f"{where}: {error.message}") from error
+    return AccountEntry(tenant, weight=float(weight), admin=admin, **numbers)
+
+
+def _digests(values: Mapping[str, Any], where: str) -> list[bytes]:
+    found = []
+    for field in ("keys", "key_sha256"):
+        items = values.get(field, [])
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise _wrong(f"{where}.{field} must be a list of strings")
+        for item in items:
+            if field == "key_sha256" and not _DIGEST.fullmatch(item.lower()):
+                raise _wrong(f"{where}.key_sha256 must be 64 hex digits")
+            found.append(bytes.fromhex(item) if field == "key_sha256" else key_digest(item))
+    if not found:
+        raise _wrong(f"{where} has no key: give keys or key_sha256")
+    return found
+
+
+def _wrong(message: str) -> ConfigError:
+    return ConfigError(message, field=FIELD)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.errors import InvalidRequestError
 from baton.rpc.auth import HEADER, Admits, admits_services
-from baton.types import ORDER_HEADER, Order
+from baton.rpc.convert import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb, sampling_from_pb
+from baton.types import ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts.accounts import Accounts
-from baton_router.frontend.grpc import generate as grpc_generate
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextDelta, TextRequest
 from baton_router.registry.registry import Registry
 from baton_router.types import Account
 
@@ -33,29 +36,37 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(
         self, processor: InputProcessor, registry: Registry, tickets: TicketDesk, accounts: Accounts | None = None
     ) -> None:
-        self._accounts = accounts
-        self._tickets = tickets
-        self._pipeline = processor
-        self._registry = registry
+        self._processor, self._registry, self._tickets, self._accounts = processor, registry, tickets, accounts
 
     async def Generate(
         self, request: router_pb2.RouterGenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
-        """Generate; see ``grpc_generate.generate``."""
-        order = _metadata(context, ORDER_HEADER)
-        responses: Any = grpc_generate.generate(
-            self._pipeline, request, self._account(context), Order.parse(ORDER_HEADER, order) if order else None
-        )
-        async with aclosing(responses):
-            async for response in responses:
-                yield response
+        """Generate; a call that is cancelled cancels the request everywhere."""
+        asked = text_request(request, self._account(context))
+        if order := _metadata(context, ORDER_HEADER):
+            asked.order = Order.parse(ORDER_HEADER, order)
+        prepared = await self._processor.prepare(asked)
+        async with aclosing(self._processor.stream(prepared)) as chunks:
+            async for chunk in chunks:
+                yield _response(asked.request_id, chunk)
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
         """Say where a prompt would go, or place it and give a ticket."""
         account = self._account(context)
         if request.HasField("direct"):
-            return await self._tickets.place(request.direct, account)
-        return await grpc_generate.route(self._pipeline, request, account)
+            return await self._tickets.place(text_request(request.direct, account))
+        asked = TextRequest(
+            prompt=_prompt(request),
+            sampling=SamplingParams(),
+            model=request.model,
+            add_special_tokens=request.WhichOneof("prompt") == "text",
+            account=account,
+            cache_salt=_salt(request.cache_salt, account),
+            session=request.session_id,
+            prompt_field=request.WhichOneof("prompt") or "prompt",
+        )
+        prepared = await self._processor.prepare(asked)
+        return router_pb2.RouteResponse(decision=(await self._processor.route(prepared)).to_pb())
 
     async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
         """Hear how a request that runs by a ticket stands."""
@@ -63,7 +74,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
         """Say which models are served."""
-        return grpc_generate.list_models(self._pipeline)
+        info = self._processor.model_info()
+        model = router_pb2.ModelDescription(
+            name=info.name,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=sorted(info.eos_token_ids),
+        )
+        return router_pb2.ListModelsResponse(models=[model])
 
     async def Register(self, request: router_pb2.RegisterRequest, context: Any) -> router_pb2.RegisterResponse:
         """Make an instance known."""
@@ -89,6 +107,81 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if self._accounts is None:
             return None
         return self._accounts.identify(_metadata(context, HEADER))
+
+
+def text_request(request: router_pb2.RouterGenerateRequest, account: Account | None) -> TextRequest:
+    """Read a request.
+
+    Args:
+        request: The call's request.
+        account: Whose API key the call showed, if any.
+
+    Raises:
+        InvalidRequestError: A field is wrong; names it.
+    """
+    sampling = sampling_from_pb(request.sampling, stop=tuple(request.stop))
+    kind = request.WhichOneof("prompt")
+    output = list(request.output_token_ids)
+    if output and (kind != "token_ids" or sampling.n != 1 or sampling.seed is None):
+        raise InvalidRequestError("resumed output needs token_ids, a seed and n = 1", field="output_token_ids")
+    if output and sampling.max_tokens is not None and len(output) >= sampling.max_tokens:
+        raise InvalidRequestError("all max_tokens have been generated", field="output_token_ids")
+    return TextRequest(
+        prompt=_prompt(request),
+        sampling=sampling,
+        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+        model=request.model,
+        add_special_tokens=kind == "text",
+        include_stop=request.include_stop_in_output,
+        account=account,
+        cache_salt=_salt(request.cache_salt, account),
+        priority=request.priority,
+        ttft_ms=request.ttft_ms or None,
+        itl_ms=request.itl_ms or None,
+        user=request.user,
+        session=request.session_id,
+        output_token_ids=output,
+        prompt_field=kind or "prompt",
+        field_prefix="sampling.",
+    )
+
+
+def _salt(given: str, account: Account | None) -> str:
+    return given if account is None else account.salt(given)
+
+
+def _prompt(request: router_pb2.RouterGenerateRequest | router_pb2.RouteRequest) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids":
+        return list(request.token_ids.ids)
+    if kind == "chat":
+        return ChatPrompt([{"role": item.role, "content": item.content} for item in request.chat.messages])
+    raise InvalidRequestError("the request has no prompt: set text, token_ids or chat", field="prompt")
+
+
+def _response(request_id: str, chunk: TextChunk) -> router_pb2.RouterGenerateResponse:
+    response = router_pb2.RouterGenerateResponse(
+        request_id=request_id,
+        deltas=[_delta(delta) for delta in chunk.deltas],
+        trace=chunk.trace,
+        decision=chunk.decision.to_pb() if chunk.decision is not None else None,
+    )
+    if chunk.prompt_logprobs is not None:
+        response.prompt_logprobs.extend(prompt_logprobs_to_pb(chunk.prompt_logprobs))
+    return response
+
+
+def _delta(delta: TextDelta) -> router_pb2.TextDelta:
+    return router_pb2.TextDelta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=[logprob_to_pb(item) for item in delta.logprobs],
+        finish_reason=finish_to_pb(delta.finish_reason),
+        stop_reason=delta.stop_reason if isinstance(delta.stop_reason, str) else "",
+    )
 
 
 def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:

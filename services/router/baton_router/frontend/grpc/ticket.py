@@ -18,14 +18,13 @@ from prometheus_client import CollectorRegistry
 from baton.api.v1 import common_pb2, router_pb2, worker_pb2
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
-from baton_router.frontend.grpc.generate import text_request
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock, cached_tokens
-from baton_router.processor.text_request import PreparedRequest
+from baton_router.processor.text_request import PreparedRequest, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.scheduler.placement import Placement
-from baton_router.types import Account, RoutedRequest
+from baton_router.types import RoutedRequest
 
 START_S = 30.0
 """How long a ticket counts: the client asks for it when it is about to use it."""
@@ -185,14 +184,8 @@ class TicketDesk:
         for name in list(self._open):
             self._end(name, "router_ended")
 
-    async def place(
-        self, request: router_pb2.RouterGenerateRequest, account: Account | None = None
-    ) -> router_pb2.RouteResponse:
+    async def place(self, request: TextRequest) -> router_pb2.RouteResponse:
         """Place a request and sign a ticket for it.
-
-        Args:
-            request: What the client wants.
-            account: Whose API key it showed, if any.
 
         Raises:
             InvalidRequestError: This router has no key for tickets, or the request is wrong; names the field.
@@ -203,7 +196,7 @@ class TicketDesk:
             raise InvalidRequestError("this router gives no tickets: it has no --ticket-key-file", field="direct")
         if len(self._open) >= MAX_RESERVATIONS:
             raise UnavailableError("too many requests run by tickets", retry_after_s=1.0)
-        prepared = await self._processor.prepare(text_request(request, account))
+        prepared = await self._processor.prepare(request)
         run = _DirectRun(prepared, self._processor.clock(prepared), self._processor.decisions)
         try:
             reserved = await self._dispatcher.reserve(prepared.routed)
