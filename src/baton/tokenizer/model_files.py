@@ -4,7 +4,8 @@ That is their bytes, and how much text one of them can stand for. Two families c
 *Byte-level* BPE (GPT-2, Llama 3, Qwen, GPT-OSS) writes each byte as one printable character. *SentencePiece* with byte
 fallback (Llama 2, Mistral, Gemma) writes a space as ``▁`` and a byte that no token covers as ``<0x0A>``, and drops one
 space at the start of a text. For both, decoding is a table look-up and one UTF-8 decoder, which is exact, incremental
-and several times cheaper than decoding a window of tokens again and again. Anything else has no :class:`ByteScheme` and is decoded by the ``tokenizers`` library.
+and several times cheaper than decoding a window of tokens again and again.
+Anything else has no :class:`ByteScheme` and is decoded by the ``tokenizers`` library.
 
 The most characters of a token bound from below how many tokens a text has, so a text that cannot fit in the context is
 refused before it is tokenized.
