@@ -172,11 +172,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 tenant=use.name,
                 num_blocks=use.num_blocks,
                 used_bytes=use.used_bytes,
-                quota_bytes=use.quota,
-                pinned_bytes=use.held_bytes,
+                quota_bytes=use.quota_bytes,
+                pinned_bytes=use.pinned_bytes,
                 num_evictions=use.evictions,
                 disk_bytes=use.disk_bytes,
-                disk_quota_bytes=use.disk_quota,
+                disk_quota_bytes=use.disk_quota_bytes,
             )
             for use in self._store.quotas.largest(_MAX_LISTED)
         ]

@@ -64,8 +64,8 @@ class Counters:
     expired_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
+@dataclass(kw_only=True)
+class StoreStats(Counters):
     """A moment's view of a store; counts of blocks unless a name says otherwise."""
 
     capacity_bytes: int
@@ -74,12 +74,6 @@ class StoreStats:
     num_blocks: int
     num_pools: int
     num_leases: int
-    hits: int
-    misses: int
-    evictions: int
-    stored: int
-    expired_leases: int
-    expired_blocks: int
 
 
 @dataclass

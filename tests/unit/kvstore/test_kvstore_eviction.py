@@ -203,8 +203,8 @@ class PolicyMachine(RuleBasedStateMachine):
         assert all((entry in self.policy) == (entry in able) for entry in self.entries)
         assert self.policy.saved_bytes == BLOCK * sum(entry.saved for entry in able)
         assert set(self.policy.unsaved) == {entry for entry in able if not entry.saved}
-        assert self.policy.num_unsaved == sum(not entry.saved for entry in able)
-        assert self.policy.in_order or self.policy.num_unsaved or any(entry.pins for entry in self.entries)
+        assert len(self.policy.unsaved) == sum(not entry.saved for entry in able)
+        assert self.policy.in_order or self.policy.unsaved or any(entry.pins for entry in self.entries)
 
 
 PolicyMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,23 +120,14 @@ class Clairvoyant(Eviction):
         return entry in self._needs
 
     @property
-    def unsaved(self) -> Iterator[Entry]:
+    def unsaved(self) -> Collection[Entry]:
         """All of them: a replay has no tier behind."""
-        return iter(self._needs)
-
-    @property
-    def num_unsaved(self) -> int:
-        """All of them."""
-        return len(self._needs)
+        return self._needs.keys()
 
     @property
     def in_order(self) -> bool:
         """Always."""
         return True
-
-    def pin(self, entry: Entry) -> None:
-        """Take an entry out."""
-        self.discard(entry)
 
     def unpin(self, entry: Entry, *, used: bool) -> None:
         """Make an entry evictable."""

@@ -34,10 +34,10 @@ class ShareUse:
     name: str
     num_blocks: int
     used_bytes: int
-    quota: int
-    held_bytes: int
+    quota_bytes: int
+    pinned_bytes: int
     evictions: int
-    disk_quota: int
+    disk_quota_bytes: int
     disk_bytes: int
     disk_evictions: int
 

@@ -122,7 +122,7 @@ class Saver:
 
     def _wants_save(self) -> bool:
         store = self._store
-        if not store.recency.num_unsaved:
+        if not store.recency.unsaved:
             return False
         if next(store.quotas.unsaved(), None) is not None:
             return True

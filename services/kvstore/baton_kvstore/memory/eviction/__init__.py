@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from baton_kvstore.config import EVICTION_POLICIES
 from baton_kvstore.memory.pool import Entry
@@ -50,22 +50,17 @@ class Eviction(ABC):
 
     @property
     @abstractmethod
-    def unsaved(self) -> Iterator[Entry]:
-        """Evictable entries to be saved, the next one first."""
-
-    @property
-    @abstractmethod
-    def num_unsaved(self) -> int:
-        """Evictable entries that would be lost if they were evicted."""
+    def unsaved(self) -> Collection[Entry]:
+        """Evictable entries that would be lost if they were evicted; the one to be saved next comes first."""
 
     @property
     @abstractmethod
     def in_order(self) -> bool:
         """Whether what would be evicted next is what the policy wants gone, not just what is saved."""
 
-    @abstractmethod
     def pin(self, entry: Entry) -> None:
-        """An entry is needed: it is not evictable any more, if it was."""
+        """An entry is needed: it is not evictable any more, if it was. A policy may keep its place."""
+        self.discard(entry)
 
     @abstractmethod
     def unpin(self, entry: Entry, *, used: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from baton_kvstore.memory.eviction import Eviction, insert_by_age, is_in_order
 from baton_kvstore.memory.pool import Entry
@@ -37,23 +37,14 @@ class Lru(Eviction):
         return entry in self._saved or entry in self._unsaved
 
     @property
-    def unsaved(self) -> Iterator[Entry]:
+    def unsaved(self) -> Collection[Entry]:
         """Entries to be saved, the one unused for longest first."""
-        return iter(self._unsaved)
-
-    @property
-    def num_unsaved(self) -> int:
-        """Entries that would be lost if they were evicted."""
-        return len(self._unsaved)
+        return self._unsaved.keys()
 
     @property
     def in_order(self) -> bool:
         """Whether what would be evicted next is really what was unused for longest."""
         return is_in_order(self._saved, self._unsaved)
-
-    def pin(self, entry: Entry) -> None:
-        """Take an entry out."""
-        self.discard(entry)
 
     def unpin(self, entry: Entry, *, used: bool) -> None:
         """Make an entry evictable: the last one, or, if it was not used, at about its age."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from baton.types import BlockHash
 from baton_kvstore.memory.eviction import Eviction, insert_by_age, is_in_order
@@ -87,14 +87,9 @@ class S3Fifo(Eviction):
         return entry in self._where and not entry.pins
 
     @property
-    def unsaved(self) -> Iterator[Entry]:
+    def unsaved(self) -> Collection[Entry]:
         """Entries to be saved, the one that waits for longest first."""
-        return iter(self._waiting)
-
-    @property
-    def num_unsaved(self) -> int:
-        """Entries that would be lost if they were evicted."""
-        return len(self._waiting)
+        return self._waiting.keys()
 
     @property
     def in_order(self) -> bool:
