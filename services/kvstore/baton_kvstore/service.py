@@ -8,19 +8,18 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFullError
 from baton.hashing import HASH_BYTES
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
+from baton.kv_transfer.protocol.source_pb import source_from_pb
 from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
-from baton_kvstore.memory.pool import RETRY_AFTER_S, Pool
+from baton_kvstore.memory.pool import RETRY_AFTER_S
 from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.tiers.promotion import Ask
 from baton_kvstore.tiers.tiered_store import TieredStore
@@ -49,7 +48,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     ) -> None:
         self._config, self._instance_id, self._epoch = config, instance_id, epoch
         self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
-        self._events, self._sources = events, Sources(lanes)
+        self._events = events
         self._turns, self._following = asyncio.Semaphore(config.pull_workers), FollowerSlots(config.capacity_bytes)
         self._num_puts = 0
 
@@ -110,7 +109,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 return kvstore_pb2.GetResponse()
             pool = lease.entries[0].pool
             try:
-                source = self._sources.of(pool)
+                source = self._lanes.source(pool)
             except BaseException:
                 self._store.release(lease.lease_id)
                 raise
@@ -318,25 +317,6 @@ def read_fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
         raise InvalidRequestError("a fingerprint is needed, with block_bytes", field="fingerprint")
     data = message.SerializeToString()
     return _read(data) if len(data) <= _MAX_KEPT_BYTES else fingerprint_from_pb(message).undivided()
-
-
-class Sources:
-    """Where pools can be read, as messages."""
-
-    def __init__(self, lanes: PoolIO) -> None:
-        self._lanes = lanes
-        self._messages: WeakKeyDictionary[Pool, common_pb2.KvSource] = WeakKeyDictionary()
-
-    def of(self, pool: Pool) -> common_pb2.KvSource:
-        """Return a pool's.
-
-        Raises:
-            ConfigError: Its pipes cannot listen.
-        """
-        message = self._messages.get(pool)
-        if message is None:
-            message = self._messages[pool] = source_to_pb(self._lanes.source(pool))
-        return message
 
 
 @functools.lru_cache(maxsize=64)

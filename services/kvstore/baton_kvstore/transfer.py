@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from baton.api.v1 import common_pb2
 from baton.kv_transfer.blocks import (
     BlockFetcher,
     BlockServer,
@@ -20,6 +21,7 @@ from baton.kv_transfer.blocks import (
 )
 from baton.kv_transfer.pipes.options import PipeOptions
 from baton.kv_transfer.pipes.registry import resolve_kinds
+from baton.kv_transfer.protocol.source_pb import source_to_pb
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
@@ -28,13 +30,18 @@ from baton_kvstore.memory.pool import Pool
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PoolEndpoints:
-    """One pool's way in and out."""
+    """One pool's way in and out.
+
+    Attributes:
+        source: Where its blocks can be read, once that was asked for.
+    """
 
     server: BlockServer
     fetcher: BlockFetcher
     port: int
+    source: common_pb2.KvSource | None = None
 
 
 class PoolIO:
@@ -57,13 +64,16 @@ class PoolIO:
         self._closing: set[asyncio.Future[None]] = set()
         self._ports: set[int] = set()
 
-    def source(self, pool: Pool) -> BlockSource:
+    def source(self, pool: Pool) -> common_pb2.KvSource:
         """Return where a pool's blocks can be read.
 
         Raises:
             ConfigError: Its pipes cannot listen.
         """
-        return self._of(pool).server.source
+        lane = self._of(pool)
+        if lane.source is None:
+            lane.source = source_to_pb(lane.server.source)
+        return lane.source
 
     async def pull(
         self,
@@ -98,12 +108,14 @@ class PoolIO:
                 lane.fetcher.close()
             pool.arena.close()
 
+        def closed(job: asyncio.Future[None]) -> None:
+            self._closing.discard(job)
+            if lane is not None:
+                self._ports.discard(lane.port)
+
         job = asyncio.get_running_loop().run_in_executor(None, close)
         self._closing.add(job)
-        job.add_done_callback(self._closing.discard)
-        if lane is not None:
-            port = lane.port
-            job.add_done_callback(lambda _: self._ports.discard(port))
+        job.add_done_callback(closed)
 
     async def close(self) -> None:
         """Wait until everything that ``close_pool`` began is closed; no pull may be running."""

@@ -122,7 +122,7 @@ class Listeners:
         self._listeners.append(listener)
 
     def tell(self, kind: KvFormat, hashes: Sequence[BlockHash], present: bool) -> None:
-        """Tell everybody; a listener that fails is logged, and others still hear."""
+        """Tell all of them; a listener that fails is logged, and others still hear."""
         if not hashes:
             return
         for listener in self._listeners:

@@ -119,17 +119,8 @@ class Share:
 
     def use(self) -> ShareUse:
         """Return a view."""
-        return ShareUse(
-            self.name,
-            len(self.entries),
-            self.used_bytes,
-            self.quota,
-            self.held_bytes,
-            self.evictions,
-            self.disk_quota,
-            self.disk_bytes,
-            self.disk_evictions,
-        )
+        memory = len(self.entries), self.used_bytes, self.quota, self.held_bytes, self.evictions
+        return ShareUse(self.name, *memory, self.disk_quota, self.disk_bytes, self.disk_evictions)
 
     def check(self) -> None:
         """Raise ``InternalError`` unless it adds up."""

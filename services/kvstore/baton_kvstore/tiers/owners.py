@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.types import BlockHash
@@ -82,23 +82,19 @@ class BlockOwners:
         over = {share for share in self._store.quotas if share.disk_quota and share.disk_bytes > share.disk_quota}
         if not over or self._disk is None:
             return
-        surplus = self._surplus(over)
+        surplus: list[tuple[KvFormat, BlockHash]] = []
+        for share in over:
+            left = share.disk_bytes - share.disk_quota
+            for kind, name in self._on_disk.get(share, ()):
+                if left <= 0 or len(surplus) == _BATCH:
+                    break
+                left -= kind.block_bytes
+                surplus.append((kind, name))
         for kind, name in surplus:
             self._places[kind, name].share.disk_evictions += 1
             self._go(kind, name, DISK)  # before the disk says so: nothing is counted, or deleted, twice
         for kind, names in _by_kind(surplus).items():
             self._disk.delete(kind, list(names), lambda right: None)
-
-    def _surplus(self, over: Collection[Owner]) -> list[tuple[KvFormat, BlockHash]]:
-        found: list[tuple[KvFormat, BlockHash]] = []
-        for share in over:
-            left = share.disk_bytes - share.disk_quota
-            for kind, name in self._on_disk.get(share, ()):
-                if left <= 0 or len(found) == _BATCH:
-                    break
-                left -= kind.block_bytes
-                found.append((kind, name))
-        return found
 
     def _hear(self, kind: KvFormat, hashes: tuple[BlockHash, ...], tier: str, present: bool) -> None:
         for name in hashes:
