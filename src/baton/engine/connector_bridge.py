@@ -35,11 +35,6 @@ class ConnectorBridge:
         self.saving: dict[RequestId, list[BlockId]] = {}
 
     @property
-    def connected(self) -> bool:
-        """Whether there is a connector."""
-        return self._connector is not None
-
-    @property
     def on_layer(self) -> Callable[[int], None] | None:
         """What is to be told of each layer that was computed."""
         return None if self._connector is None else self._connector.layer_computed

@@ -17,7 +17,7 @@ from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.executor.base import Executor, ExecutorLostError
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
 from baton.engine.runner.input_batch import LogitRows, StepBatch, build_batch
-from baton.engine.sample.sampler import Sampler, token_logprobs
+from baton.engine.sample.sampler import sample, token_logprobs
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
@@ -86,7 +86,6 @@ class EngineCore:
         if self._bridge.on_layer is not None:
             executor.on_layer = self._bridge.on_layer
         self._scheduler = Scheduler(config, self._pool, self._bridge)
-        self._sampler = Sampler()
         self._groups: dict[RequestId, RequestGroup] = {}
         self._early: list[SequenceOutput] = []
         self._progressed = False
@@ -284,7 +283,7 @@ class EngineCore:
             return
         if len(batch.sample_rows) != len(logits):
             logits = logits[batch.sample_rows]
-        found = self._sampler.sample(logits, [sequence.sampler for sequence in batch.sampled])
+        found = sample(logits, [sequence.sampler for sequence in batch.sampled])
         logprobs = found.logprobs or [None] * len(batch.sampled)
         for i, sequence in enumerate(batch.sampled):
             if i in found.bad_rows:

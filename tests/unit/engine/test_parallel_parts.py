@@ -173,7 +173,7 @@ def parts(whole: WholeModel, tp: int) -> list[tuple[Any, dict[int, AttentionSpec
     found = []
     for spec in shard_specs(tp, 1):
         module = copy.deepcopy(whole.model.module)
-        attention = dict(zip(_attention_modules(whole, module), whole.found.specs.values(), strict=True))
+        attention = dict(zip(_attention_modules(whole, module), whole.specs.values(), strict=True))
         model = _with_module(whole, module)
         split_tensors(model, attention, spec, lambda partial: partial)
         found.append((module, {key: rank_attention(value, spec) for key, value in attention.items()}))
@@ -182,7 +182,7 @@ def parts(whole: WholeModel, tp: int) -> list[tuple[Any, dict[int, AttentionSpec
 
 def _attention_modules(whole: WholeModel, module: Any) -> list[int]:
     names = {id(child): name for name, child in whole.model.module.named_modules()}
-    return [id(module.get_submodule(names[key])) for key in whole.found.specs]
+    return [id(module.get_submodule(names[key])) for key in whole.specs]
 
 
 def _with_module(whole: WholeModel, module: Any) -> Any:
@@ -214,7 +214,7 @@ def test_heads_are_divided_and_shared_where_there_are_too_few(wholes: Any, name:
     """2 KV heads of 4 query heads: over 4 ranks every KV head is on two of them."""
     whole = wholes(name)
     before = whole.model.module.base_model.layers[1].self_attn
-    spec = list(whole.found.specs.values())[1]
+    spec = list(whole.specs.values())[1]
     for rank, (module, attention) in enumerate(parts(whole, tp)):
         after, mine = module.base_model.layers[1].self_attn, list(attention.values())[1]
         heads, kv_head = 4 // tp, rank * 2 // tp
@@ -248,10 +248,9 @@ def test_what_cannot_be_divided_is_refused_by_name(
 ) -> None:
     whole = wholes(name)
     module = copy.deepcopy(whole.model.module)
-    specs = dict(zip(_attention_modules(whole, module), whole.found.specs.values(), strict=True))
-    found = dataclasses.replace(whole.found, specs=specs)
+    specs = dict(zip(_attention_modules(whole, module), whole.specs.values(), strict=True))
     with pytest.raises(ConfigError, match=words) as caught:
-        divide(_with_module(whole, module), found, Communicator(shard_specs(tp, pp)[-1]))
+        divide(_with_module(whole, module), specs, Communicator(shard_specs(tp, pp)[-1]))
     assert caught.value.field == field
 
 
@@ -259,7 +258,7 @@ def test_an_inner_width_that_cannot_be_divided_is_refused(tmp_path: Path) -> Non
     path = make_checkpoint(tmp_path, "llama", intermediate_size=97)
     whole = load_whole(EngineConfig(model=str(path), dtype="float32"))
     with pytest.raises(ConfigError, match=r"97 columns of layers\.0\.mlp\.gate_proj") as caught:
-        divide(whole.model, whole.found, Communicator(shard_specs(2, 1)[0]))
+        divide(whole.model, whole.specs, Communicator(shard_specs(2, 1)[0]))
     assert caught.value.field == "tp"
 
 

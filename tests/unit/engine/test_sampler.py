@@ -21,7 +21,7 @@ from transformers import (
 
 from baton.engine.sample.filters import filter_batch, filtered_probs, kth_greatest, nucleus_threshold
 from baton.engine.sample.penalties import apply_edits
-from baton.engine.sample.sampler import Sampler, SamplerRow, draw, token_logprobs, uniforms
+from baton.engine.sample.sampler import SamplerRow, draw, sample, token_logprobs, uniforms
 from baton.seeds import request_seed, sequence_seed
 from baton.types import SamplingParams
 
@@ -113,7 +113,7 @@ def test_thresholds_equal_those_of_a_full_sort(seed: int, size: int, scale: floa
 def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
     logits = logits_of(1, rows=3) * 50
     rows = [row(SamplingParams(temperature=temperature), seed=seed) for seed in range(3)]
-    assert Sampler().sample(logits.clone(), rows).token_ids == logits.argmax(-1).tolist()
+    assert sample(logits.clone(), rows).token_ids == logits.argmax(-1).tolist()
 
 
 # Edits
@@ -179,7 +179,7 @@ def test_min_tokens_bans_stop_tokens_until_then() -> None:
     one = row(SamplingParams(temperature=0.0, min_tokens=2), stop=[7, 8])
     tokens = []
     for _ in range(3):
-        tokens += Sampler().sample(logits.clone(), [one]).token_ids
+        tokens += sample(logits.clone(), [one]).token_ids
         one.append(tokens[-1])
     assert tokens == [9, 9, 7]
 
@@ -188,7 +188,7 @@ def test_logit_bias_moves_the_choice_of_its_row_alone() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 3] = 1.0
     rows = [row(SamplingParams(temperature=0.0, logit_bias={50: 100.0})), row(SamplingParams(temperature=0.0))]
-    assert Sampler().sample(logits, rows).token_ids == [50, 3]
+    assert sample(logits, rows).token_ids == [50, 3]
 
 
 # Draws
@@ -201,7 +201,7 @@ def test_draws_follow_the_distribution() -> None:
     expected = filtered_probs(logits, [params])[0]
     expected = (expected / expected.sum()).double()
     rows = [row(params, seed=seed) for seed in range(draws)]
-    counts = Counter(Sampler().sample(logits.expand(draws, -1).clone(), rows).token_ids)
+    counts = Counter(sample(logits.expand(draws, -1).clone(), rows).token_ids)
     assert sum(p > 0 for p in expected) == 12
     assert all(expected[token] > 0 for token in counts)
     kept = [token for token in range(20) if expected[token] > 0]
@@ -251,15 +251,15 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     params = SamplingParams(temperature=1.0, top_p=0.95)
     logits = logits_of(2, rows=6, vocab=500)
     rows = [row(params, seed=i, output=[1] * i) for i in range(6)]
-    together = Sampler().sample(logits.clone(), rows).token_ids
-    alone = [Sampler().sample(logits[i : i + 1].clone(), rows[i : i + 1]).token_ids[0] for i in range(6)]
-    mixed = Sampler().sample(logits[[5, 0]].clone(), [rows[5], row(SamplingParams(temperature=0.0))]).token_ids
+    together = sample(logits.clone(), rows).token_ids
+    alone = [sample(logits[i : i + 1].clone(), rows[i : i + 1]).token_ids[0] for i in range(6)]
+    mixed = sample(logits[[5, 0]].clone(), [rows[5], row(SamplingParams(temperature=0.0))]).token_ids
     assert together == alone
     assert mixed[0] == together[5]
     resumed = row(params, seed=5, output=[1, 1])
     for _ in range(3):
         resumed.append(1)
-    assert Sampler().sample(logits[5:].clone(), [resumed]).token_ids == together[5:]
+    assert sample(logits[5:].clone(), [resumed]).token_ids == together[5:]
 
 
 def test_seeds_of_sequences_and_requests() -> None:
@@ -274,7 +274,7 @@ def test_the_greatest_uniform_never_picks_a_filtered_token() -> None:
     probs[0, :3] = torch.tensor([0.3, 0.3, 0.4])
     logits = probs.log()
     for seed in range(300):
-        assert Sampler().sample(logits.clone(), [row(SamplingParams(), seed=seed)]).token_ids[0] < 3
+        assert sample(logits.clone(), [row(SamplingParams(), seed=seed)]).token_ids[0] < 3
 
 
 # Greedy, log probabilities, bad rows
@@ -284,7 +284,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, [30, 60]] = 4.0
     greedy = SamplingParams(temperature=0.0)
-    assert Sampler().sample(logits, [row(greedy), row(SamplingParams(top_k=1))]).token_ids == [30, 0]
+    assert sample(logits, [row(greedy), row(SamplingParams(top_k=1))]).token_ids == [30, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -292,7 +292,7 @@ def test_logprobs_are_of_the_unscaled_distribution_after_edits(dtype: torch.dtyp
     logits = logits_of(4, rows=3).to(dtype)
     params = SamplingParams(temperature=0.5, top_k=5, logprobs=3, logit_bias={11: 2.0})
     rows = [row(params, seed=1), row(SamplingParams(temperature=0.0)), row(SamplingParams(temperature=0.0, logprobs=0))]
-    found = Sampler().sample(logits.clone(), rows)
+    found = sample(logits.clone(), rows)
     assert found.logprobs is not None
     first, second, third = found.logprobs
     expected = logits.float()
@@ -321,9 +321,9 @@ def test_many_rows_of_logprobs_are_those_of_single_rows() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(logprobs=1)])
 def test_a_row_that_is_not_finite_is_named(value: float, params: SamplingParams) -> None:
     logits = logits_of(1, rows=3)
-    clean = Sampler().sample(logits.clone(), [row(params)] * 3).token_ids
+    clean = sample(logits.clone(), [row(params)] * 3).token_ids
     logits[1] = value
-    found = Sampler().sample(logits, [row(params)] * 3)
+    found = sample(logits, [row(params)] * 3)
     assert found.bad_rows == (1,)
     assert [found.token_ids[0], found.token_ids[2]] == [clean[0], clean[2]]
 
@@ -343,11 +343,11 @@ def test_a_row_that_is_not_finite_is_named(value: float, params: SamplingParams)
 )
 def test_a_mask_that_allows_one_token_decides_and_leaves_other_rows_alone(params: SamplingParams) -> None:
     logits, rows = logits_of(7, rows=3), [row(params, output=[1, 2], seed=9) for _ in range(3)]
-    free = Sampler().sample(logits.clone(), rows).token_ids
+    free = sample(logits.clone(), rows).token_ids
     only = np.zeros(VOCAB, np.bool_)
     only[41] = True
     rows[1].mask = only
-    out = Sampler().sample(logits.clone(), rows)
+    out = sample(logits.clone(), rows)
     assert out.token_ids == [free[0], 41, free[2]]
     assert out.bad_rows == ()
     if out.logprobs is not None and out.logprobs[1] is not None:
@@ -357,4 +357,4 @@ def test_a_mask_that_allows_one_token_decides_and_leaves_other_rows_alone(params
 def test_a_mask_that_allows_nothing_is_a_bad_row() -> None:
     rows = [row(SamplingParams(temperature=0.0)), row(SamplingParams(seed=3))]
     rows[1].mask = np.zeros(VOCAB, np.bool_)
-    assert Sampler().sample(logits_of(1, rows=2), rows).bad_rows == (1,)
+    assert sample(logits_of(1, rows=2), rows).bad_rows == (1,)

@@ -198,7 +198,8 @@ class SelfCheck:
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         vocab_size = int(model.text_config.vocab_size)
-        self.tokens = _check_tokens(vocab_size)
+        generator = np.random.default_rng(0)
+        self.tokens = [generator.integers(0, vocab_size, length) for length in LENGTHS]
         self.steps, self.num_blocks = _check_batches(self.tokens, block_size)
         self._expected = torch.cat([_eager_logits(model, tokens) for tokens in self.tokens])
 
@@ -212,11 +213,6 @@ class SelfCheck:
         got = torch.cat([torch.cat(rows) for rows in parts])
         error = (got - self._expected).norm(dim=-1) / self._expected.norm(dim=-1).clamp_min(1e-6)
         return float(error.nan_to_num(float("inf")).median())
-
-
-def _check_tokens(vocab_size: int) -> list[npt.NDArray[np.int64]]:
-    generator = np.random.default_rng(0)
-    return [generator.integers(0, vocab_size, length) for length in LENGTHS]
 
 
 def _check_batches(tokens: list[npt.NDArray[np.int64]], block_size: int) -> tuple[list[ForwardBatch], int]:

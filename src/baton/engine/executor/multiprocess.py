@@ -167,12 +167,14 @@ class MultiprocessExecutor(InProcessExecutor):
         stop, stop_watching = os.pipe()
         self._end.detach()
         self._end = weakref.finalize(self, end_followers, self._followers, stop_watching)
-        this, followers = weakref.ref(self), list(self._followers)
+        this = weakref.ref(self)
 
-        def watch() -> None:
-            watch_followers(followers, stop, lambda dead: _report(this(), dead))
+        def report(dead: FollowerProcess) -> None:
+            if (executor := this()) is not None:
+                executor.follower_died(dead)
 
-        self._watcher = threading.Thread(target=watch, name="ranks", daemon=True)
+        watched = (tuple(self._followers), stop, report)
+        self._watcher = threading.Thread(target=watch_followers, args=watched, name="ranks", daemon=True)
         self._watcher.start()
 
     def _join(self) -> None:
@@ -344,8 +346,3 @@ class MultiprocessExecutor(InProcessExecutor):
 def _weight(error: BatonError) -> int:
     """Order in which errors are reported: a death, a cause, then errors of ranks that only noticed."""
     return 0 if isinstance(error, ExecutorLostError) else 2 if is_disconnect(error) else 1
-
-
-def _report(executor: MultiprocessExecutor | None, dead: FollowerProcess) -> None:
-    if executor is not None:
-        executor.follower_died(dead)

@@ -14,7 +14,6 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,17 +44,6 @@ class AttentionName:
 def _unregister(name: str) -> None:
     AttentionInterface._global_mapping.pop(name, None)
     AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What a probe found: the attention of each layer by the id of its module, in the order of the forward.
-
-    ``max_len`` bounds the sequences for which ``specs`` are right (a chunked mask is causal up to its chunk).
-    """
-
-    specs: dict[int, AttentionSpec]
-    max_len: int | None
 
 
 class _Recorder:
@@ -154,8 +142,12 @@ class _Recorder:
         return out.transpose(1, 2).contiguous(), None
 
 
-def probe(model: LoadedModel, max_len: int) -> Probe:
+def probe(model: LoadedModel, max_len: int) -> tuple[dict[int, AttentionSpec], int]:
     """Run a few tokens densely and note each layer's attention.
+
+    Returns:
+        The attention of each layer by the id of its module, in the order of the forward, and the longest sequence for
+        which that is right: at most ``max_len``, less where a chunked mask is causal up to its chunk only.
 
     Raises:
         ConfigError: The model's attention is more than a causal or sliding mask, or layers have none.
@@ -180,4 +172,4 @@ def probe(model: LoadedModel, max_len: int) -> Probe:
     layers = getattr(model.text_config, "num_hidden_layers", len(recorder.specs))
     if len(recorder.specs) != layers:
         raise recorder.refuse(f"{len(recorder.specs)} of its {layers} layers use the replaceable attention function")
-    return Probe(recorder.specs, recorder.causal_until if recorder.causal_until < max_len else None)
+    return recorder.specs, recorder.causal_until

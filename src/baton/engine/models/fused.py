@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.engine.models.linears import MakeLinear
+from baton.engine.models.generic import MakeLinear
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share, unreduced
 from baton.engine.models.quirks import ATTENTION_PARTS, LAYER_PARTS, MLP_PARTS

@@ -1,4 +1,4 @@
-"""The generic path: transformers' own modules, with Baton's attention in place of theirs."""
+"""The generic path: transformers' own modules, with Baton's attention in place of theirs, and packed linear layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from baton.config import EngineConfig
 from baton.engine.models.attention_hook import AttentionName
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
 from baton.errors import InternalError
+from baton_kernels.cpu import CpuLibrary
+from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PlainLinear
 from baton_kernels.paged_attention import LayerPool, PagedAttention
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
+"""Makes a layer of weight [out, in] and bias [out] or ``None``."""
 
 
 class GenericDecoder:
@@ -34,53 +41,16 @@ class GenericDecoder:
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model.module).forward).parameters
         self._step: tuple[Any, list[LayerPool]] | None = None
         self._hidden: torch.Tensor | None = None
-        self._name = self._take_over()
+        self._name = AttentionName(_weakly(self._attend))
+        self.module.set_attn_implementation(self._name.name)
         # Other ranks have written a layer's heads once the sum after its attention is there, at the module's end.
         self._reports_in_attention = not share.communicator.splits_heads
         if not self._reports_in_attention:
-            self._report_after_attention()
-        if share.communicator.has_head:
-            self._keep_hidden()
-
-    def _take_over(self) -> AttentionName:
-        """Make the module call this object; through a weak reference, so that dropping it frees the model."""
-        this = weakref.ref(self)
-
-        def attention(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-        ) -> tuple[torch.Tensor, None]:
-            decoder = this()
-            if decoder is None:
-                raise InternalError("the runner of this model is gone")
-            return decoder._attend(module, query, key, value), None
-
-        name = AttentionName(attention)
-        self.module.set_attn_implementation(name.name)
-        return name
-
-    def _report_after_attention(self) -> None:
-        this = weakref.ref(self)
-
-        def report(module: Any, *_: Any) -> None:
-            decoder = this()
-            if decoder is not None and decoder.on_layer is not None and decoder._step is not None:
-                decoder.on_layer(decoder._first_layer + decoder._layer_of[id(module)])
-
-        for module in self.module.modules():
-            if id(module) in self._layer_of:
-                module.register_forward_hook(report)
-
-    def _keep_hidden(self) -> None:
-        """Keep what the stack below the head returns."""
-        this = weakref.ref(self)
-
-        def keep(_: Any, __: Any, output: Any) -> None:
-            decoder = this()
-            if decoder is not None:
-                decoder._hidden = getattr(output, "last_hidden_state", None)
-
-        if self.module.base_model is not self.module:
-            self.module.base_model.register_forward_hook(keep)
+            for module in self.module.modules():
+                if id(module) in self._layer_of:
+                    module.register_forward_hook(_weakly(self._report))
+        if share.communicator.has_head and self.module.base_model is not self.module:
+            self.module.base_model.register_forward_hook(_weakly(self._keep_hidden))
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: Any, pools: list[LayerPool]
@@ -104,7 +74,9 @@ class GenericDecoder:
         logits: torch.Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[rows]), hidden
 
-    def _attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
         """Attention of one layer: query [1, heads, T, dim], key and value likewise -> [1, T, heads, v_dim]."""
         if self._step is None:
             raise InternalError("attention outside of a step")
@@ -112,6 +84,84 @@ class GenericDecoder:
         layer = self._layer_of[id(module)]
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         out = self._attention.run(plan, self._specs[layer], pools[layer], q, k, v)[None]
-        if self.on_layer is not None and self._reports_in_attention:
-            self.on_layer(self._first_layer + layer)
-        return out
+        if self._reports_in_attention:
+            self._report(module)
+        return out, None
+
+    def _report(self, module: Any, *_: Any) -> None:
+        """Tell that an attention module has done its work."""
+        if self.on_layer is not None and self._step is not None:
+            self.on_layer(self._first_layer + self._layer_of[id(module)])
+
+    def _keep_hidden(self, _: Any, __: Any, output: Any) -> None:
+        """Keep what the stack below the head returns."""
+        self._hidden = getattr(output, "last_hidden_state", None)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method without keeping its object alive, so that dropping that frees the model."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise InternalError("the runner of this model is gone")
+        return found(*args, **kwargs)
+
+    return call
+
+
+# Linear layers
+
+
+def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary | None) -> tuple[str, MakeLinear]:
+    """Return the name and the maker of the linear layers that are fastest for a model's dtype on this machine.
+
+    bfloat16 on a CPU: the C++ operator for AMX where that is; oneDNN where the processor multiplies bfloat16 fast (AMX
+    without these operators, or a full-rate vdpbf16ps); else the C++ operator that multiplies in float32. Anything else:
+    torch's own.
+    """
+    if model.device.type != "cpu" or model.dtype != "bfloat16" or not config.packed_linears:
+        return "torch", PlainLinear
+    if library is not None and library.amx:
+        return "amx", lambda weight, bias: AmxLinear(library, weight, bias)
+    fast_bf16 = torch.cpu._is_amx_tile_supported() or (library is not None and library.pairs_are_faster)
+    if library is not None and not fast_bf16:
+        return "cpp", lambda weight, bias: CpuLinear(library, weight, bias)
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "onednn", OneDnnLinear
+    return "torch", PlainLinear
+
+
+class PackedModule(nn.Module):
+    """Stands in for an ``nn.Linear``; has no ``weight``, so that code which looks for one fails loudly."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take x [..., in_features], return [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        return self._linear(rows).view(*x.shape[:-1], self.out_features)
+
+
+def pack_modules(module: nn.Module, make: MakeLinear) -> dict[str, nn.Module]:
+    """Replace every plain ``nn.Linear`` below a module by a packed one; a tied head gets a packed copy of its own.
+
+    Returns:
+        The replaced modules by their names, for :func:`restore_modules`.
+    """
+    replaced: dict[str, nn.Module] = {}
+    for name, child in list(module.named_modules()):
+        if type(child) is nn.Linear and name:
+            replaced[name] = child
+            module.set_submodule(name, PackedModule(make(child.weight, child.bias)))
+    return replaced
+
+
+def restore_modules(module: nn.Module, replaced: dict[str, nn.Module]) -> None:
+    """Undo :func:`pack_modules`."""
+    for name, child in replaced.items():
+        module.set_submodule(name, child)

@@ -14,14 +14,13 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from baton.engine.communicator import Communicator
-from baton.engine.models.attention_hook import Probe
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.quirks import (
     HEAD_NORMS,
@@ -54,21 +53,21 @@ class Share:
     communicator: Communicator
 
 
-def divide(model: LoadedModel, found: Probe, communicator: Communicator) -> Share:
+def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator: Communicator) -> Share:
     """Cut a whole model down, in place, to what this process computes of it.
 
     Args:
         model: As it was loaded.
-        found: Its attention.
+        attention: Of each of its layers, by the id of the module.
         communicator: Of this rank; of the only one: all of the model stays.
 
     Raises:
         ConfigError: It cannot be divided so; names ``tp`` or ``pp``.
     """
     shard = communicator.spec
-    layers = layer_range(len(found.specs), shard.pp_size, shard.pp_rank)
+    layers = layer_range(len(attention), shard.pp_size, shard.pp_rank)
     # Ids of the other layers' modules, which end here, may be given to new objects.
-    whole = {module: spec for index, (module, spec) in enumerate(found.specs.items()) if index in layers}
+    whole = {module: spec for index, (module, spec) in enumerate(attention.items()) if index in layers}
     specs = {module: rank_attention(spec, shard) for module, spec in whole.items()}
     keep_stage(model, layers, communicator)
     split_tensors(model, whole, shard, communicator.all_reduce)
@@ -103,16 +102,8 @@ def rank_attention(spec: AttentionSpec, shard: ShardSpec) -> AttentionSpec:
         return spec
     kv_heads = head_range(spec.kv_heads, shard.tp_size, shard.tp_rank)
     heads = _share(spec.num_heads, shard, "query heads")
-    return AttentionSpec(
-        num_heads=len(heads),
-        kv_heads=len(kv_heads),
-        k_dim=spec.k_dim,
-        v_dim=spec.v_dim,
-        scale=spec.scale,
-        window=spec.window,
-        softcap=spec.softcap,
-        sinks=None if spec.sinks is None else spec.sinks[heads.start : heads.stop].contiguous(),
-    )
+    sinks = None if spec.sinks is None else spec.sinks[heads.start : heads.stop].contiguous()
+    return replace(spec, num_heads=len(heads), kv_heads=len(kv_heads), sinks=sinks)
 
 
 def split_tensors(model: LoadedModel, attention: dict[int, AttentionSpec], shard: ShardSpec, reduce: Reduce) -> None:
@@ -286,10 +277,19 @@ def keep_stage(model: LoadedModel, layers: range, communicator: Communicator) ->
     for index, layer in enumerate(base.layers):
         if index not in layers:
             _empty(layer)
+
+    def receive(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        like = args[0] if args else kwargs["hidden_states"]
+        hidden = communicator.receive_hidden(like.shape, like.dtype)
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    def send(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
+        communicator.send_hidden(output)
+
     if not communicator.is_first_stage:
-        base.layers[layers.start].register_forward_pre_hook(_Receive(communicator), with_kwargs=True)
+        base.layers[layers.start].register_forward_pre_hook(receive, with_kwargs=True)
     if not communicator.is_last_stage:
-        base.layers[layers.stop - 1].register_forward_hook(_Send(communicator))
+        base.layers[layers.stop - 1].register_forward_hook(send)
 
 
 def _check_plan(model: LoadedModel) -> str:
@@ -337,25 +337,3 @@ class _NoHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Take hidden [1, R, width], return [1, R, 0]."""
         return hidden[..., :0]
-
-
-class _Receive:
-    """Gives a stage's first layer what the stage before computed."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        like = args[0] if args else kwargs["hidden_states"]
-        hidden = self._communicator.receive_hidden(like.shape, like.dtype)
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-
-
-class _Send:
-    """Sends what a stage's last layer computed to the stage after."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-
-    def __call__(self, _: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
-        self._communicator.send_hidden(output)

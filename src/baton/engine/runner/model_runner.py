@@ -12,10 +12,9 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.attention import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
-from baton.engine.models.attention_hook import Probe, probe
+from baton.engine.models.attention_hook import probe
 from baton.engine.models.fused import FusedDecoder, NotFusableError
-from baton.engine.models.generic import GenericDecoder
-from baton.engine.models.linears import choose_linear, pack_modules, restore_modules
+from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modules, restore_modules
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import max_sequence_length
@@ -25,7 +24,7 @@ from baton.kv_cache.arena import Arena
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, shard_layout
 from baton_kernels.linear import PlainLinear
-from baton_kernels.paged_attention import CpuPagedAttention, LayerPool, PagedAttention, RaggedBatch
+from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool, PagedAttention, RaggedBatch
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +42,13 @@ class WholeModel:
     """A model as it was loaded, and what is known of it before anything is cut.
 
     Attributes:
+        specs: Attention of each layer by the id of its module, in the order of the forward.
         max_len: Longest sequence that is served, in tokens.
         geometry: Its KV.
     """
 
     model: LoadedModel
-    found: Probe
+    specs: dict[int, AttentionSpec]
     max_len: int
     geometry: KVGeometry
 
@@ -60,10 +60,14 @@ def load_whole(config: EngineConfig) -> WholeModel:
         ConfigError: It cannot be loaded or not be served, or ``max_model_len`` is too much.
     """
     model = load_model(config)
-    longest = max_sequence_length(model)
-    found = probe(model, longest)
-    shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, spec.v_dim) for spec in found.specs.values())
-    return WholeModel(model, found, _max_model_len(config, found.max_len or longest), KVGeometry(shapes, model.dtype))
+    specs, longest = probe(model, max_sequence_length(model))
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",
+            field="max_model_len",
+        )
+    shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, spec.v_dim) for spec in specs.values())
+    return WholeModel(model, specs, config.max_model_len or longest, KVGeometry(shapes, model.dtype))
 
 
 class ModelRunner:
@@ -88,7 +92,7 @@ class ModelRunner:
         self._model, self._max_len, self._communicator = whole.model, whole.max_len, communicator
         self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size)
         self._vocab_size = int(whole.model.text_config.vocab_size)
-        self._share = divide(whole.model, whole.found, communicator)
+        self._share = divide(whole.model, whole.specs, communicator)
         self._operators = cpu_operators(config, whole.model.device)
         context = AttentionContext(whole.model.device, self._operators)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
@@ -219,14 +223,3 @@ def pool_views(layout: KVLayout, memory: torch.Tensor) -> list[LayerPool]:
         )
         for index, shape in enumerate(layout.layers)
     ]
-
-
-def _max_model_len(config: EngineConfig, longest: int) -> int:
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",
-            field="max_model_len",
-        )
-    return config.max_model_len

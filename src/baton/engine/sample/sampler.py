@@ -100,34 +100,31 @@ class SamplerOutput:
     bad_rows: tuple[int, ...] = ()
 
 
-class Sampler:
-    """Chooses tokens; holds no state."""
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
+    """Choose one token per row.
 
-    @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
-        """Choose one token per row.
-
-        Args:
-            logits: [R, vocab] in any float dtype, on any device; may be changed.
-            rows: R rows.
-        """
-        logits = logits.detach().float()
-        masked = [i for i, row in enumerate(rows) if row.mask is not None]
-        if not masked and all(row.simple for row in rows):
-            tokens, bad = _argmax(logits)
-            return SamplerOutput(tokens, bad_rows=bad)
-        edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
-        if edited:
-            apply_edits(logits, edited)
-        if masked:
-            apply_mask(logits, dense_mask(rows, logits.shape[-1]))
+    Args:
+        logits: [R, vocab] in any float dtype, on any device; may be changed.
+        rows: R rows.
+    """
+    logits = logits.detach().float()
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    if not masked and all(row.simple for row in rows):
         tokens, bad = _argmax(logits)
-        drawn = [i for i, row in enumerate(rows) if not row.params.greedy and i not in bad]
-        if drawn:
-            subset = logits if len(drawn) == len(rows) else logits[drawn]
-            for i, token in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
-                tokens[i] = token
-        return SamplerOutput(tokens, _logprobs(logits, rows, tokens), bad)
+        return SamplerOutput(tokens, bad_rows=bad)
+    edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
+    if edited:
+        apply_edits(logits, edited)
+    if masked:
+        apply_mask(logits, dense_mask(rows, logits.shape[-1]))
+    tokens, bad = _argmax(logits)
+    drawn = [i for i, row in enumerate(rows) if not row.params.greedy and i not in bad]
+    if drawn:
+        subset = logits if len(drawn) == len(rows) else logits[drawn]
+        for i, token in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
+            tokens[i] = token
+    return SamplerOutput(tokens, _logprobs(logits, rows, tokens), bad)
 
 
 def dense_mask(rows: Sequence[SamplerRow], vocab: int) -> torch.Tensor:
