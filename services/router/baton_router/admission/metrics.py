@@ -62,10 +62,6 @@ class AdmissionMetrics(Collector):
             self._names.add(name)
         return name
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing in advance: the values are gathered when they are asked for."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """Yield what waits now."""
         length = GaugeMetricFamily("baton_router_queue_requests", "Requests that wait", labels=["priority"])

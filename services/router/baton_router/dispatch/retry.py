@@ -131,10 +131,6 @@ class Breakers(Collector):
         for address in [key for key, x in self._breakers.items() if x.until and now > x.until + _FORGET_S]:
             del self._breakers[address]
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing in advance."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """Yield the state of every instance that has failed: 0 closed, 1 half open, 2 open."""
         family = GaugeMetricFamily(

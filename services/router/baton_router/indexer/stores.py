@@ -186,10 +186,6 @@ class Stores(Collector):
         )
         return await follower.follow(store.name, store.stub.StreamStoreEvents(request))
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing in advance: the values are gathered when they are asked for."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """Yield what is known of every store."""
         blocks = GaugeMetricFamily(

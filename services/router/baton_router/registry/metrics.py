@@ -41,10 +41,6 @@ class RegistryMetrics(Collector):
         GaugeFunction(_NAME + "waiting_for_room", "Requests that wait for an instance", registry, lambda: len(waiters))
         registry.register(self)
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: what is scraped depends on the instances."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """Yield one family per value, one sample per instance."""
         labels = ["instance", "role"]

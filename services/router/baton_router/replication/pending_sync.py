@@ -3,7 +3,7 @@
 *Published.* A placement only appends to a queue (``PrefixIndex.news``); what is worth publishing is decided here, once
 per entry. Most is not: a request that ended meanwhile, or one of whose chain the instance already holds all but a small
 part, as its own events have said to all routers. Requests of one chain on one instance are published once. A chain is
-over when all of them are, when the instance's events have told of its blocks, or after ``LIFETIME_S``. All of it is
+over when all of them are, when the instance's events have named its blocks, or after ``LIFETIME_S``. All of it is
 bounded, at a thousand requests a second too: the queue, the chains that count, the bytes of an entry. What goes beyond
 is not published, the oldest first, and costs the other routers a hint.
 
@@ -39,18 +39,18 @@ MAX_ENTRY_CHAIN_BYTES = 16 * 2**10
 """Of the chains in one entry: at an entry each 10 ms 50,000 blocks a second, and 90 MB if all of the stream's entries
 are that large."""
 _MIN_NEW_SHARE = 1 / 16
-"""A chain is told if the instance lacks this part of it. Less moves match rates by less than loads differ."""
+"""A chain is published if the instance lacks this part of it. Less moves match rates by less than loads differ."""
 _WAITING = 512
 """Placements that wait to be looked at; far more than come between two entries."""
 _CHECKED = 16
-"""Told chains that are compared with the instance's events per entry: 0.1 ms."""
+"""Published chains that are compared with the instance's events per entry: 0.1 ms."""
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
+class _Published:
     """A chain that the others count, as long as one of ``requests`` is not over."""
 
-    told: Expected
+    expected: Expected
     key: tuple[int, bytes]
     events: EventApplier
     until: float
@@ -63,7 +63,7 @@ class _Told:
 
 
 class PendingPublisher:
-    """The chains that were told.
+    """The chains that were published.
 
     Args:
         registry: Has the index and the instances.
@@ -73,53 +73,50 @@ class PendingPublisher:
 
     def __init__(self, registry: Registry, count: Counter, now: Callable[[], float]) -> None:
         self._registry, self._index, self._count, self._now = registry, registry.index, count, now
-        self._told: dict[int, _Told] = {}
-        self._by_chain: dict[tuple[int, bytes], _Told] = {}
+        self._published: dict[int, _Published] = {}
+        self._by_chain: dict[tuple[int, bytes], _Published] = {}
         self._bytes = 0
         self._unchecked: deque[int] = deque()
         self._last = 0
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._published)
 
     def start(self) -> None:
         """Hear of placements from now on."""
         self._index.news = deque(maxlen=_WAITING)
 
     def stop(self) -> None:
-        """Forget everything: the other routers cannot be told."""
+        """Forget everything: the other routers cannot be reached."""
         self._index.news = None
-        self._told.clear()
+        self._published.clear()
         self._by_chain.clear()
         self._unchecked.clear()
         self._bytes = 0
 
     def news(self, *, full: bool) -> ExpectedNews:
-        """Return what the next entry tells.
-
-        Args:
-            full: Whether it tells everything anew.
-        """
+        """Return what the next entry says; a full one says everything anew."""
         over = self._over()
         new, dropped = self._begun()
         if full:
-            return ExpectedNews(self._newest(), live=tuple(self._told))
+            return ExpectedNews(self._newest(), live=tuple(self._published))
         return ExpectedNews(tuple(new), tuple(over + dropped))
 
     # --- what is over ---
 
     def _over(self) -> list[int]:
         now = self._now()
-        ended = [number for number, x in self._told.items() if x.is_over(now)]
+        ended = [number for number, x in self._published.items() if x.is_over(now)]
         for number in ended:
             self._drop(number)
         epochs = epochs_by_applier(self._registry.instances()) if self._unchecked else {}
         for _ in range(min(_CHECKED, len(self._unchecked))):
             number = self._unchecked.popleft()
-            item = self._told.get(number)
+            item = self._published.get(number)
             if item is None:
                 continue
-            if epochs.get(item.events) != item.told.epoch or self._is_held(item):
+            chain = HashChain(item.expected.chain)
+            if epochs.get(item.events) != item.expected.epoch or self._held(item.events, chain) == len(chain):
                 self._drop(number)
                 ended.append(number)
             else:
@@ -127,18 +124,14 @@ class PendingPublisher:
                 self._unchecked.append(number)
         return ended
 
-    def _is_held(self, item: _Told) -> bool:
-        chain = HashChain(item.told.chain)
-        return self._held(item.events, chain) == len(chain)
-
     def _held(self, events: EventApplier, chain: HashChain) -> int:
         """Return how many leading blocks an instance holds by its own events."""
         return self._index.match_any(chain, [1 << events.slot])[0]
 
     def _drop(self, number: int) -> None:
-        item = self._told.pop(number)
+        item = self._published.pop(number)
         del self._by_chain[item.key]
-        self._bytes -= len(item.told.chain)
+        self._bytes -= len(item.expected.chain)
 
     # --- what is new ---
 
@@ -160,7 +153,7 @@ class PendingPublisher:
             item = self._begin(expectation, hashes, instance)
             if item is None:
                 continue
-            size, last = len(item.told.chain), item.key[1]
+            size, last = len(item.expected.chain), item.key[1]
             if last not in chains:
                 if size > room:
                     queue.append((expectation, hashes))
@@ -169,11 +162,11 @@ class PendingPublisher:
                 chains.add(last)
             dropped += self._make_room(size)
             self._keep(item)
-            new.append(item.told)
+            new.append(item.expected)
         return new, dropped
 
-    def _begin(self, expectation: PendingChain, hashes: Sequence[BlockHash], instance: Instance) -> _Told | None:
-        """Return what is to be told of an expectation, numberless; ``None``: nothing."""
+    def _begin(self, expectation: PendingChain, hashes: Sequence[BlockHash], instance: Instance) -> _Published | None:
+        """Return what is to be published of an expectation; ``None``: nothing."""
         chain = HashChain.of(hashes)[:MAX_CHAIN_BLOCKS]
         if not chain or instance.info is None:
             return None
@@ -184,20 +177,20 @@ class PendingPublisher:
             return None
         if len(chain) - self._held(instance.events, chain) < _MIN_NEW_SHARE * len(chain):
             return None
-        told = Expected(self._last + 1, instance.instance_id, instance.info.epoch, chain.data)
-        return _Told(told, key, instance.events, self._now() + LIFETIME_S, [expectation])
+        expected = Expected(self._last + 1, instance.instance_id, instance.info.epoch, chain.data)
+        return _Published(expected, key, instance.events, self._now() + LIFETIME_S, [expectation])
 
-    def _keep(self, item: _Told) -> None:
-        number = self._last = item.told.number
-        self._told[number] = self._by_chain[item.key] = item
+    def _keep(self, item: _Published) -> None:
+        number = self._last = item.expected.number
+        self._published[number] = self._by_chain[item.key] = item
         self._unchecked.append(number)
-        self._bytes += len(item.told.chain)
+        self._bytes += len(item.expected.chain)
         self._count.inc()
 
     def _make_room(self, size: int) -> list[int]:
         dropped = []
-        while self._told and (len(self._told) >= MAX_CHAINS or self._bytes + size > MAX_BYTES):
-            dropped.append(next(iter(self._told)))
+        while self._published and (len(self._published) >= MAX_CHAINS or self._bytes + size > MAX_BYTES):
+            dropped.append(next(iter(self._published)))
             self._drop(dropped[-1])
         return dropped
 
@@ -206,14 +199,14 @@ class PendingPublisher:
         found: list[Expected] = []
         chains: set[bytes] = set()
         room = MAX_ENTRY_CHAIN_BYTES
-        for item in reversed(self._told.values()):
+        for item in reversed(self._published.values()):
             last = item.key[1]
             if last not in chains:
-                room -= len(item.told.chain)
+                room -= len(item.expected.chain)
                 if room < 0:
                     break
                 chains.add(last)
-            found.append(item.told)
+            found.append(item.expected)
         return tuple(found)
 
 
@@ -269,7 +262,7 @@ class RemotePending:
         known = self._replicas.get(replica)
         return 0 if known is None else sum(x.pending is not None for x in known.chains.values())
 
-    def take(self, entry: Entry) -> None:
+    def apply(self, entry: Entry) -> None:
         """Follow an entry; it must be newer than the last one of its replica."""
         known = self._replicas.get(entry.replica)
         if known is not None and (entry.left or known.epoch != entry.epoch):
@@ -310,13 +303,13 @@ class RemotePending:
     def _add(self, entry: Entry, known: _ReplicaChains) -> None:
         appliers = {(x.instance_id, x.info.epoch): x.events for x in self._registry.instances() if x.info is not None}
         until = self._now() + LIFETIME_S
-        for told in sorted(entry.expected.new, key=lambda x: x.number):
-            events, size = appliers.get((told.instance, told.epoch)), len(told.chain)
-            if events is None or told.number in known.chains:
+        for chain in sorted(entry.expected.new, key=lambda x: x.number):
+            events, size = appliers.get((chain.instance, chain.epoch)), len(chain.chain)
+            if events is None or chain.number in known.chains:
                 continue
             if len(known.chains) >= MAX_CHAINS or known.size + size > MAX_BYTES:
                 break
-            pending = self._index.add_pending(events.slot, HashChain(told.chain))
+            pending = self._index.add_pending(events.slot, HashChain(chain.chain))
             if pending is not None:
-                known.chains[told.number] = _RemoteChain(pending, events, told.epoch, size, until)
+                known.chains[chain.number] = _RemoteChain(pending, events, chain.epoch, size, until)
                 known.size += size

@@ -1,4 +1,4 @@
-"""One of several routers: tells the others what it has placed, hears what they have, keeps its part of capacities.
+"""One of several routers: publishes what it has placed, applies what others have, keeps its part of capacities.
 
 No request ever waits for Redis. Placements read two numbers of the instance's load, which tasks here keep up to date:
 what the other replicas have in flight there, and how much this one may have; and they look up what the others expect
@@ -44,7 +44,7 @@ class ReplicaMetrics:
         entries = Counter("baton_router_replica_entries", "Entries of the stream of replicas", ["direction"], registry)
         self.published, self.received = entries.labels("published"), entries.labels("received")
         self.refused = entries.labels("refused")
-        self.told = Counter(
+        self.chains = Counter(
             "baton_router_replica_expectations_told", "Chains of blocks told to the other routers", [], registry
         )
         self.losses = Counter("baton_router_redis_losses", "Times that Redis went away", [], registry)
@@ -98,12 +98,12 @@ class Replica(Collector):
         self.name = capacity.name
         self._store = RedisLog(config.redis, config.redis_prefix, self.name)
         self.peers = Peers(self.name, SILENT_S, now)
-        self.publisher = PendingPublisher(registry, self._metrics.told, now) if config.replica_expectations else None
+        self.publisher = PendingPublisher(registry, self._metrics.chains, now) if config.replica_expectations else None
         self.remote_pending = RemotePending(registry, now)
         self._epoch = secrets.token_hex(8)
         self._sequence = 0
-        self._told: dict[str, Totals] = {}
-        self._told_registered: tuple[Registered, ...] = ()
+        self._published: dict[str, Totals] = {}
+        self._published_registered: tuple[Registered, ...] = ()
         self._full_at = self._reached_at = now()
         self.state = SharedState.JOINING
         self._tasks: list[asyncio.Task[None]] = []
@@ -120,10 +120,6 @@ class Replica(Collector):
             lambda: len(self.remote_pending),
         )
         metrics.register(self)
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: the value is read at each scrape."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """Yield how this replica stands with the others."""
@@ -214,7 +210,7 @@ class Replica(Collector):
         """Bring a Redis that may have forgotten everything up to date: the others' units first, then ours."""
         for peer in self.peers.all():
             await self._store.remember(peer.name, [(name, t.held) for name, t in peer.totals.items() if t.held])
-        self._told.clear()
+        self._published.clear()
         self._full_at = -1.0
         await self._write_once(rejoin=True)
 
@@ -238,7 +234,7 @@ class Replica(Collector):
                 if self.peers.apply(entry):
                     changed = True
                     if self.publisher is not None:
-                        self.remote_pending.take(entry)
+                        self.remote_pending.apply(entry)
                     if entry.full or entry.left:
                         self._take_registrations()
             if changed:
@@ -255,7 +251,7 @@ class Replica(Collector):
             await asyncio.sleep(interval_s if news else _IDLE * interval_s)
 
     async def _write_once(self, *, rejoin: bool = False) -> bool:
-        """Settle units and tell what is new; returns whether anything was."""
+        """Settle units and publish what is new; returns whether anything was."""
         began = self._now()
         if rejoin:
             claims = self._capacity.holdings(sure=began - self._reached_at < self._config.replica_forget_s)
@@ -274,18 +270,18 @@ class Replica(Collector):
             self._reached_at = began
         return entry is not None
 
-    # --- what is told ---
+    # --- what is published ---
 
     def _news(self, *, full: bool) -> Entry | None:
         """Return what the others don't know yet, or everything; ``None``: nothing is new."""
         registered = tuple(Registered(address, role) for address, role in self._registry.registered())
-        full = full or registered != self._told_registered
+        full = full or registered != self._published_registered
         totals = self._totals()
-        news = totals if full else {name: t for name, t in totals.items() if self._told.get(name) != t}
+        news = totals if full else {name: t for name, t in totals.items() if self._published.get(name) != t}
         expected = ExpectedNews() if self.publisher is None else self.publisher.news(full=full)
         if not (full or news or expected.new or expected.over):
             return None
-        self._told, self._told_registered = totals, registered
+        self._published, self._published_registered = totals, registered
         if full:
             self._full_at = self._now() + _FULL_S
         return self._entry(news, full=full, registered=registered if full else (), expected=expected)
@@ -312,7 +308,7 @@ class Replica(Collector):
         news = expected or ExpectedNews()
         return Entry(self.name, self._epoch, self._sequence, totals, full, count, registered, left, news)
 
-    # --- what is heard ---
+    # --- what the others publish ---
 
     def _spread(self) -> None:
         """Put what the others have in flight into the instances' load."""

@@ -1,47 +1,47 @@
-"""What replicas tell each other: whole numbers that replace the earlier ones, so a lost entry does no harm.
+"""What replicas publish: whole numbers that replace the earlier ones, so a lost entry does no harm.
 
 An entry of the stream carries, for each instance whose numbers changed, what the replica has in flight there *now*. A
 *full* entry has all of them, and the registrations; each replica sends one every second (anti-entropy), and at once
 when it begins or comes back.
 
-Beside these it may tell which chains of blocks its requests make instances compute (:class:`ExpectedNews`). A chain is
-told once under a number and named over later; full entries name all numbers that still count, so what a lost entry
+Beside these it may say which chains of blocks its requests make instances compute (:class:`ExpectedNews`). A chain is
+published once under a number and named over later; full entries name all numbers that still count, so what a lost entry
 said is over by the next one, and repeat as many of the newest chains as fit.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
-import orjson
+import msgspec
+from msgspec import Meta
 
 from baton.hashing import HASH_BYTES
 from baton.types import Epoch, InstanceId, Role
 
 VERSION = 1
 MAX_ENTRY_BYTES = 4 * 2**20
-_MAX_NAME_CHARS = 256
-_MAX_COUNT = 2**53
 MAX_CHAINS = 1024
 """Chains of one replica that count at a time: a thousand requests a second, each a second from being computed."""
 MAX_CHAIN_BLOCKS = 512
-"""Leading blocks of a chain that are told: 8192 tokens in blocks of 16. Who shares those shares the costly part."""
+"""Leading blocks of a chain that are published: 8192 tokens in blocks of 16. Sharing those shares the costly part."""
 LIFETIME_S = 120.0
 """Longest that a chain counts: as long as a prompt counts as cached where no events tell. Prefills take seconds."""
 MAX_BYTES = 2**20
 """Of the chains of one replica that count at a time, on either side."""
 _MAX_EPOCH_BYTES = 64
 
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Numbers = Annotated[tuple[Count, ...], Meta(max_length=MAX_CHAINS)]
+
 
 class EntryError(ValueError):
     """An entry that cannot be read; says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one replica has at one instance.
 
     Attributes:
@@ -51,22 +51,20 @@ class Totals:
         wants: Units that it could use.
     """
 
-    requests: int = 0
-    tokens: int = 0
-    held: int = 0
-    wants: int = 0
+    requests: Count = 0
+    tokens: Count = 0
+    held: Count = 0
+    wants: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An instance that registered itself with a replica."""
 
-    address: str
+    address: Name
     role: Role
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(msgspec.Struct, frozen=True):
     """A chain that an instance is expected to hold.
 
     Attributes:
@@ -81,12 +79,11 @@ class Expected:
     chain: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedNews:
+class ExpectedNews(msgspec.Struct, frozen=True):
     """What is expected since the last entry, and what is not any more.
 
     Attributes:
-        new: Chains; of a full entry also such as were told before.
+        new: Chains; of a full entry also such as were in earlier ones.
         over: Numbers.
         live: Of a full entry: the numbers of all that count.
     """
@@ -96,8 +93,18 @@ class ExpectedNews:
     live: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class _Header(msgspec.Struct, frozen=True, rename={"sequence": "seq"}):
+    replica: Name
+    epoch: Name
+    sequence: Count
+    totals: Mapping[Name, Totals] = {}
+    full: bool = False
+    count: Annotated[int, Meta(ge=1, lt=2**53)] = 1
+    registered: tuple[Registered, ...] = ()
+    left: bool = False
+
+
+class Entry(_Header, frozen=True):
     """One entry of the stream.
 
     Attributes:
@@ -112,33 +119,33 @@ class Entry:
         expected: Blocks that are not computed yet.
     """
 
-    replica: str
-    epoch: str
-    sequence: int
-    totals: Mapping[str, Totals] = field(default_factory=dict)
-    full: bool = False
-    count: int = 1
-    registered: tuple[Registered, ...] = ()
-    left: bool = False
     expected: ExpectedNews = ExpectedNews()
+
+
+class _News(msgspec.Struct, frozen=True):
+    """:class:`ExpectedNews` as JSON has it: a chain that several instances compute stands there once."""
+
+    at: list[tuple[Name, str]]
+    chains: list[bytes]
+    new: Annotated[list[tuple[Count, Count, Count]], Meta(max_length=MAX_CHAINS)]
+    over: Numbers
+    live: Numbers
+
+
+class _Message(_Header, frozen=True, kw_only=True):
+    """:class:`Entry` as JSON has it; a replica of an earlier version has no ``expected``."""
+
+    version: int = msgspec.field(name="v")
+    expected: _News | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Message)
 
 
 def encode(entry: Entry) -> bytes:
     """Write an entry."""
-    return orjson.dumps(
-        {
-            "v": VERSION,
-            "replica": entry.replica,
-            "epoch": entry.epoch,
-            "seq": entry.sequence,
-            "totals": {name: [t.requests, t.tokens, t.held, t.wants] for name, t in entry.totals.items()},
-            "full": entry.full,
-            "count": entry.count,
-            "registered": [[x.address, x.role.value] for x in entry.registered],
-            "left": entry.left,
-            "expected": _expected_json(entry.expected),
-        }
-    )
+    fields = {**msgspec.structs.asdict(entry), "expected": _to_json(entry.expected)}
+    return msgspec.json.encode(_Message(version=VERSION, **fields))
 
 
 def decode(data: bytes) -> Entry:
@@ -150,80 +157,43 @@ def decode(data: bytes) -> Entry:
     if len(data) > MAX_ENTRY_BYTES:
         raise EntryError(f"{len(data)} bytes")
     try:
-        value = orjson.loads(data)
-        if not isinstance(value, dict) or value.get("v") != VERSION:
+        message = _DECODER.decode(data)
+        fields = msgspec.structs.asdict(message)
+        if fields.pop("version") != VERSION:
             raise EntryError("not of this version")
-        return Entry(
-            replica=_name(value["replica"]),
-            epoch=_name(value["epoch"]),
-            sequence=_count(value["seq"]),
-            totals={_name(name): Totals(*map(_count, numbers)) for name, numbers in value["totals"].items()},
-            full=value["full"] is True,
-            count=max(1, _count(value["count"])),
-            registered=tuple(Registered(_name(address), Role(role)) for address, role in value["registered"]),
-            left=value["left"] is True,
-            expected=_expected(value.get("expected")),
-        )
+        return Entry(**{**fields, "expected": _from_json(message.expected)})
     except EntryError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise EntryError(str(error)) from error
 
 
-def _expected_json(news: ExpectedNews) -> dict[str, Any] | None:
-    """Return the news as JSON has them: a chain that several instances compute stands there once."""
+def _to_json(news: ExpectedNews) -> _News | None:
     if not (news.new or news.over or news.live):
         return None
     at = {place: number for number, place in enumerate(dict.fromkeys((x.instance, x.epoch) for x in news.new))}
     chains = {chain: number for number, chain in enumerate(dict.fromkeys(x.chain for x in news.new))}
-    return {
-        "at": [[instance, epoch.hex()] for instance, epoch in at],
-        "chains": [base64.b64encode(chain).decode() for chain in chains],
-        "new": [[x.number, at[x.instance, x.epoch], chains[x.chain]] for x in news.new],
-        "over": news.over,
-        "live": news.live,
-    }
+    return _News(
+        at=[(instance, epoch.hex()) for instance, epoch in at],
+        chains=list(chains),
+        new=[(x.number, at[x.instance, x.epoch], chains[x.chain]) for x in news.new],
+        over=news.over,
+        live=news.live,
+    )
 
 
-def _expected(value: Any) -> ExpectedNews:
-    """Read the news; a replica of an earlier version has none."""
-    if value is None:
+def _from_json(news: _News | None) -> ExpectedNews:
+    if news is None:
         return ExpectedNews()
-    at = [(InstanceId(_name(instance)), _epoch(epoch)) for instance, epoch in value["at"]]
-    chains = [_chain(text) for text in value["chains"]]
-    new = []
-    for number, place, chain in value["new"]:
-        if not (_count(place) < len(at) and _count(chain) < len(chains)):
-            raise EntryError(f"chain {number!r} names an instance or a chain that is not there")
-        instance, epoch = at[place]
-        new.append(Expected(_count(number), instance, epoch, chains[chain]))
-    over, live = tuple(map(_count, value["over"])), tuple(map(_count, value["live"]))
-    if max(len(new), len(over), len(live)) > MAX_CHAINS:
-        raise EntryError(f"{max(len(new), len(over), len(live))} chains at a time, {MAX_CHAINS} are possible")
-    return ExpectedNews(tuple(new), over, live)
-
-
-def _epoch(value: Any) -> Epoch:
-    epoch = bytes.fromhex(value)
-    if not 1 <= len(epoch) <= _MAX_EPOCH_BYTES:
-        raise EntryError(f"an epoch of {len(epoch)} bytes")
-    return Epoch(epoch)
-
-
-def _chain(value: Any) -> bytes:
-    chain = base64.b64decode(value, validate=True)
-    if len(chain) % HASH_BYTES or not 1 <= len(chain) // HASH_BYTES <= MAX_CHAIN_BLOCKS:
-        raise EntryError(f"a chain of {len(chain)} bytes is no 1 to {MAX_CHAIN_BLOCKS} hashes")
-    return chain
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_NAME_CHARS:
-        raise EntryError("a name is missing or too long")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        raise EntryError(f"{value!r} is no count")
-    return value
+    at = [(InstanceId(instance), Epoch(bytes.fromhex(epoch))) for instance, epoch in news.at]
+    for _, epoch in at:
+        if not 1 <= len(epoch) <= _MAX_EPOCH_BYTES:
+            raise EntryError(f"an epoch of {len(epoch)} bytes")
+    for chain in news.chains:
+        if len(chain) % HASH_BYTES or not 1 <= len(chain) // HASH_BYTES <= MAX_CHAIN_BLOCKS:
+            raise EntryError(f"a chain of {len(chain)} bytes is no 1 to {MAX_CHAIN_BLOCKS} hashes")
+    for number, place, chain_at in news.new:
+        if not (place < len(at) and chain_at < len(news.chains)):
+            raise EntryError(f"chain {number} names an instance or a chain that is not there")
+    new = [Expected(number, *at[place], news.chains[chain_at]) for number, place, chain_at in news.new]
+    return ExpectedNews(tuple(new), news.over, news.live)

@@ -116,10 +116,6 @@ class SchedulerMetrics(Collector):
             self._term_names.add(name)
         return name
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: what is scraped depends on the instances."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """Yield the terms of each ready instance's latest score."""
         family = GaugeMetricFamily(
