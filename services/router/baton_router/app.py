@@ -86,7 +86,9 @@ class RouterApp:
             shared=bool(config.redis),
             freed=waiters.wake,
         )
-        self.registry = Registry(config, self.metrics, token=token, tls=self._tls, waiters=waiters, capacity=capacity)
+        self.registry = Registry(
+            config, self.metrics, token=token, tls=self._tls, waiters=waiters, limit=capacity.admitted
+        )
         decisions = DecisionLog()
         self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions, steps)
         self.replica = Replica(config, self.registry, capacity, self.metrics) if config.redis else None

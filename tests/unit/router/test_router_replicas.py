@@ -84,7 +84,7 @@ def test_peers_take_news_in_order_and_forget_who_falls_silent() -> None:
 def make_units(*, expected: int = 0) -> tuple[InstanceCapacity, CapacityShare, list[int]]:
     freed: list[int] = []
     units = InstanceCapacity("a", 12, expected, shared=True, freed=freed.append)
-    part = units.all()["d0"] = CapacityShare(12, LoadTracker(Role.DECODE, limit=0))
+    part = units.parts["d0"] = CapacityShare(12, LoadTracker(Role.DECODE, limit=0))
     return units, part, freed
 
 

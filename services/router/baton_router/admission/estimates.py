@@ -46,7 +46,7 @@ class Room:
     """Counts the sequences and prompt tokens that may start now.
 
     Args:
-        fleet: The instances.
+        registry: The instances.
         speeds: How fast they compute prompts.
         slots: Sequences per decode instance; 0: any number; ``None``: what it can batch, and an eighth more.
         prompt_tokens: Prompt tokens per prefill instance; 0: any number; ``None``: a second of work.
@@ -57,9 +57,9 @@ class Room:
     """
 
     def __init__(
-        self, fleet: Ready, speeds: Speeds, slots: int | None, prompt_tokens: int | None, now: Callable[[], float]
+        self, registry: Ready, speeds: Speeds, slots: int | None, prompt_tokens: int | None, now: Callable[[], float]
     ) -> None:
-        self._fleet, self._speeds, self._now = fleet, speeds, now
+        self._registry, self._speeds, self._now = registry, speeds, now
         self._slots, self._prompt_tokens = slots, prompt_tokens
         self._sequences = self._tokens = 0.0
         self._due_sequences = self._due_tokens = 0
@@ -103,7 +103,7 @@ class Room:
         self._due_tokens -= tokens
 
     def _look(self, now: float) -> None:
-        decodes = self._fleet.ready(Role.DECODE)
+        decodes = self._registry.ready(Role.DECODE)
         self.num_decodes = len(decodes)
         self._at = now
         self._sequences = sum(self._free_slots(x) for x in decodes) - self._due_sequences
@@ -124,7 +124,7 @@ class Room:
     def _free_tokens(self, decodes: list[Instance]) -> float:
         if self._prompt_tokens == 0:
             return math.inf
-        prefills = self._fleet.ready(Role.PREFILL)
+        prefills = self._registry.ready(Role.PREFILL)
         if prefills:
             work = [x.load.work for x in prefills]
             fits = self._speeds.prefill.known([x.instance_id for x in prefills])
@@ -223,11 +223,11 @@ class Estimates:
     Args:
         placer: Says where a request would go.
         speeds: What was learnt.
-        fleet: The instances.
+        registry: The instances.
     """
 
-    def __init__(self, placer: Places, speeds: Speeds, fleet: Ready) -> None:
-        self._placer, self._speeds, self._fleet = placer, speeds, fleet
+    def __init__(self, placer: Places, speeds: Speeds, registry: Ready) -> None:
+        self._placer, self._speeds, self._registry = placer, speeds, registry
 
     def output_tokens(self, request: RoutedRequest) -> float:
         """Return the tokens that a request is expected to generate, all its sequences together."""
@@ -237,15 +237,7 @@ class Estimates:
 
     def look(self, request: RoutedRequest) -> Outlook:
         """Predict a request's start, as the policy would place it now."""
-        ask = PlacementRequest(
-            request.prompt_token_ids,
-            request.cache_salt,
-            request.sampling.n,
-            local_only=request.sampling.prompt_logprobs is not None,
-            session=request.session,
-            max_tokens=request.sampling.max_tokens,
-        )
-        placement = self._placer.place(ask, reserve=False)
+        placement = self._placer.place(PlacementRequest.of(request), reserve=False)
         total = len(request.prompt_token_ids)
         if placement is None:
             return Outlook(total)
@@ -261,7 +253,7 @@ class Estimates:
         limit = request.itl_ms
         if limit is None:
             return {}
-        instances = self._fleet.ready(Role.DECODE)
+        instances = self._registry.ready(Role.DECODE)
         known = self._speeds.decode.known([x.instance_id for x in instances])
         found = {}
         for x, fit in zip(instances, known, strict=True):
@@ -272,7 +264,7 @@ class Estimates:
     def all_slow(self, request: RoutedRequest) -> tuple[str, float] | None:
         """Return the fastest decode instance and its milliseconds, if none is fast enough; ``None``: one is."""
         slow = self.slow(request)
-        if not slow or len(slow) < len(self._fleet.ready(Role.DECODE)):
+        if not slow or len(slow) < len(self._registry.ready(Role.DECODE)):
             return None
         best = min(slow, key=slow.__getitem__)
         return best.instance_id, slow[best]

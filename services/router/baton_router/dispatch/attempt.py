@@ -165,13 +165,8 @@ class Group(msgspec.Struct):
     last: AttemptFailed | None = None
     failures: int = 0
 
-    @property
-    def open(self) -> list[Sequence]:
-        """Those that have not ended."""
-        return [s for s in self.sequences if not s.finished]
-
     def has_open(self) -> bool:
-        """Whether there are any."""
+        """Whether any of them has not ended."""
         for s in self.sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
             if not s.finished:
                 return True

@@ -211,14 +211,7 @@ class PlacingDispatcher:
         Raises:
             UnavailableError: No decode instance is ready.
         """
-        ask = PlacementRequest(
-            request.prompt_token_ids,
-            request.cache_salt,
-            request.sampling.n,
-            session=request.session,
-            max_tokens=request.sampling.max_tokens,
-        )
-        placement = self._placer.place(ask, reserve=False)
+        placement = self._placer.place(PlacementRequest.of(request), reserve=False)
         if placement is None:
             raise UnavailableError("no decode instance is ready", retry_after_s=1.0)
         return placement.decision

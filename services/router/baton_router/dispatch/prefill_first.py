@@ -59,19 +59,6 @@ class PrefillFirst:
             nowhere.
     """
 
-    __slots__ = (
-        "_asked",
-        "_calls",
-        "_candidates",
-        "_failures",
-        "_key",
-        "_order",
-        "_request",
-        "_tries",
-        "pending",
-        "prefilled",
-    )
-
     def __init__(self, calls: PrefillFirstCalls, request: RoutedRequest) -> None:
         self._calls, self._request = calls, request
         self._asked: Instance | None = None

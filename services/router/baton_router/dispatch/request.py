@@ -221,7 +221,7 @@ class RequestRun:
         Sequences that have begun go on each by itself.
         """
         if len(group.sequences) > 1 and group.started and group.has_open():
-            for s in group.open:
+            for s in [s for s in group.sequences if not s.finished]:
                 self.go_on(Group([s], set(group.excluded), group.full, group.last, group.failures))
             return
         try:

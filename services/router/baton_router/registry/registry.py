@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -110,13 +109,6 @@ _TICK_S = 0.25
 _STALL_S = 0.5
 
 
-class CapacityGate(Protocol):
-    """Decides how many sequences this router may have in flight on an instance."""
-
-    def admitted(self, instance: Instance, info: InstanceInfo) -> None:
-        """Set ``instance.load.limit``: the instance said who it is and has not got a request yet."""
-
-
 class Registry:
     """The instances, their monitors and their leases.
 
@@ -132,7 +124,8 @@ class Registry:
         tls: Certificates, if the services use some.
         now: Monotonic clock, in seconds; tests bring their own.
         waiters: Requests that wait for an instance; ``None``: a queue of its own.
-        capacity: Limits instances; ``None``: none is limited.
+        limit: Sets ``instance.load.limit`` of an instance that said who it is, before its first request; ``None``: no
+            instance is limited.
     """
 
     def __init__(
@@ -144,14 +137,14 @@ class Registry:
         tls: Tls | None = None,
         now: Callable[[], float] = time.monotonic,
         waiters: Waiters | None = None,
-        capacity: CapacityGate | None = None,
+        limit: Callable[[Instance, InstanceInfo], None] | None = None,
     ) -> None:
         self._config = config
         self._token, self._tls = token, tls
         self._now = now
         self.index = PrefixIndex(config.index_max_blocks)
         self.waiters = Waiters() if waiters is None else waiters
-        self._capacity = capacity
+        self._limit = limit
         self._metrics = RegistryMetrics(metrics, self.instances, self.waiters)
         self.stores = Stores(config, self.index, self._metrics.index, self._open, now)
         metrics.register(self.stores)
@@ -420,8 +413,8 @@ class Registry:
         """
         others = any(x.admitted for x in self._instances.values() if x is not instance)
         self._identity.admit(info, instance.role, first=not others)
-        if self._capacity is not None:
-            self._capacity.admitted(instance, info)
+        if self._limit is not None:
+            self._limit(instance, info)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -147,6 +147,9 @@ class InstanceCapacity:
         expected: Replicas that are counted at least.
         shared: Whether there is a Redis; without one this router has everything.
         freed: Called with a number of units that became usable.
+
+    Attributes:
+        parts: By instance id; one that is not in here is not limited.
     """
 
     def __init__(
@@ -154,16 +157,16 @@ class InstanceCapacity:
     ) -> None:
         self.name, self._per_instance, self._expected = name, per_instance, expected
         self._shared, self._freed = shared, freed
-        self._parts: dict[str, CapacityShare] = {}
+        self.parts: dict[str, CapacityShare] = {}
 
     def admitted(self, instance: Instance, info: InstanceInfo) -> None:
         """An instance said who it is: before its first request it gets its limit."""
         if self._per_instance is None or instance.role is not Role.DECODE:
             return
         capacity = self._per_instance or max(1, info.max_num_seqs)
-        part = self._parts.get(info.instance_id)
+        part = self.parts.get(info.instance_id)
         if part is None:
-            part = self._parts[info.instance_id] = CapacityShare(capacity, instance.load)
+            part = self.parts[info.instance_id] = CapacityShare(capacity, instance.load)
             if not self._shared:
                 part.held = capacity
             elif self._expected:
@@ -174,20 +177,12 @@ class InstanceCapacity:
             instance.load.limit, instance.load.freed = part.held, self._free_one
         part.capacity, part.tracker = capacity, instance.load
 
-    def part(self, instance: str) -> CapacityShare | None:
-        """Return the part of an instance; ``None``: it is not limited."""
-        return self._parts.get(instance)
-
-    def all(self) -> dict[str, CapacityShare]:
-        """Return all parts by instance id."""
-        return self._parts
-
     def keep_only(self, instances: Iterable[str]) -> list[str]:
         """Drop the parts of instances that left and hold nothing of ours; returns whose."""
         known = set(instances)
-        gone = [name for name, part in self._parts.items() if name not in known and not part.tracker.requests]
+        gone = [name for name, part in self.parts.items() if name not in known and not part.tracker.requests]
         for name in gone:
-            del self._parts[name]
+            del self.parts[name]
         return gone
 
     def claims(self, peers: Peers, waiting: int) -> list[Claim]:
@@ -198,8 +193,8 @@ class InstanceCapacity:
             waiting: Requests that wait for room.
         """
         claims = []
-        each = -(-waiting // len(self._parts)) if self._parts else 0
-        for name, part in self._parts.items():
+        each = -(-waiting // len(self.parts)) if self.parts else 0
+        for name, part in self.parts.items():
             used = part.tracker.requests
             part.wants = used + each + 1 + used // 4
             others = {x.name: x.totals[name].wants if name in x.totals else 0 for x in peers.live()}
@@ -218,7 +213,7 @@ class InstanceCapacity:
             sure: Whether no other replica can have taken it back meanwhile; else what is not in use waits for a grant.
         """
         claims = []
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             used = part.tracker.requests
             if not sure:
                 part.tracker.limit = min(part.tracker.limit, used)
@@ -229,7 +224,7 @@ class InstanceCapacity:
 
     def granted(self, claim: Claim, units: int) -> None:
         """Take Redis' answer to a claim."""
-        part = self._parts.get(claim.instance)
+        part = self.parts.get(claim.instance)
         if part is not None:
             part.held = units
             self._limit(part, units)
@@ -240,7 +235,7 @@ class InstanceCapacity:
         Args:
             count: Replicas that were known last, this one included.
         """
-        for part in self._parts.values():
+        for part in self.parts.values():
             self._limit(part, min(part.tracker.limit, part.capacity // max(count, self._expected, 1)))
 
     def _limit(self, part: CapacityShare, limit: int) -> None:

@@ -32,24 +32,6 @@ from baton_router.replication.pending_sync import PendingPublisher, RemotePendin
 from baton_router.replication.redis_log import RedisLog
 from baton_router.replication.wire import Entry, EntryError, ExpectedNews, Registered, Totals, decode, encode
 
-
-class ReplicaMetrics:
-    """Counts entries of the stream.
-
-    Args:
-        registry: Takes the metrics.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        entries = Counter("baton_router_replica_entries", "Entries of the stream of replicas", ["direction"], registry)
-        self.published, self.received = entries.labels("published"), entries.labels("received")
-        self.refused = entries.labels("refused")
-        self.chains = Counter(
-            "baton_router_replica_expectations_told", "Chains of blocks told to the other routers", [], registry
-        )
-        self.losses = Counter("baton_router_redis_losses", "Times that Redis went away", [], registry)
-
-
 log = logging.getLogger(__name__)
 
 SILENT_S = 3.0
@@ -94,11 +76,17 @@ class Replica(Collector):
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._registry, self._capacity, self._now = config, registry, capacity, now
-        self._metrics = ReplicaMetrics(metrics)
+        entries = Counter("baton_router_replica_entries", "Entries of the stream of replicas", ["direction"], metrics)
+        self._num_published, self._num_received = entries.labels("published"), entries.labels("received")
+        self._num_refused = entries.labels("refused")
+        self._losses = Counter("baton_router_redis_losses", "Times that Redis went away", [], metrics)
+        chains = Counter(
+            "baton_router_replica_expectations_told", "Chains of blocks told to the other routers", [], metrics
+        )
         self.name = capacity.name
         self._store = RedisLog(config.redis, config.redis_prefix, self.name)
         self.peers = Peers(self.name, SILENT_S, now)
-        self.publisher = PendingPublisher(registry, self._metrics.chains, now) if config.replica_expectations else None
+        self.publisher = PendingPublisher(registry, chains, now) if config.replica_expectations else None
         self.remote_pending = RemotePending(registry, now)
         self._epoch = secrets.token_hex(8)
         self._sequence = 0
@@ -142,7 +130,7 @@ class Replica(Collector):
         self._forget_expectations()
         if self.state is SharedState.SHARED:
             try:
-                await self._store.leave(self._capacity.all())
+                await self._store.leave(self._capacity.parts)
                 await self._store.publish(encode(self._entry({}, left=True)))
             except redis_errors() as error:
                 log.warning("could not tell the other routers that this one ends: %s", error)
@@ -162,7 +150,7 @@ class Replica(Collector):
                     "limit": part.tracker.limit,
                     "in_flight": part.tracker.requests,
                 }
-                for name, part in self._capacity.all().items()
+                for name, part in self._capacity.parts.items()
             },
             "waiting": len(self._registry.waiters),
             "expectations_told": 0 if self.publisher is None else len(self.publisher),
@@ -200,7 +188,7 @@ class Replica(Collector):
                         "Redis is away, this router goes by its own counts and the instances' reports: %s",
                         group.exceptions[0],
                     )
-                    self._metrics.losses.inc()
+                    self._losses.inc()
                 self.state = SharedState.ALONE
             self._forget_expectations()
             await self._store.disconnect()
@@ -227,10 +215,10 @@ class Replica(Collector):
                 try:
                     entry = decode(data)
                 except EntryError as error:
-                    self._metrics.refused.inc()
+                    self._num_refused.inc()
                     log.warning("an entry of the stream of replicas cannot be read: %s", error)
                     continue
-                self._metrics.received.inc()
+                self._num_received.inc()
                 if self.peers.apply(entry):
                     changed = True
                     if self.publisher is not None:
@@ -266,7 +254,7 @@ class Replica(Collector):
         entry = self._news(full=full)
         if entry is not None:
             await self._store.publish(encode(entry))
-            self._metrics.published.inc()
+            self._num_published.inc()
             self._reached_at = began
         return entry is not None
 
@@ -289,24 +277,14 @@ class Replica(Collector):
     def _totals(self) -> dict[str, Totals]:
         found: dict[str, Totals] = {}
         for x in self._registry.instances():
-            part = self._capacity.part(x.instance_id)
+            part = self._capacity.parts.get(x.instance_id)
             held, wants = (part.held, part.wants) if part is not None else (0, 0)
             found[x.instance_id] = Totals(x.load.requests, max(0, x.load.tokens), held, wants)
         return found
 
-    def _entry(
-        self,
-        totals: dict[str, Totals],
-        *,
-        full: bool = False,
-        registered: tuple[Registered, ...] = (),
-        left: bool = False,
-        expected: ExpectedNews | None = None,
-    ) -> Entry:
+    def _entry(self, totals: dict[str, Totals], **fields: Any) -> Entry:
         self._sequence += 1
-        count = 1 + len(self.peers.live())
-        news = expected or ExpectedNews()
-        return Entry(self.name, self._epoch, self._sequence, totals, full, count, registered, left, news)
+        return Entry(self.name, self._epoch, self._sequence, totals, count=1 + len(self.peers.live()), **fields)
 
     # --- what the others publish ---
 
@@ -341,7 +319,7 @@ class Replica(Collector):
             self.remote_pending.tick()
             self._spread()
             self._capacity.keep_only(x.instance_id for x in self._registry.instances())
-            free = sum(max(0, part.tracker.limit - part.tracker.requests) for part in self._capacity.all().values())
+            free = sum(max(0, part.tracker.limit - part.tracker.requests) for part in self._capacity.parts.values())
             self._registry.waiters.wake(free)
 
     async def _reclaim(self) -> None:
@@ -363,7 +341,7 @@ class Replica(Collector):
 
     async def _reclaim_units(self, peer: Peer, instance: str, gone: bool) -> bool:
         """Take back units at one instance; returns whether some are left to the silent replica."""
-        totals, part = peer.totals[instance], self._capacity.part(instance)
+        totals, part = peer.totals[instance], self._capacity.parts.get(instance)
         if part is None or not totals.held:
             return False
         keep = 0 if gone else part.capacity // max(1, peer.count)

@@ -159,16 +159,6 @@ class Decision(msgspec.Struct, eq=False):
         prefill, path, _ = best_option(self.ratings, at)
         return _named(self._option_terms(at, prefill, path))
 
-    def score_terms(self, role: Role, at: int) -> dict[str, float]:
-        """Return a candidate's match rate, relative load and score, and every other term of its score."""
-        side = self.prefill if role is Role.PREFILL else self.decode
-        basics = {
-            "match": side.match_rates[at],
-            "load": self.loads(role)[at],
-            "score": self.score_of(role, at),
-        }
-        return {**dict(self.terms_of(role, at)), **basics}
-
     def _option_terms(self, d: int, p: int | None, path: PrefillPath | None) -> dict[str, float]:
         ratings = self.ratings
         found = [ratings.decode.explain(d)]

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.rpc.convert import role_to_pb
 from baton.types import Role
 from baton_router.metrics.fast_metrics import Counter, Histogram
 from baton_router.registry.instance import Instance
@@ -123,9 +124,9 @@ class SchedulerMetrics(Collector):
         )
         for role, decision in self._latest.items():
             ready = {x.instance_id for x in self._ready(role)} if self._ready is not None else set()
-            side = decision.prefill if role is Role.PREFILL else decision.decode
-            for at, name in enumerate(side.ids):
-                if name in ready:
-                    for term, value in decision.score_terms(role, at).items():
-                        family.add_metric([name, role.value, term], value)
+            for x in decision.candidates:
+                if x.role == role_to_pb(role) and x.instance_id in ready:
+                    terms = {**dict(x.terms), "match": x.match_rate, "load": x.load, "score": x.score}
+                    for term, value in terms.items():
+                        family.add_metric([x.instance_id, role.value, term], value)
         yield family

@@ -17,6 +17,7 @@ from baton_router.registry.instance import Instance
 from baton_router.registry.load import LoadReservation
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.speeds import ServedRequest, Speeds
+from baton_router.types import RoutedRequest
 
 _NEVER_REMOTE = 2**31 - 1
 """As threshold: no prompt is so long that decode would ask a prefill instance."""
@@ -47,6 +48,19 @@ class PlacementRequest(msgspec.Struct):
     max_tokens: int | None = None
     prefill_only: bool = False
     prefilled: tuple[str, float] | None = None
+
+    @classmethod
+    def of(cls, request: RoutedRequest) -> PlacementRequest:
+        """Return what is to be placed of a request that has just come."""
+        sampling = request.sampling
+        return cls(
+            request.prompt_token_ids,
+            request.cache_salt,
+            sampling.n,
+            local_only=sampling.prompt_logprobs is not None,
+            session=request.session,
+            max_tokens=sampling.max_tokens,
+        )
 
 
 @dataclass(eq=False, slots=True)

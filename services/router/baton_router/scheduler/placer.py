@@ -14,6 +14,7 @@ from baton.hashing import HashChain, hash_chain, root_hash
 from baton.types import InstanceId, PrefillPath, Role
 from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
+from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, in_flight
 from baton_router.scheduler.decision import Decision
@@ -151,19 +152,6 @@ class Fleet(Protocol):
         """Return the instances of a role that take new requests: the same list object until one comes or goes."""
 
 
-class StoreTiers(Protocol):
-    """The KV stores whose contents are indexed."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def tiers(self, kvstore: str) -> Sequence[tuple[str, int]]:
-        """Return the tiers that an instance with this ``--kvstore`` can load from, nearest first.
-
-        Each comes with the index slots of it and of all nearer ones.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class LowerTiers:
     """Tiers from which KV is loaded before it is used.
@@ -174,7 +162,7 @@ class LowerTiers:
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    stores: StoreTiers | None = None
+    stores: Stores | None = None
 
 
 class _PromptChain:
