@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,12 +44,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status: 0 if every token is right."""
-    try:
-        return asyncio.run(_demo(args))
-    except BatonError as error:
-        print(f"baton demo: {error.message}", file=sys.stderr)
-        return 1
+    """Run the demo; returns the exit status: 0 if every token is right.
+
+    Raises:
+        BatonError: A process was not ready, or the request failed.
+    """
+    return asyncio.run(_demo(args))
 
 
 async def _demo(args: argparse.Namespace) -> int:

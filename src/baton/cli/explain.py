@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import ssl
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -41,19 +40,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask and print; returns the exit status: 0 explained, 1 no such request or no answer, 2 arguments cannot work."""
-    try:
-        ask = _asker(args)
-        if args.request_id:
-            answer = ask("/debug/decisions/" + urllib.parse.quote(args.request_id, safe=""))
-        else:
-            answer = ask(f"/debug/decisions?limit={args.limit}")
-    except ConfigError as error:
-        print(f"baton explain: error: {error.message}", file=sys.stderr)
-        return 2
-    except BatonError as error:
-        print(f"baton explain: {error.message}", file=sys.stderr)
-        return 1
+    """Ask and print; returns the exit status.
+
+    Raises:
+        ConfigError: The arguments cannot work.
+        BatonError: No such request, or no answer.
+    """
+    ask = _asker(args)
+    if args.request_id:
+        answer = ask("/debug/decisions/" + urllib.parse.quote(args.request_id, safe=""))
+    else:
+        answer = ask(f"/debug/decisions?limit={args.limit}")
     if args.json:
         print(json.dumps(answer, indent=2))
         return 0

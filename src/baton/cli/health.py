@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 
 from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
@@ -23,16 +22,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask; returns the exit status: 0 serving, 1 not serving or no answer, 2 for arguments that cannot work."""
+    """Ask; returns the exit status: 0 serving, 1 not serving or no answer.
+
+    Raises:
+        ConfigError: The arguments cannot work.
+    """
     host, _, port = args.address.rpartition(":")
     if not host or not port.isdigit() or not args.timeout_s > 0:
-        print("baton health: error: give HOST:PORT and a --timeout-s above 0", file=sys.stderr)
-        return 2
-    try:
-        tls = read_tls(from_flags(AccessConfig, args))
-    except ConfigError as error:
-        print(f"baton health: error: {error.message}", file=sys.stderr)
-        return 2
+        raise ConfigError("give HOST:PORT and a --timeout-s above 0", field="address")
+    tls = read_tls(from_flags(AccessConfig, args))
     serving = asyncio.run(check_health(args.address, timeout_s=args.timeout_s, tls=tls))
     print(f"{args.address} {'is serving' if serving else 'is not serving or does not answer'}")
     return 0 if serving else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.table import Table
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
 from baton.rpc.auth import read_token
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
@@ -60,15 +59,7 @@ def _finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, 
 
 
 def _run(args: argparse.Namespace, run: Any) -> int:
-    """Run a command; returns the exit status: 0 done, 1 a store refused or was not reached, 2 wrong arguments."""
-    try:
-        asyncio.run(run(args, from_flags(AccessConfig, args)))
-    except ConfigError as error:
-        print(f"baton kvstore: error: {error.message}", file=sys.stderr)
-        return 2
-    except BatonError as error:
-        print(f"baton kvstore: {error.message}", file=sys.stderr)
-        return 1
+    asyncio.run(run(args, from_flags(AccessConfig, args)))
     return 0
 
 

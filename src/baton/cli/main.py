@@ -7,20 +7,26 @@ command.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from baton.bench.kv import command as bench_kv
 from baton.cli import demo, explain, health, kvstore, up
+from baton.errors import BatonError, ConfigError
 from baton.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command; returns the exit status.
+
+    What a command raises becomes a message on standard error and a status: 2 for a ``ConfigError``, 1 for other errors
+    of Baton and for a reader of the output that has gone, 130 for an interrupt.
+    """
     parser = argparse.ArgumentParser(prog="baton", description="Serve LLMs with prefill and decode apart.")
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     up.add_parser(commands)
     demo.add_parser(commands)
     health.add_parser(commands)
@@ -28,12 +34,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     kvstore.add_parser(commands)
     _add_benchmarks(commands)
     args = parser.parse_args(argv)
-    return int(args.run(args))
+    name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"{name}: error: {error.message}", file=sys.stderr)
+        return 2
+    except BatonError as error:
+        print(f"{name}: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _add_benchmarks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure KV transfer, replay traces against the router's policies")
-    benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
     bench_kv.add_parser(benches)
     for point in sorted(entry_points(group="baton.benchmarks"), key=lambda point: point.name):
         try:

@@ -8,7 +8,6 @@ import dataclasses
 import re
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.config import EngineConfig, add_flags, from_flags
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.worker import WorkerConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
 from baton.rpc.auth import read_token
 from baton.rpc.ports import free_ports
 from baton.rpc.tls import read_tls
@@ -55,15 +54,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run until interrupted; returns the exit status."""
-    try:
-        return asyncio.run(_up(args))
-    except ConfigError as error:
-        print(f"baton up: error: {error.message}", file=sys.stderr)
-        return 2
-    except BatonError as error:
-        print(f"baton up: {error.message}", file=sys.stderr)
-        return 1
+    """Run until interrupted; returns the exit status.
+
+    Raises:
+        ConfigError: A flag cannot work, or a port is in use.
+        UnavailableError: A process ended or was not ready in time.
+    """
+    return asyncio.run(_up(args))
 
 
 async def _up(args: argparse.Namespace) -> int:

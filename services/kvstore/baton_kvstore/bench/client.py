@@ -97,15 +97,15 @@ class _Opened:
 
     def __init__(self, spec: OpenSpec) -> None:
         self._spec = spec
-        self._fingerprint = spec.shape.fingerprint()
+        self._fingerprint = spec.plan.shape.fingerprint()
         self._size = self._fingerprint.block_bytes
         self._pattern = Pattern(self._size)
-        self._arena = HostArena(2 * spec.blocks, self._size)
+        self._arena = HostArena(2 * spec.plan.blocks, self._size)
         self._arena.touch()
-        self._loaded, self._source = self._arena.blocks[: spec.blocks], self._arena.blocks[spec.blocks :]
-        self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.blocks), self._source)
-        self._names = [chain_names(spec.seed, chain, spec.blocks) for chain in range(spec.chains)]
-        self._nowhere = [chain_names(spec.seed, -1_000_000 - i, spec.blocks) for i in range(4)]
+        self._loaded, self._source = self._arena.blocks[: spec.plan.blocks], self._arena.blocks[spec.plan.blocks :]
+        self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.plan.blocks), self._source)
+        self._names = [chain_names(spec.seed, chain, spec.plan.blocks) for chain in range(spec.plan.chains)]
+        self._nowhere = [chain_names(spec.seed, -1_000_000 - i, spec.plan.blocks) for i in range(4)]
         self._methods: dict[tuple[str, str], Once] = {}
         self._stack = contextlib.ExitStack()
         self._pipes: dict[tuple[str, str], StorePipe] = {}
@@ -114,19 +114,19 @@ class _Opened:
     async def fill(self, what: str, clients: int) -> None:
         """Put this client's share of the chains where they will be read from."""
         spec = self._spec
-        chains = range(spec.index, spec.redis_chains if what == "redis" else spec.chains, clients)
+        chains = range(spec.index, spec.plan.redis_chains if what == "redis" else spec.plan.chains, clients)
         redis = redis_client(spec.where.redis) if what == "redis" else None
         pipe = self._pipe(what, "shm") if redis is None else None
         for chain in chains:
             self._pattern.fill(self._names[chain], self._source)
-            if pipe is not None and await pipe.put(self._names[chain]) != spec.blocks:
+            if pipe is not None and await pipe.put(self._names[chain]) != spec.plan.blocks:
                 raise ConfigError("the store did not take a chain: it is too small", field="bytes")
             if redis is not None:
                 for name, block in zip(self._names[chain], self._source, strict=True):
                     redis.set(name, memoryview(block))
         if redis is not None:
             redis.close()
-        self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.blocks), self._source)
+        self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.plan.blocks), self._source)
 
     async def turn(self, spec: TurnSpec) -> TurnResult:
         """Make requests one after the other until the time is up."""
@@ -186,7 +186,7 @@ class _Opened:
         return self._names[(spec.first + self._spec.index + hits * spec.clients) % self._among(spec)]
 
     def _among(self, spec: TurnSpec) -> int:
-        return self._spec.redis_chains if spec.method.startswith("redis") else self._spec.chains
+        return self._spec.plan.redis_chains if spec.method.startswith("redis") else self._spec.plan.chains
 
     def _pipe(self, store: str, kind: str) -> StorePipe:
         key = (store, kind)

@@ -59,14 +59,17 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; returns the exit status, see ``--help``."""
-    # Imported here, as in what follows: other commands need none of it.
-    from baton.bench.core.report import guarded
+    """Measure; returns the exit status, see ``--help``.
 
-    return guarded("store", lambda: _replay(args) if args.trace else _measure(args))
+    Raises:
+        ConfigError: A flag or a file that cannot work.
+        BatonError: A client or a server ended.
+    """
+    return _replay(args) if args.trace else _measure(args)
 
 
 def _replay(args: argparse.Namespace) -> int:
+    # Imported here, as in what follows: other commands need none of it.
     from baton_kvstore.bench.replay import replay_all
 
     return replay_all(args, shlex.join(["baton", *sys.argv[1:]]), FILE_WIDTH)

@@ -25,6 +25,7 @@ from baton.bench.core.report import (
     machine_facts,
     require_memory,
     run_with_result,
+    shared_fields,
 )
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health
@@ -189,7 +190,13 @@ class Driver:
         return run_with_result(lambda: self._measure(plans), self._report)
 
     def _measure(self, plans: Sequence[Plan]) -> tuple[int, list[str]]:
-        self._report(_run_record(self._options, plans))
+        about: dict[str, Any] = {
+            "schema": SCHEMA_VERSION,
+            "version": __version__,
+            "machine": machine_facts(),
+            "geometries": tuple(plan.name for plan in plans),
+        }
+        self._report(RunRecord(**(shared_fields(self._options, RunRecord) | about)))
         if self._redis and (reason := redis_obstacle()):
             self._redis = False
             self._report(UnavailableRecord("redis", reason))
@@ -206,7 +213,11 @@ class Driver:
     def _run_plan(self, plan: Plan, agents: Sequence[Agent]) -> None:
         self._step(f"{plan.name}: starting and filling")
         with self._site(plan) as site:
-            ask_all(agents, "open", Fields, each=[{"spec": self._open_spec(site, i)} for i in range(len(agents))])
+            specs = [
+                OpenSpec(i, self._options.seed, plan, self._options.disk_readers, site.where)
+                for i in range(len(agents))
+            ]
+            ask_all(agents, "open", Fields, each=[{"spec": spec} for spec in specs])
             try:
                 self._fill(site, agents)
                 cells = self._cells()
@@ -258,19 +269,6 @@ class Driver:
                 server.wait_ready()
             site.where = Addresses(**places)
             yield site
-
-    def _open_spec(self, site: _Site, index: int) -> OpenSpec:
-        plan, options = site.plan, self._options
-        return OpenSpec(
-            index=index,
-            seed=options.seed,
-            shape=plan.shape,
-            blocks=plan.blocks,
-            chains=plan.chains,
-            redis_chains=plan.redis_chains,
-            readers=options.disk_readers,
-            where=site.where,
-        )
 
     def _fill(self, site: _Site, agents: Sequence[Agent]) -> None:
         helpers = agents[:2]  # no more than the store pulls from at once
@@ -354,24 +352,3 @@ def _disk_flags(plan: Plan, path: str, memory: int, readers: int) -> list[str]:
         raise ConfigError(f"{Path(path).parent} has no room for {2 * room} bytes", field="dir")
     flags = {"capacity-bytes": memory, "disk-path": path, "disk-bytes": room, "disk-readers": readers}
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--disk-write", "all"]
-
-
-def _run_record(options: Options, plans: Sequence[Plan]) -> RunRecord:
-    return RunRecord(
-        schema=SCHEMA_VERSION,
-        version=__version__,
-        machine=machine_facts(),
-        geometries=tuple(plan.name for plan in plans),
-        block_size=options.block_size,
-        kv_dtype=options.kv_dtype,
-        tiers=options.tiers,
-        ops=options.ops,
-        clients=options.clients,
-        hits=options.hits,
-        total_bytes=options.total_bytes,
-        disk_readers=options.disk_readers,
-        warmup=options.warmup,
-        repeat=options.repeat,
-        seconds=options.seconds,
-        seed=options.seed,
-    )

@@ -193,20 +193,14 @@ class OpenSpec(Message, frozen=True):
     Attributes:
         index: Of the client.
         seed: Of names and bytes.
-        shape: Of the blocks.
-        blocks: In a request.
-        chains: Chains of so many blocks that the stores hold.
-        redis_chains: How many of them Redis holds.
+        plan: What is moved.
         readers: Threads of plain reads.
         where: The servers.
     """
 
     index: int
     seed: int
-    shape: Shape
-    blocks: int
-    chains: int
-    redis_chains: int
+    plan: Plan
     readers: int
     where: Addresses
 

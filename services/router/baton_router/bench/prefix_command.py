@@ -35,14 +35,12 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count; returns the exit status."""
-    from baton.bench.core.report import guarded  # with a library that other commands do without
+    """Count; returns the exit status.
 
-    return guarded("prefixes", lambda: _count(args))
-
-
-def _count(args: argparse.Namespace) -> int:
-    from baton.bench.core.report import show_document
+    Raises:
+        ConfigError: A flag or a file that cannot work.
+    """
+    from baton.bench.core.report import show_document  # with a library that other commands do without
 
     lengths, times = _numbers(args.longer_than, "longer-than", 0), _numbers(args.seen, "seen", 2)
     data = read_dataset(Path(args.dataset), args.limit)

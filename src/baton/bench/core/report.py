@@ -54,6 +54,12 @@ class ResultRecord(Record):
     seconds: float
 
 
+def shared_fields(source: object, kind: type[Record]) -> dict[str, Any]:
+    """Return the fields of a kind of record that another object has under the same names."""
+    names = [item.name for item in dataclasses.fields(kind)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
+
+
 R = TypeVar("R", bound=Record)
 Report = Callable[[Record], None]
 """Gets each record as soon as it is known."""
@@ -175,23 +181,6 @@ def run_and_show(
     if args.plot:
         draw(records, Path(args.plot))
     return code
-
-
-def guarded(name: str, action: Callable[[], int]) -> int:
-    """Run ``baton bench NAME``; errors become messages on standard error and an exit status (1, 2 or 130)."""
-    try:
-        return action()
-    except ConfigError as error:
-        sys.stderr.write(f"baton bench {name}: error: {error.message}\n")
-        return 2
-    except BatonError as error:
-        sys.stderr.write(f"baton bench {name}: {error.message}\n")
-        return 1
-    except BrokenPipeError:  # the reader of the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def words(text: str) -> tuple[str, ...]:

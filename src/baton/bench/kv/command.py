@@ -73,14 +73,17 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Listen, or measure; returns the exit status, see ``--help``."""
-    # Imported here, as in what follows: other commands need none of it.
-    from baton.bench.core.report import guarded
+    """Listen, or measure; returns the exit status, see ``--help``.
 
-    return guarded("kv", lambda: _listen(args) if args.listen else _measure(args))
+    Raises:
+        ConfigError: A flag that cannot work.
+        BatonError: An agent ended, or the other host is out of reach.
+    """
+    return _listen(args) if args.listen else _measure(args)
 
 
 def _measure(args: argparse.Namespace) -> int:
+    # Imported here, as in what follows: other commands need none of it.
     from baton.bench.core.report import Report, run_and_show
     from baton.bench.kv.driver import Driver
     from baton.bench.kv.plan import Options

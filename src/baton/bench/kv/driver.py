@@ -18,6 +18,7 @@ from baton.bench.core.report import (
     one_line,
     require_memory,
     run_with_result,
+    shared_fields,
 )
 from baton.bench.kv.contest import Contestant, FlowContestant, OpenStage, OverlapStudies, RivalContestant, Standing
 from baton.bench.kv.plan import (
@@ -123,27 +124,18 @@ class Driver:
     def _run_record(self, stage: Stage, source: Agent, target: Agent) -> RunRecord:
         options = self._options
         here, there = target.ask("hello", Fields), source.ask("hello", Fields)
-        return RunRecord(
-            schema=SCHEMA_VERSION,
-            version=__version__,
-            machine=here,
-            peer=there if options.connect else None,
-            pipes=options.asked,
-            geometry=options.label,
-            kv_bytes_per_token=stage.source.bytes_per_token if stage.name == "kv" else 0,
-            block_size=options.block_size,
-            dst_block_size=options.dst_block_size or options.block_size,
-            kv_dtype=options.kv_dtype,
-            dst_kv_dtype=options.dst_kv_dtype or options.kv_dtype,
-            src_tp=options.src_tp,
-            src_pp=options.src_pp,
-            dst_tp=options.dst_tp,
-            dst_pp=options.dst_pp,
-            pattern=options.pattern,
-            warmup=options.warmup,
-            repeat=options.repeat,
-            seed=options.seed,
-        )
+        about: dict[str, Any] = {
+            "schema": SCHEMA_VERSION,
+            "version": __version__,
+            "machine": here,
+            "peer": there if options.connect else None,
+            "pipes": options.asked,
+            "geometry": options.label,
+            "kv_bytes_per_token": stage.source.bytes_per_token if stage.name == "kv" else 0,
+            "dst_block_size": options.dst_block_size or options.block_size,
+            "dst_kv_dtype": options.dst_kv_dtype or options.kv_dtype,
+        }
+        return RunRecord(**(shared_fields(options, RunRecord) | about))
 
     def _run_stage(self, stage: Stage, sources: list[Agent], targets: list[Agent]) -> None:
         opened = OpenStage(stage, sources, targets, self._options.asked, self._options.seed)

@@ -1,0 +1,30 @@
+"""What a command raises is told in one line, with the documented exit status, whichever command it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.cli.main import main
+from baton.errors import ConfigError, UnavailableError
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (ConfigError("no such model", field="model"), 2, "baton demo: error: no such model\n"),
+        (UnavailableError("decode-0 was not ready"), 1, "baton demo: decode-0 was not ready\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_commands_error_is_a_line_and_a_status(error, status, told, monkeypatch, capsys):
+    def fail() -> str:
+        raise error
+
+    monkeypatch.setattr("baton.cli.demo.default_model", fail)
+    assert main(["demo"]) == status
+    assert capsys.readouterr().err == told
+
+
+def test_a_benchmark_is_named_with_its_group(capsys):
+    assert main(["bench", "prefixes", "--dataset", "/nonexistent"]) == 2
+    assert capsys.readouterr().err.startswith("baton bench prefixes: error: cannot read /nonexistent")
