@@ -19,6 +19,7 @@ from tests.support.equality import hf_greedy
 from baton.cli.supervisor import Supervisor
 from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
+from baton.errors import UnavailableError
 from baton.tokenizer.tokenizer import Tokenizer
 from baton.types import Role
 
@@ -28,6 +29,7 @@ ROUNDS = 20
 NEW_TOKENS = 80
 LONG = 500
 SETTLED_S = 180.0
+LEASE_S = 20.0
 SEED = int(os.environ.get("BATON_TEST_FAULTS_SEED") or random.SystemRandom().randrange(10**6))
 """Of victims and moments; a failure names it, and the variable repeats it."""
 
@@ -47,7 +49,8 @@ def expected(model, prompts) -> list[list[int]]:
 async def deployment(model, starter):
     lines: list[str] = []
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1200", "--prefill-chunk", "128")
-    extra = ExtraArgs(worker=worker, decode=("--remote-prefill-threshold", "32", "--prefill-stall-s", "4"))
+    decode = ("--remote-prefill-threshold", "32", "--prefill-stall-s", "4")
+    extra = ExtraArgs(worker=worker, prefill=("--lease-s", f"{LEASE_S:g}"), decode=decode)
     plan = make_plan(ratio=Ratio(2, 3), port=0, extra=extra)
 
     def emit(name: str, line: str) -> None:
@@ -205,16 +208,104 @@ async def test_a_frozen_prefill_instance_delays_but_does_not_stop_an_answer(depl
     await settle(deployment)
 
 
-async def num_generated(supervisor: Supervisor) -> float:
-    """Return how many tokens the instances have generated."""
-    total = 0.0
+async def measured(supervisor: Supervisor, role: Role, metric: str) -> dict[str, float]:
+    """Return a metric of all instances of a role, by their names."""
+    values = {}
     async with httpx.AsyncClient(timeout=60) as client:
         for spec in supervisor.plan.workers:
-            if spec.role == Role.DECODE.value:
+            if spec.role == role.value:
                 text = (await client.get(f"http://{dict(spec.listens)['metrics']}")).text
-                (count,) = re.findall(r"^baton_engine_decode_tokens_total (\S+)$", text, re.MULTILINE)
-                total += float(count)
-    return total
+                (value,) = re.findall(rf"^{metric} (\S+)$", text, re.MULTILINE)
+                values[spec.name] = float(value)
+    return values
+
+
+async def num_generated(supervisor: Supervisor) -> float:
+    """Return how many tokens the instances have generated."""
+    return sum((await measured(supervisor, Role.DECODE, "baton_engine_decode_tokens_total")).values())
+
+
+class Waiting:
+    """Prompts that were computed first and wait for decode instances, all of which are stopped: nobody claims them.
+
+    Attributes:
+        holders: How many wait at each prefill instance.
+        chosen: How many of the requests each decode instance has.
+    """
+
+    def __init__(self, supervisor: Supervisor, prompts: list[list[int]], salt: str) -> None:
+        self.supervisor, self.prompts, self.salt = supervisor, prompts, salt
+        self.client = AsyncClient(supervisor.plan.grpc_address, timeout=120.0, retries=0)
+        decodes = [spec.name for spec in supervisor.plan.workers if spec.role == Role.DECODE.value]
+        self.stopped = {name: supervisor.processes[name].pid for name in decodes}
+
+    async def __aenter__(self) -> Waiting:
+        for pid in self.stopped.values():
+            os.kill(pid, signal.SIGSTOP)
+        options = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "cache_salt": self.salt, "order": "prefill_first"}
+        self.answers = [asyncio.create_task(self.client.generate(prompt, **options)) for prompt in self.prompts]
+        async with asyncio.timeout(SETTLED_S):
+            while True:
+                self.holders = await self.num_leases()
+                instances = await self.client.list_instances()
+                self.chosen = {item.instance_id: item.in_flight for item in instances if item.role is Role.DECODE}
+                if sum(self.holders.values()) == sum(self.chosen.values()) == len(self.prompts):
+                    return self
+                await asyncio.sleep(0.02)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.go_on()
+        await asyncio.gather(*self.answers, return_exceptions=True)
+        await self.client.close()
+
+    async def num_leases(self) -> dict[str, float]:
+        return await measured(self.supervisor, Role.PREFILL, "baton_worker_leases")
+
+    async def kill(self, name: str) -> None:
+        process = self.supervisor.processes[name]
+        self.stopped.pop(name, None)
+        self.supervisor.kill(name)
+        async with asyncio.timeout(SETTLED_S):
+            while process.returncode is None:
+                await asyncio.sleep(0.005)
+
+    def go_on(self) -> None:
+        while self.stopped:
+            os.kill(self.stopped.popitem()[1], signal.SIGCONT)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_an_instance_is_killed_while_prompts_wait_to_be_claimed(deployment, prompts, expected, role):
+    """The prefill instance that keeps most of them, or the decode instance that was chosen for most of them."""
+    long = [i for i, prompt in enumerate(prompts) if len(prompt) > 100]
+    async with Waiting(deployment, [prompts[i] for i in long], f"{role} dies") as waiting:
+        where = waiting.holders if role is Role.PREFILL else waiting.chosen
+        await waiting.kill(max(where, key=where.__getitem__))
+        waiting.go_on()
+        answers = await asyncio.gather(*waiting.answers)
+    assert [answer.token_ids for answer in answers] == [expected[i] for i in long]
+    traces = [answer.trace for answer in answers]
+    if role is Role.PREFILL:
+        assert any(trace.failed_prefills or trace.local_reason == "lease_over" for trace in traces)
+    else:
+        assert any(trace.order == "decode_first" for trace in traces), "it may have claimed: nothing counts on the KV"
+    await settle(deployment)
+
+
+async def test_prompts_that_nobody_claims_go_by_their_lease(deployment, prompts, expected):
+    """The router dies too, which would have withdrawn them; what it had begun ends with it."""
+    async with Waiting(deployment, prompts[3:5], "router dies") as waiting:
+        await waiting.kill("router")
+        for result in await asyncio.gather(*waiting.answers, return_exceptions=True):
+            assert isinstance(result, UnavailableError)
+        assert sum((await waiting.num_leases()).values()) == len(waiting.prompts)
+        async with asyncio.timeout(LEASE_S + SETTLED_S):
+            while sum((await waiting.num_leases()).values()):
+                await asyncio.sleep(0.1)
+    await settle(deployment)
+    async with AsyncClient(deployment.plan.grpc_address, timeout=120.0) as client:
+        again = await client.generate(prompts[3], temperature=0.0, max_tokens=NEW_TOKENS, order="prefill_first")
+    assert again.token_ids == expected[3]
 
 
 async def test_a_client_that_goes_away_leaves_nothing(deployment, prompts):

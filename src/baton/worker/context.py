@@ -12,7 +12,7 @@ from baton.api.v1 import worker_pb2
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.executor.base import Executor
-from baton.errors import InvalidRequestError, UnavailableError
+from baton.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector
 from baton.kv_cache.events import BlocksStored, KVEvent
@@ -149,6 +149,31 @@ class WorkerContext(InstanceContext):
     admission: Admission
     metrics: WorkerMetrics
     tokenizer_digest: str
+
+    @contextmanager
+    def call(self, method: str) -> Iterator[CallOutcome]:
+        """Admit a call and count it by its outcome, which is an error's code or ``ok`` at its end.
+
+        Raises:
+            UnavailableError: The instance drains.
+        """
+        outcome = CallOutcome()
+        try:
+            with self.admission.admit():
+                yield outcome
+            outcome.code = "ok"
+        except BatonError as error:
+            outcome.code = error.code
+            raise
+        finally:
+            self.metrics.requests.labels(method, outcome.code).inc()
+
+
+@dataclass(slots=True)
+class CallOutcome:
+    """What a call counts as that is cancelled now."""
+
+    code: str = "cancelled"
 
 
 class InstanceRole:

@@ -10,7 +10,7 @@ import grpc.aio
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
-from baton.errors import BatonError, InternalError, TransferError, UnavailableError
+from baton.errors import InternalError, TransferError, UnavailableError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
@@ -65,30 +65,19 @@ class DecodeRole(InstanceRole):
 
     async def generate(self, request: worker_pb2.GenerateRequest) -> AsyncGenerator[worker_pb2.GenerateResponse, None]:
         """Run a request and stream its tokens; one message per engine step."""
-        worker = self._worker
-        code = "cancelled"
-        try:
-            with worker.admission.admit():
-                request_id = RequestId(request.request_id)
-                self._dialer.trace_contexts[request_id] = dict(request.trace_context)
-                try:
-                    stream = await worker.engine.submit(_engine_request(request))
-                except BaseException:
-                    self._dialer.trace_contexts.pop(request_id, None)
-                    raise
+        request_id, trace_contexts = RequestId(request.request_id), self._dialer.trace_contexts
+        with self._worker.call("generate"):
+            trace_contexts[request_id] = dict(request.trace_context)
+            try:
+                stream = await self._worker.engine.submit(_engine_request(request))
                 try:
                     async for response in self._responses(request, stream):
                         yield response
                 finally:
                     stream.close()
-                    self._dialer.trace_contexts.pop(request_id, None)
                     self.connector.forget(request_id)
-            code = "ok"
-        except BatonError as error:
-            code = error.code
-            raise
-        finally:
-            worker.metrics.requests.labels("generate", code).inc()
+            finally:
+                trace_contexts.pop(request_id, None)
 
     async def _responses(
         self, request: worker_pb2.GenerateRequest, stream: RequestStream

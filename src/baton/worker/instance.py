@@ -177,10 +177,14 @@ class WorkerInstance:
             metrics=WorkerMetrics(),
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
         )
-        context.metrics.watch(lambda: engine.stats, lambda: (engine.num_steps, engine.step_seconds))
+        self._role = role = _ROLES[self._first_role](context)
+        context.metrics.watch(
+            lambda: engine.stats,
+            lambda: (engine.num_steps, engine.step_seconds),
+            lambda: (self._role or role).num_kept(),
+        )
         context.metrics.watch_store(connectors.store_use)
         context.metrics.watch_connectors(connectors.uses)
-        self._role = _ROLES[self._first_role](context)
         connectors.enter(self._role)
         engine.start()
         self._stack.push_async_callback(engine.stop)

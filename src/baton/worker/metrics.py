@@ -54,11 +54,14 @@ class WorkerMetrics:
         )
         self.ttft = Histogram("baton_worker_ttft_seconds", "Admission to first token", buckets=_SECONDS, registry=reg)
         self.queue = Histogram("baton_worker_queue_seconds", "Admission to first work", buckets=_SECONDS, registry=reg)
-        self.leases = Gauge("baton_worker_leases", "Prefill streams that hold blocks", registry=reg)
+        self.leases = Gauge("baton_worker_leases", "Prompts whose blocks are kept for others", registry=reg)
 
-    def watch(self, stats: Callable[[], EngineStats], steps: Callable[[], tuple[int, float]]) -> None:
-        """Export an engine's statistics, read at scrape time."""
+    def watch(
+        self, stats: Callable[[], EngineStats], steps: Callable[[], tuple[int, float]], kept: Callable[[], int]
+    ) -> None:
+        """Export an engine's statistics, and how many prompts are kept for others, read at scrape time."""
         self.registry.register(_EngineCollector(stats, steps))
+        self.leases.set_function(kept)
 
     def watch_store(self, use: StoreUse) -> None:
         """Export how the KV store is used, read at scrape time."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
-from baton.errors import BatonError, DeadlineError, InternalError, InvalidRequestError, UnavailableError
+from baton.errors import DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
 from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.p2p.prefill_stream import Offer
@@ -69,22 +69,13 @@ class PrefillRole(InstanceRole):
 
     async def prefill(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
         """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
-        worker = self._worker
-        code = "cancelled"
         responses = self._claimed(request) if request.HasField("claim") else self._computed(request)
-        try:
-            with worker.admission.admit():
-                async with aclosing(responses):
-                    async for response in responses:
-                        if response.HasField("result"):
-                            code = "ok"  # a caller that has the result closes the stream: that is no cancellation
-                        yield response
-        except BatonError as error:
-            code = error.code
-            raise
-        finally:
-            worker.metrics.requests.labels("prefill", code).inc()
-            worker.metrics.leases.set(self._producer.num_leases())
+        with self._worker.call("prefill") as outcome:
+            async with aclosing(responses):
+                async for response in responses:
+                    if response.HasField("result"):
+                        outcome.code = "ok"  # a caller that has the result closes the stream: that is no cancellation
+                    yield response
 
     async def _computed(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse]:
         """Compute a prompt and offer its blocks as chunks finish."""
@@ -96,7 +87,6 @@ class PrefillRole(InstanceRole):
             raise InvalidRequestError("num_held_tokens must leave something to compute", field="num_held_tokens")
         held = self._held(request)
         lease = self._producer.open_lease(engine_request.request_id, tokens, request.num_held_tokens)
-        worker.metrics.leases.set(self._producer.num_leases())
         try:
             if held is not None:
                 self._reuser.expect(engine_request.request_id, held)
@@ -137,29 +127,17 @@ class PrefillRole(InstanceRole):
 
     async def prefill_first(self, request: worker_pb2.PrefillFirstRequest) -> worker_pb2.PrefillFirstResponse:
         """Compute a prompt and let it wait for the decode instance that claims it."""
-        worker = self._worker
-        code = "cancelled"
-        try:
-            with worker.admission.admit():
-                engine_request = self._engine_request(request)
-                tokens = as_token_array(unpack_ids(request.prompt_token_ids))
-                self._unclaimed.require_room(len(tokens))
-                lease = self._producer.open_lease(engine_request.request_id, tokens, 0, layerwise=False)
-                worker.metrics.leases.set(self._producer.num_leases())
-                try:
-                    response = await self._let_wait(engine_request, lease)
-                except BaseException:
-                    self._unclaimed.withdraw(lease.request_id)
-                    self._producer.close_lease(lease)
-                    raise
-            code = "ok"
-            return response
-        except BatonError as error:
-            code = error.code
-            raise
-        finally:
-            worker.metrics.requests.labels("prefill_first", code).inc()
-            worker.metrics.leases.set(self._producer.num_leases())
+        with self._worker.call("prefill_first"):
+            engine_request = self._engine_request(request)
+            tokens = as_token_array(unpack_ids(request.prompt_token_ids))
+            self._unclaimed.require_room(len(tokens))
+            lease = self._producer.open_lease(engine_request.request_id, tokens, 0, layerwise=False)
+            try:
+                return await self._let_wait(engine_request, lease)
+            except BaseException:
+                self._unclaimed.withdraw(lease.request_id)
+                self._producer.close_lease(lease)
+                raise
 
     async def _let_wait(self, request: EngineRequest, lease: Lease) -> worker_pb2.PrefillFirstResponse:
         engine = self._worker.engine
@@ -178,9 +156,7 @@ class PrefillRole(InstanceRole):
 
     def withdraw(self, request_id: RequestId) -> bool:
         """Drop a prompt that waits under this id; ``False``: there is none."""
-        found = self._unclaimed.withdraw(request_id)
-        self._worker.metrics.leases.set(self._producer.num_leases())
-        return found
+        return self._unclaimed.withdraw(request_id)
 
     def num_kept(self) -> int:
         """Prompts whose blocks are kept for others."""
