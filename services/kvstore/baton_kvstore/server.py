@@ -14,10 +14,10 @@ from prometheus_client import start_http_server
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import ConfigError
 from baton.rpc.auth import read_token, require_clear_pipes
+from baton.rpc.redis_client import RedisPresence, redis_store_node
 from baton.rpc.server import GrpcServer
 from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
-from baton.worker.registration import RedisNode
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.quotas import Quotas
@@ -85,7 +85,7 @@ class KVStoreServer:
         )
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self._servicer, self._grpc.server)
         self._expiry: asyncio.Task[None] | None = None
-        self._presence: RedisNode | None = None
+        self._presence: RedisPresence | None = None
         self._scrapes: tuple[WSGIServer, threading.Thread] | None = None
 
     async def start(self) -> None:
@@ -104,7 +104,7 @@ class KVStoreServer:
         await self._grpc.set_serving(True)
         if config.register_redis:
             name = f"{config.advertise_host or config.host}:{port}"
-            self._presence = RedisNode(config.register_redis, config.register_prefix, self.instance_id, name)
+            self._presence = redis_store_node(config.register_redis, config.register_prefix, self.instance_id, name)
             self._presence.start()
         log.info(
             "kvstore instance %s listening on %s, %d bytes for blocks, pipes %s",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from baton.config.flags import options_by_name
 from baton.engine.build import available_bytes
 from baton.errors import BusyError, ConfigError
 from baton.kv_cache.arena import arena_bytes
-from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave
+from baton.kv_cache.connector import GuardedConnector, KVConnector
 from baton.kv_transfer.blocks import BlockFetcher
 from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder
@@ -21,7 +21,7 @@ from baton.kv_transfer.connector.staging import StagingArena
 from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.backend import LocalOptions, StoreUse
 from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
-from baton.types import BlockHash, BlockId, InstanceId, RequestId, Tenant
+from baton.types import InstanceId
 from baton.worker.context import InstanceContext, InstanceRole
 
 Options = Mapping[str, str]
@@ -67,11 +67,10 @@ class InstanceConnectors:
                 source=context.source,
                 follows_all=context.config.kvstore_decode_saves,
             )
-        self._named = NamedConnectors(context)
-        self._role = RoleConnector()
+        self._named, self.uses = _named_connectors(context)
+        self._role = _RoleConnector()
         self.store_use = StoreUse() if self._store is None else self._store.use
-        self.uses = self._named.uses
-        connectors = [*self._named.connectors, *([] if self._store is None else [self._store]), self._role]
+        connectors = [*self._named, *([] if self._store is None else [self._store]), self._role]
         self.connector: KVConnector = connectors[0] if len(connectors) == 1 else MultiConnector(connectors)
 
     def enter(self, role: InstanceRole) -> None:
@@ -86,17 +85,19 @@ class InstanceConnectors:
 
     async def close(self) -> None:
         """End loads and saves and wait for them; ``connector`` was closed before."""
-        await self._named.close()
+        for connector in self._named:
+            if isinstance(connector, BackedConnector):
+                await connector.aclose()
         if self._store is not None:
             await self._store.aclose()
         await asyncio.to_thread(self.fetcher.close)
 
 
-class RoleConnector(KVConnector):
-    """Passes everything on to the hand-over of the role that the instance has now."""
+class _RoleConnector(GuardedConnector):
+    """The hand-over of the role that the instance has now."""
 
     def __init__(self) -> None:
-        self._now = KVConnector()
+        super().__init__(KVConnector())
 
     def switch(self, to: KVConnector) -> None:
         """Exchange it.
@@ -104,48 +105,9 @@ class RoleConnector(KVConnector):
         Raises:
             BusyError: It has something outstanding.
         """
-        if self._now.has_pending():
+        if self._connector.has_pending():
             raise BusyError("KV of this instance is being loaded, or kept for others", retry_after_s=1.0)
-        self._now = to
-
-    def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
-        """See the base class; this holds for all methods here."""
-        return self._now.plan_load(request, num_local_tokens)
-
-    def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:  # noqa: D102
-        self._now.start_load(request, num_local_tokens, block_ids)
-
-    def cancel_load(self, request_id: RequestId) -> None:  # noqa: D102
-        self._now.cancel_load(request_id)
-
-    def poll_loads(self) -> list[LoadUpdate]:  # noqa: D102
-        return self._now.poll_loads()
-
-    def request_finished(self, request_id: RequestId) -> bool:  # noqa: D102
-        return self._now.request_finished(request_id)
-
-    def poll_releases(self) -> list[RequestId]:  # noqa: D102
-        return self._now.poll_releases()
-
-    def has_pending(self) -> bool:  # noqa: D102
-        return self._now.has_pending()
-
-    def step_begins(self, saves: Sequence[PlannedSave]) -> None:  # noqa: D102
-        self._now.step_begins(saves)
-
-    def layer_computed(self, layer: int) -> None:  # noqa: D102
-        self._now.layer_computed(layer)
-
-    def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:  # noqa: D102
-        self._now.blocks_belong(request_id, tenant)
-
-    def blocks_computed(  # noqa: D102
-        self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
-    ) -> None:
-        self._now.blocks_computed(request_id, block_ids, hashes, num_tokens)
-
-    def close(self) -> None:  # noqa: D102
-        self._now.close()
+        self._connector, self.name = to, type(to).__name__
 
 
 def _store_options(context: InstanceContext) -> StoreOptions:
@@ -161,43 +123,25 @@ def _store_options(context: InstanceContext) -> StoreOptions:
     )
 
 
-class NamedConnectors:
-    """The connectors that the configuration names.
-
-    Args:
-        parts: The instance's context.
-
-    Attributes:
-        connectors: In the order of the configuration.
-        uses: What Baton's own ones were used for, by their names.
-
-    Raises:
-        ConfigError: One is not installed, does not start or does not want its options.
-    """
-
-    def __init__(self, context: InstanceContext) -> None:
-        config = context.config
-        options = options_by_name(config.kv_connectors, config.kv_connector_options, field="kv_connector_options")
-        self.connectors: list[KVConnector] = []
-        self.uses: dict[str, StoreUse] = {}
-        try:
-            for name in config.kv_connectors:
-                if name in BUILT_IN:
-                    connector = BUILT_IN[name](context, options[name])
-                    self.uses[name] = connector.use
-                    self.connectors.append(connector)
-                else:
-                    self.connectors.append(make_connector(name, _connector_context(context, options[name])))
-        except BaseException:
-            for made in self.connectors:
-                made.close()
-            raise
-
-    async def close(self) -> None:
-        """Wait for what Baton's own ones do; all of them were closed before."""
-        for connector in self.connectors:
-            if isinstance(connector, BackedConnector):
-                await connector.aclose()
+def _named_connectors(context: InstanceContext) -> tuple[list[KVConnector], dict[str, StoreUse]]:
+    """Return the connectors that the configuration names, and what Baton's own ones were used for."""
+    config = context.config
+    options = options_by_name(config.kv_connectors, config.kv_connector_options, field=FIELD)
+    connectors: list[KVConnector] = []
+    uses: dict[str, StoreUse] = {}
+    try:
+        for name in config.kv_connectors:
+            if name in BUILT_IN:
+                connector = BUILT_IN[name](context, options[name])
+                uses[name] = connector.use
+                connectors.append(connector)
+            else:
+                connectors.append(make_connector(name, _connector_context(context, options[name])))
+    except BaseException:
+        for made in connectors:
+            made.close()
+        raise
+    return connectors, uses
 
 
 def _connector_context(context: InstanceContext, options: Options) -> ConnectorContext:

@@ -55,7 +55,7 @@ class EngineThread:
         self.stats = core.stats()
         self._stats_due = 0.0
         self.step_seconds = 0.0
-        self.num_steps = 0
+        self.steps = 0
         self.failure: BaseException | None = None
 
     def start(self) -> None:
@@ -174,7 +174,7 @@ class EngineThread:
         outputs = self._core.step()
         if outputs:
             self._loop.call_soon_threadsafe(self._deliver, outputs)
-        self.num_steps += 1
+        self.steps += 1
         self.step_seconds += time.perf_counter() - started
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:

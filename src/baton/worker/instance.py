@@ -20,6 +20,7 @@ from baton.errors import BusyError, ConfigError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
+from baton.rpc.redis_client import RedisPresence
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
 from baton.rpc.tls import read_tls
@@ -32,7 +33,7 @@ from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.prefill import PrefillRole
-from baton.worker.registration import Identity, RedisRegistration, Registration
+from baton.worker.registration import Identity, Registration, redis_registration
 from baton.worker.servicer import WorkerServicer
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class WorkerInstance:
     ) -> None:
         self._first_role, self._config, self._engine_config = role, config, engine_config
         self._on_failure, self._memory = on_failure, memory
-        self._registrations: list[Registration | RedisRegistration] = []
+        self._registrations: list[Registration | RedisPresence] = []
         self._stack = contextlib.AsyncExitStack()
         self._server: GrpcServer | None = None
         self._role: InstanceRole | None = None
@@ -178,13 +179,7 @@ class WorkerInstance:
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
         )
         self._role = role = _ROLES[self._first_role](context)
-        context.metrics.watch(
-            lambda: engine.stats,
-            lambda: (engine.num_steps, engine.step_seconds),
-            lambda: (self._role or role).num_kept(),
-        )
-        context.metrics.watch_store(connectors.store_use)
-        context.metrics.watch_connectors(connectors.uses)
+        context.metrics.watch(engine, lambda: (self._role or role).num_kept(), connectors.store_use, connectors.uses)
         connectors.enter(self._role)
         engine.start()
         self._stack.push_async_callback(engine.stop)
@@ -277,7 +272,7 @@ class WorkerInstance:
         identity = Identity(config.advertise or self.address, context.instance_id, self.role, context.arena.epoch)
         self._registrations = [Registration(x, identity, context.token, context.tls) for x in config.routers]
         if config.redis:
-            self._registrations.append(RedisRegistration(config.redis, config.redis_prefix, identity))
+            self._registrations.append(redis_registration(config.redis, config.redis_prefix, identity))
         for registration in self._registrations:
             registration.start()
 

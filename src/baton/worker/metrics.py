@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
-from baton.engine.request import EngineStats
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.rpc.convert import path_from_pb
+from baton.worker.engine_thread import EngineThread
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -57,19 +56,24 @@ class WorkerMetrics:
         self.leases = Gauge("baton_worker_leases", "Prompts whose blocks are kept for others", registry=reg)
 
     def watch(
-        self, stats: Callable[[], EngineStats], steps: Callable[[], tuple[int, float]], kept: Callable[[], int]
+        self, engine: EngineThread, kept: Callable[[], int], store: StoreUse, connectors: Mapping[str, StoreUse]
     ) -> None:
-        """Export an engine's statistics, and how many prompts are kept for others, read at scrape time."""
-        self.registry.register(_EngineCollector(stats, steps))
+        """Export what is read at scrape time.
+
+        Args:
+            engine: Its statistics.
+            kept: Returns how many prompts are kept for others.
+            store: How the KV store is used.
+            connectors: How Baton's other connectors are used, by their names.
+        """
         self.leases.set_function(kept)
-
-    def watch_store(self, use: StoreUse) -> None:
-        """Export how the KV store is used, read at scrape time."""
-        self.registry.register(_StoreCollector(use))
-
-    def watch_connectors(self, uses: Mapping[str, StoreUse]) -> None:
-        """Export how Baton's other connectors are used, by their names."""
-        self.registry.register(_ConnectorCollector(uses))
+        for collector in (
+            _FieldCollector("baton_engine_", lambda: {"": engine.stats}, _ENGINE_COUNTERS, _ENGINE_GAUGES),
+            _FieldCollector("baton_engine_", lambda: {"": engine}, _STEP_COUNTERS),
+            _FieldCollector("baton_store_", lambda: {"": store}, _STORE_COUNTERS, _STORE_GAUGES),
+            _FieldCollector("baton_connector_", lambda: connectors, _CONNECTOR_COUNTERS, label="connector"),
+        ):
+            self.registry.register(collector)
 
     def trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count a request's trace, once, at its first token."""
@@ -90,95 +94,95 @@ class WorkerMetrics:
         self.queue.observe(trace.queue_us / 1e6)
 
 
-class _EngineCollector(Collector):
-    _GAUGES: ClassVar = {
-        "num_running": "Sequences in the batch",
-        "num_waiting": "Sequences in the queue",
-        "num_loading": "Sequences that wait for KV from outside",
-        "blocks_total": "KV blocks in the pool",
-        "blocks_active": "KV blocks held by requests or leases",
-        "blocks_cached": "KV blocks that can be hit, those in use included",
-        "waiting_prompt_tokens": "Prompt tokens not computed yet",
-    }
-    _COUNTERS: ClassVar = {
-        "num_preemptions": "Sequences preempted",
-        "prefill_tokens": "Prompt tokens computed",
-        "decode_tokens": "Tokens generated",
-        "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
-        "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
-    }
+class _FieldCollector(Collector):
+    """Metrics that are fields of objects, read at scrape time.
 
-    def __init__(self, stats: Callable[[], EngineStats], steps: Callable[[], tuple[int, float]]) -> None:
-        self._stats, self._steps = stats, steps
+    Args:
+        prefix: Of the metrics; their names go on with those of the fields.
+        objects: Returns the objects, by the value of their label.
+        counters: What the fields count that only rise, by their names.
+        gauges: What the others say.
+        label: Name of the label; empty: there is one object, without any.
+    """
 
-    def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        for name, text in self._GAUGES.items():
-            yield GaugeMetricFamily(f"baton_engine_{name}", text, value=getattr(stats, name))
-        for name, text in self._COUNTERS.items():
-            yield CounterMetricFamily(f"baton_engine_{name}", text, value=getattr(stats, name))
-        steps, seconds = self._steps()
-        yield CounterMetricFamily("baton_engine_steps", "Engine steps", value=steps)
-        yield CounterMetricFamily("baton_engine_step_seconds", "Time in engine steps", value=seconds)
-
-
-class _StoreCollector(Collector):
-    _COUNTERS: ClassVar = {
-        "loads": "Loads from the KV store that ended, whatever with",
-        "load_hits": "Loads that brought at least one block",
-        "load_failures": "Loads that failed",
-        "loaded_tokens": "Tokens whose KV came from the store",
-        "loaded_bytes": "KV bytes that came from the store",
-        "saves": "Puts that the store answered",
-        "save_failures": "Puts that failed",
-        "saved_blocks": "Blocks that the store held after a Put, new or not",
-        "followed_blocks": "Those of them that it copied while they were computed",
-        "saved_bytes": "KV bytes that the store pulled",
-        "skipped_loads": "Requests not looked for: too many were, or the store was left alone",
-        "skipped_saves": "Saves left out for the same reasons",
-        "times_left_alone": "How often failures in a row made this instance leave the store alone",
-        "node_failures": "Calls to one of several store nodes, and fetches from it, that failed",
-        "failovers": "Segments that came from another store node than the one asked first",
-        "copied_blocks": "Blocks that this instance had one store node copy from another",
-        "skipped_copies": "Copies between store nodes that were left out or failed",
-    }
-    _GAUGES: ClassVar = {
-        "nodes": "Store nodes known, where there are several",
-        "nodes_resting": "Those that are left alone because they did not answer",
-    }
-
-    def __init__(self, use: StoreUse) -> None:
-        self._use = use
+    def __init__(
+        self,
+        prefix: str,
+        objects: Callable[[], Mapping[str, object]],
+        counters: Mapping[str, str],
+        gauges: Mapping[str, str] | None = None,
+        *,
+        label: str = "",
+    ) -> None:
+        self._prefix, self._objects, self._label = prefix, objects, label
+        self._kinds = ((GaugeMetricFamily, gauges or {}), (CounterMetricFamily, counters))
 
     def collect(self) -> Iterable[Metric]:
-        for name, text in self._COUNTERS.items():
-            yield CounterMetricFamily(f"baton_store_{name}", text, value=getattr(self._use, name))
-        for name, text in self._GAUGES.items():
-            yield GaugeMetricFamily(f"baton_store_{name}", text, value=getattr(self._use, name))
+        """Read all."""
+        labels = [self._label] if self._label else []
+        objects = self._objects()
+        for family_of, texts in self._kinds:
+            for name, text in texts.items():
+                family = family_of(self._prefix + name, text, labels=labels)
+                for value, item in objects.items():
+                    family.add_metric([value] if labels else [], getattr(item, name))
+                yield family
 
 
-class _ConnectorCollector(Collector):
-    _COUNTERS: ClassVar = {
-        "loads": "Loads through a connector that ended, whatever with",
-        "load_hits": "Loads that brought at least one block",
-        "load_failures": "Loads that failed",
-        "loaded_tokens": "Tokens whose KV was loaded",
-        "loaded_bytes": "KV bytes that were loaded",
-        "saves": "Saves that ended well",
-        "save_failures": "Saves that failed",
-        "saved_blocks": "Blocks that were there after a save, new or not",
-        "saved_bytes": "KV bytes that were saved",
-        "skipped_loads": "Requests not looked for: too many were, or the connector rested after failures",
-        "skipped_saves": "Saves left out for the same reasons",
-        "times_left_alone": "How often failures in a row made the connector rest",
-    }
-
-    def __init__(self, uses: Mapping[str, StoreUse]) -> None:
-        self._uses = uses
-
-    def collect(self) -> Iterable[Metric]:
-        for name, text in self._COUNTERS.items():
-            family = CounterMetricFamily(f"baton_connector_{name}", text, labels=["connector"])
-            for connector, use in self._uses.items():
-                family.add_metric([connector], getattr(use, name))
-            yield family
+_ENGINE_GAUGES = {
+    "num_running": "Sequences in the batch",
+    "num_waiting": "Sequences in the queue",
+    "num_loading": "Sequences that wait for KV from outside",
+    "blocks_total": "KV blocks in the pool",
+    "blocks_active": "KV blocks held by requests or leases",
+    "blocks_cached": "KV blocks that can be hit, those in use included",
+    "waiting_prompt_tokens": "Prompt tokens not computed yet",
+}
+_ENGINE_COUNTERS = {
+    "num_preemptions": "Sequences preempted",
+    "prefill_tokens": "Prompt tokens computed",
+    "decode_tokens": "Tokens generated",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+    "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
+}
+_STEP_COUNTERS = {
+    "steps": "Engine steps",
+    "step_seconds": "Time in engine steps",
+}
+_STORE_COUNTERS = {
+    "loads": "Loads from the KV store that ended, whatever with",
+    "load_hits": "Loads that brought at least one block",
+    "load_failures": "Loads that failed",
+    "loaded_tokens": "Tokens whose KV came from the store",
+    "loaded_bytes": "KV bytes that came from the store",
+    "saves": "Puts that the store answered",
+    "save_failures": "Puts that failed",
+    "saved_blocks": "Blocks that the store held after a Put, new or not",
+    "followed_blocks": "Those of them that it copied while they were computed",
+    "saved_bytes": "KV bytes that the store pulled",
+    "skipped_loads": "Requests not looked for: too many were, or the store was left alone",
+    "skipped_saves": "Saves left out for the same reasons",
+    "times_left_alone": "How often failures in a row made this instance leave the store alone",
+    "node_failures": "Calls to one of several store nodes, and fetches from it, that failed",
+    "failovers": "Segments that came from another store node than the one asked first",
+    "copied_blocks": "Blocks that this instance had one store node copy from another",
+    "skipped_copies": "Copies between store nodes that were left out or failed",
+}
+_STORE_GAUGES = {
+    "nodes": "Store nodes known, where there are several",
+    "nodes_resting": "Those that are left alone because they did not answer",
+}
+_CONNECTOR_COUNTERS = {
+    "loads": "Loads through a connector that ended, whatever with",
+    "load_hits": "Loads that brought at least one block",
+    "load_failures": "Loads that failed",
+    "loaded_tokens": "Tokens whose KV was loaded",
+    "loaded_bytes": "KV bytes that were loaded",
+    "saves": "Saves that ended well",
+    "save_failures": "Saves that failed",
+    "saved_blocks": "Blocks that were there after a save, new or not",
+    "saved_bytes": "KV bytes that were saved",
+    "skipped_loads": "Requests not looked for: too many were, or the connector rested after failures",
+    "skipped_saves": "Saves left out for the same reasons",
+    "times_left_alone": "How often failures in a row made the connector rest",
+}

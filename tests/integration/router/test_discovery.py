@@ -22,7 +22,7 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 from baton.errors import ConfigError
 from baton.rpc.redis_client import end_task, instance_key, open_redis
 from baton.types import InstanceId, Role
-from baton.worker.registration import Identity, RedisRegistration
+from baton.worker.registration import Identity, redis_registration
 from baton_router.config import RouterConfig
 from baton_router.registry.discovery import discoveries
 from baton_router.registry.registry import Registry
@@ -83,7 +83,7 @@ async def test_instances_are_found_through_redis_and_kept_while_it_is_away(world
     registrations = []
     for worker in workers:
         identity = Identity(worker.address, InstanceId(worker.instance_id), worker.role, worker.epoch)
-        registration = RedisRegistration(redis.url, "baton", identity)
+        registration = redis_registration(redis.url, "baton", identity)
         registration.start()
         world.stack.push_async_callback(registration.stop)
         registrations.append(registration)

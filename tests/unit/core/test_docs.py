@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import prometheus_client
 import pytest
@@ -187,9 +187,8 @@ async def registries() -> dict[str, CollectorRegistry]:
     router = RouterApp(RouterConfig(port=0, grpc_port=0, redis="redis://127.0.0.1:1"))
     store = KVStoreServer(KVStoreConfig())
     worker = WorkerMetrics()
-    worker.watch(lambda: EngineStats(*[0] * len(EngineStats.__dataclass_fields__)), lambda: (0, 0.0))
-    worker.watch_store(StoreUse())
-    worker.watch_connectors({"offload": StoreUse()})
+    engine = SimpleNamespace(stats=EngineStats(*[0] * len(EngineStats.__dataclass_fields__)), steps=0, step_seconds=0.0)
+    worker.watch(engine, lambda: 0, StoreUse(), {"offload": StoreUse()})
     try:
         return {"router": router.metrics, "worker": worker.registry, "kvstore": store.metrics.registry}
     finally:
