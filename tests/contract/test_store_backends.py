@@ -34,8 +34,8 @@ from baton.kv_transfer.connector.store.cluster import StoreCluster
 from baton.kv_transfer.connector.store.cluster_load import Heat
 from baton.kv_transfer.connector.store.connector import open_store
 from baton.kv_transfer.connector.store.nodes import Placement, segments_of
-from baton.rpc.ports import free_port
 from baton.rpc.redis_client import open_redis, store_node_key
+from baton.rpc.server import free_port
 from baton.types import BlockHash, BlockId, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

@@ -20,7 +20,7 @@ import pytest
 from tests.support.equality import hf_greedy
 
 import baton
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import read_token
-from baton.rpc.ports import free_ports
+from baton.rpc.server import free_ports
 from baton.rpc.tls import read_tls
 
 HOST = "127.0.0.1"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,6 +24,9 @@ from baton.rpc.tls import Tls
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10000
+_PORT_TRIES = 1000
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -113,6 +119,52 @@ def require_free_port(host: str, port: int, *, field: str = "port") -> None:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", field=field) from error
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that is free now; see :func:`free_ports`."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return distinct ports of 127.0.0.1 that are free now.
+
+    They lie below those that the system gives to outgoing connections: between this call and the process that listens,
+    a connection would take one of them sooner or later. Where too few of them are free the system's own are taken.
+    """
+    first = _first_ephemeral()
+    with ExitStack() as held:
+        ports: list[int] = []
+        for _ in range(_PORT_TRIES):
+            if len(ports) == count:
+                break
+            port = _bound(held, random.randrange(_LOWEST_PORT, first)) if first > _LOWEST_PORT else None
+            if port is not None:
+                ports.append(port)
+        while len(ports) < count:
+            port = _bound(held, 0)
+            assert port is not None  # the system finds one, or raises another error
+            ports.append(port)
+        return ports
+
+
+def _first_ephemeral() -> int:
+    try:
+        return int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0  # not Linux
+
+
+def _bound(held: ExitStack, port: int) -> int | None:
+    """Bind a port until ``held`` ends and return it; ``None``: it is taken."""
+    sock = held.enter_context(socket.socket())
+    try:
+        sock.bind(("127.0.0.1", port))
+    except OSError:
+        if port == 0:
+            raise
+        return None
+    return int(sock.getsockname()[1])
 
 
 class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -26,7 +26,7 @@ from baton.cli.supervisor import ManagedProcess, ProcessSpec
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 from baton_router.config import RouterConfig

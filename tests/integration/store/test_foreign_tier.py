@@ -15,7 +15,7 @@ from tests.integration.store.test_kvstore_tiers import load
 from baton.api.v1 import kvstore_pb2
 from baton.errors import ConfigError
 from baton.rpc.convert import fingerprint_to_pb
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton.types import BlockHash
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.tiers import open as opening

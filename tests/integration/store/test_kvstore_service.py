@@ -31,7 +31,7 @@ from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.main import main

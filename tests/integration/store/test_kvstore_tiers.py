@@ -26,7 +26,7 @@ from tests.support.servers.redis_server import RedisServer
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton_kvstore.main import main
 from baton_kvstore.server import KVStoreServer
 from baton_kvstore.tiers.remote.tier import RemoteTier

@@ -15,7 +15,7 @@ from baton.api.v1 import kvstore_pb2
 from baton.errors import BatonError, UnavailableError
 from baton.kv_transfer.connector.store.client import StoreCalls
 from baton.rpc.convert import fingerprint_to_pb
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 

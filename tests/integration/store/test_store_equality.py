@@ -29,7 +29,7 @@ from baton.kv_transfer.connector.store.backend import ChainPart
 from baton.kv_transfer.connector.store.nodes import Placement, segments_of
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_from_pb, sampling_to_pb
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton.token_ids import pack_ids
 from baton.types import BlockHash, SamplingParams
 

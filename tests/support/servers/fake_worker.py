@@ -22,8 +22,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
 from baton.rpc.convert import fingerprint_to_pb, finish_to_pb, role_to_pb
 from baton.rpc.multiplex import generate_many
-from baton.rpc.ports import free_port
-from baton.rpc.server import GrpcServer
+from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.ticket import Bearer, TicketCheck
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 
 _START_S = 60.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.servers.listening import ListeningProcess
 
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.support.servers.listening import ListeningProcess
 
-from baton.rpc.ports import free_port
 from baton.rpc.redis_client import open_redis
+from baton.rpc.server import free_port
 
 
 def missing_redis() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 
 
 class TcpProxy:

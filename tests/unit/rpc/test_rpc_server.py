@@ -24,8 +24,7 @@ from baton.errors import (
 from baton.rpc.auth import is_loopback, read_token
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import DETAILS_KEY, from_rpc_error
-from baton.rpc.ports import free_port, free_ports
-from baton.rpc.server import GrpcServer
+from baton.rpc.server import GrpcServer, free_port, free_ports
 
 SERVICE = "baton.api.v1.RouterService"
 

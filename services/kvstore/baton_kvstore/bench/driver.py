@@ -29,7 +29,7 @@ from baton.bench.core.report import (
 )
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health
-from baton.rpc.ports import free_port
+from baton.rpc.server import free_port
 from baton.version import __version__
 from baton_kvstore.bench.plan import (
     DISK_MEMORY,
