@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
 
-.PHONY: help install native wheel-check demo up check test lint format protos bench test-gpu clean
+.PHONY: help install native wheel-check demo up check test chaos lint format protos bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -38,6 +38,11 @@ test: native ## the whole test suite
 	@scripts/install_browser.sh
 	@scripts/install_redis.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+SEEDS ?= 0-999
+chaos: native ## faults by the thousand against whole deployments; SEEDS="0-9999", or one that failed: SEEDS=4711
+	@scripts/install_redis.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run --log --seeds $(SEEDS)
 
 test-gpu: native ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 
 from baton.rpc.server import free_port
 
 
 class TcpProxy:
-    """Forwards 127.0.0.1:``port`` to a target, until told to reset or to freeze its connections.
+    """Forwards ``port`` to a target, until told to reset or to freeze its connections.
 
     Args:
         target_port: Port on 127.0.0.1 to forward to.
+        host: Address to listen on.
+        port: Port to listen on; 0: a free one.
+
+    Attributes:
+        disturb: Gets every piece of bytes and whether it goes to the target; returns what to forward. It may wait.
+        passed: Bytes forwarded.
     """
 
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+    def __init__(self, target_port: int, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._target_port, self._host = target_port, host
+        self.disturb: Callable[[bytes, bool], Awaitable[bytes]] | None = None
+        self.passed = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self.port = 0
+        self.port = port
 
     async def start(self) -> int:
         """Listen (on the port of before, after :meth:`cut`) and return the port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port or free_port())
+        self._server = await asyncio.start_server(self._accept, self._host, self.port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
         return self.port
 
@@ -71,7 +80,10 @@ class TcpProxy:
         finally:
             self._tasks.discard(task)
         self._writers.add(back)
-        pumps = [asyncio.create_task(self._pump(reader, back)), asyncio.create_task(self._pump(there, writer))]
+        pumps = [
+            asyncio.create_task(self._pump(reader, back, to_target=True)),
+            asyncio.create_task(self._pump(there, writer, to_target=False)),
+        ]
         self._tasks.update(pumps)
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -84,9 +96,12 @@ class TcpProxy:
                 self._tasks.discard(pump)
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, to_target: bool) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
                 await self._flowing.wait()
+                if self.disturb is not None:
+                    data = await self.disturb(data, to_target)
+                self.passed += len(data)
                 writer.write(data)
                 await writer.drain()

@@ -1,0 +1,220 @@
+"""Faults: what they strike, for how long, and how they are undone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import resource
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from tests.chaos.deployment import REDIS, Deployment
+
+SHM = Path("/dev/shm")
+BYTES = ("corrupt", "truncate", "duplicate")
+"""Kinds that change what is sent: over connections with checksums alone, which KV has and gRPC leaves to TCP."""
+DEATHS = ("kill", "stop", "descriptors", "memory")
+"""Kinds after which a process does not serve, for a while at least."""
+WEIGHTS = {
+    "kill": 6, "stop": 5, "cut": 4, "freeze": 3, "delay": 3, "corrupt": 4, "truncate": 3, "duplicate": 3,
+    "disk": 2, "shm": 1, "descriptors": 2, "memory": 1, "clock": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: A key of ``WEIGHTS``.
+        target: A process (`` rank``: a rank of it that is not its leader), a proxy or a place.
+        at: When: after this share of the seed's tokens.
+        delay_s: Seconds after that, into what lies between two tokens.
+        hold_s: How long it lasts.
+        number: What else there is to draw, in [0, 1).
+        struck: Whether it found something to strike.
+    """
+
+    kind: str
+    target: str
+    at: float
+    delay_s: float
+    hold_s: float
+    number: float
+    struck: bool = False
+
+    def __str__(self) -> str:
+        when = f"at {self.at:.2f}+{self.delay_s:.3f} s for {self.hold_s:.2f} s"
+        return f"{self.kind} {self.target} {when}{'' if self.struck else ', in vain'}"
+
+    @property
+    def process(self) -> str:
+        """The process that it strikes, or that it cuts off."""
+        return self.target.split(" ")[0]
+
+    @classmethod
+    def drawn(cls, rng: random.Random, deployment: Deployment, *, longest_s: float) -> Fault:
+        """Draw one that makes sense for a deployment."""
+        kinds = {kind: weight for kind, weight in WEIGHTS.items() if deployment.private or kind not in ("disk", "shm")}
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
+        names = deployment.names
+        if kind in ("kill", "stop"):
+            ranks = [f"{name} rank" for name in names if deployment.num_ranks(name) > 1]
+            target = rng.choice([*names, *ranks, REDIS])
+        elif kind in ("cut", "freeze", "delay"):
+            target = rng.choice(list(deployment.proxies))
+        elif kind in BYTES:
+            target = rng.choice([name for name in deployment.proxies if name.endswith(" kv")])
+        elif kind in ("disk", "shm"):
+            target = kind
+        else:
+            target = rng.choice(names)
+        hold = math.exp(rng.uniform(math.log(0.1), math.log(4.0)))
+        if kind == "stop" and rng.random() < 0.05:
+            hold = rng.uniform(4.0, 60.0)
+        at, delay = rng.random() * 0.9, rng.uniform(0.0, 0.05)
+        if kind in BYTES:  # they wait for their bytes
+            at, hold = at / 4, max(hold, 2.0)
+        return cls(kind, target, at, delay, min(hold, longest_s), rng.random())
+
+    @contextlib.asynccontextmanager
+    async def struck_at(self, deployment: Deployment) -> AsyncIterator[None]:
+        """Strike, and undo it at the end of the block."""
+        async with contextlib.AsyncExitStack() as stack:
+            await _STRIKES.get(self.kind, _disturb)(self, deployment, stack)
+            yield
+
+
+async def _kill(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    if fault.target == REDIS:
+        await deployment.redis.kill()
+        stack.push_async_callback(deployment.redis.start)
+    else:
+        for pid in _pids(fault, deployment):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    fault.struck = True
+
+
+async def _stop(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    if fault.target == REDIS:
+        deployment.redis.signal(signal.SIGSTOP)
+        stack.callback(deployment.redis.signal, signal.SIGCONT)
+    for pid in _pids(fault, deployment):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            stack.callback(_quietly, os.kill, pid, signal.SIGCONT)
+    fault.struck = True
+
+
+def _pids(fault: Fault, deployment: Deployment) -> list[int]:
+    if fault.target == REDIS:
+        return []
+    pid = deployment.pid(fault.process)
+    if not fault.target.endswith(" rank"):
+        return [pid]
+    ranks = psutil.Process(pid).children() if psutil.pid_exists(pid) else []
+    return [ranks[int(fault.number * len(ranks))].pid] if ranks else []
+
+
+async def _cut(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    proxy = deployment.proxies[fault.target]
+    if fault.number < 0.4:  # open connections alone
+        proxy.reset()
+    else:
+        await proxy.cut()
+        stack.push_async_callback(proxy.start)
+    fault.struck = True
+
+
+async def _freeze(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    proxy = deployment.proxies[fault.target]
+    proxy.freeze()
+    stack.callback(proxy.thaw)
+    fault.struck = True
+
+
+async def _disturb(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    """Delay every piece, or change one byte or some, once, wherever in the coming pieces."""
+    proxy = deployment.proxies[fault.target]
+    rng = random.Random(fault.number)
+    skip = int(rng.random() ** 4 * 300_000)
+
+    async def disturb(data: bytes, to_target: bool) -> bytes:
+        nonlocal skip
+        if fault.kind == "delay":
+            fault.struck = True
+            await asyncio.sleep(rng.uniform(0.0, 0.1))
+            return data
+        if fault.struck or len(data) <= skip:
+            skip -= min(skip, len(data))
+            return data
+        fault.struck = True
+        begin, count = skip, rng.choice((1, 7, 4096))
+        part = data[begin : begin + count]
+        if fault.kind == "corrupt":
+            flip = rng.randrange(1, 256)
+            return data[:begin] + bytes(byte ^ flip for byte in part) + data[begin + count :]
+        return data[: begin + (count if fault.kind == "duplicate" else 0)] + (
+            data[begin:] if fault.kind == "duplicate" else data[begin + count :]
+        )
+
+    previous, proxy.disturb = proxy.disturb, disturb
+    stack.callback(setattr, proxy, "disturb", previous)
+
+
+async def _fill(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    ballast = (SHM if fault.kind == "shm" else deployment.disk.parent) / f"ballast-{fault.number}"
+    stack.callback(ballast.unlink, missing_ok=True)
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 20)):
+            fault.struck = True
+
+
+async def _limit(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    """Leave a process a few descriptors, or a little memory, beyond what it has."""
+    pid = deployment.pid(fault.process)
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        process = psutil.Process(pid)
+        if fault.kind == "descriptors":
+            most = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1 + int(fault.number * 4)
+            which = resource.RLIMIT_NOFILE
+        else:
+            which, most = resource.RLIMIT_AS, process.memory_info().vms + int(fault.number * (16 << 20))
+        before = resource.prlimit(pid, which)
+        resource.prlimit(pid, which, (most, before[1]))
+        stack.callback(_quietly, resource.prlimit, pid, which, before)
+        fault.struck = True
+
+
+async def _set_clock(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
+    pid = deployment.pid(fault.process)
+    far = 10 ** (1 + 5 * abs(2 * fault.number - 1))  # seconds: from ten to ten days
+    deployment.clocks.set(pid, far if fault.number > 0.5 else -far)
+    stack.callback(deployment.clocks.set, pid, 0.0)
+    fault.struck = True
+
+
+def _quietly(act: Callable[..., object], *arguments: object) -> None:
+    """Undo something of a process that may have died meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        act(*arguments)
+
+
+_STRIKES = {
+    "kill": _kill,
+    "stop": _stop,
+    "cut": _cut,
+    "freeze": _freeze,
+    "disk": _fill,
+    "shm": _fill,
+    "descriptors": _limit,
+    "memory": _limit,
+    "clock": _set_clock,
+}

@@ -1,0 +1,323 @@
+"""Faults by the thousand: ``python -m tests.chaos.run --seeds 0-9999``, or one that failed: ``--seeds 4711``.
+
+A seed is a schedule of requests and faults; fifty in a row share a deployment, whose shape their group decides.
+After each seed every answer is compared with ``generate``'s and everything must be as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.deployment import SHAPES, Clocks, Deployment
+from tests.chaos.faults import BYTES, DEATHS, SHM, Fault
+from tests.chaos.workload import ROOT, Case, Request, cases
+from tests.support.servers.warm import WarmStarter
+
+from baton.client import AsyncClient
+from baton.errors import BatonError
+
+LOG = Path(__file__).with_name("log.jsonl")
+GROUP = 50
+ANSWER_S = 150.0
+"""A request that takes longer hangs: a process may be stopped for 60 s."""
+_INSIDE = "BATON_CHAOS_INSIDE"
+_WARM = ("tests.support.servers.cluster", "baton_router.main", "baton_kvstore.main",
+         "transformers.models.llama.modeling_llama")  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What came of a seed."""
+
+    seed: int
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+class Seed:
+    """One seed on a deployment."""
+
+    def __init__(self, seed: int, deployment: Deployment, catalogue: Sequence[Case], *, longest_s: float) -> None:
+        self.outcome = Outcome(seed)
+        self._deployment = deployment
+        self._rng = rng = random.Random(f"chaos {seed}")
+        many = rng.randint(4, 12)
+        self.outcome.requests = [Request.drawn(rng, catalogue, f"chaos-{seed}-{i}") for i in range(many)]
+        many = rng.choices((1, 2, 3, 4), (5, 3, 1, 1))[0]
+        self.outcome.faults = [Fault.drawn(rng, deployment, longest_s=longest_s) for _ in range(many)]
+        self._tokens, self._ended = 0, 0
+        self._moved = asyncio.Event()
+
+    async def run(self) -> Outcome:
+        """Run it and look at what is left."""
+        outcome, begun = self.outcome, time.monotonic()
+        clients = [AsyncClient(spec.health_address, timeout=ANSWER_S, retries=0) for spec in self._deployment.routers]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in outcome.requests:
+                    group.create_task(self._ask(clients[request.router], request))
+                for fault in outcome.faults:
+                    group.create_task(self._strike(fault))
+        finally:
+            for client in clients:
+                await client.close()
+        for request in outcome.requests:
+            self._judge(request)
+        left = await self._deployment.settle()
+        if left:
+            outcome.wrong.append(f"not idle afterwards: {left}")
+        else:
+            leaked = self._deployment.leaks()
+            if leaked:
+                outcome.wrong.append(f"leaked: {leaked}")
+        outcome.seconds = time.monotonic() - begun
+        return outcome
+
+    async def _ask(self, client: AsyncClient, request: Request) -> None:
+        """Send a request; note its answer or its error."""
+        await asyncio.sleep(self._rng.uniform(0.0, 0.3))
+        stream = None
+        try:
+            stream = await client.generate(request.case.prompt, stream=True, **request.options)
+            seen = 0
+            async for chunk in stream:
+                seen += len(chunk.token_ids)
+                self._tokens += len(chunk.token_ids)
+                self._moved.set()
+                if request.leave_after and seen >= request.leave_after:
+                    stream.cancel()
+                    break
+            request.answer = stream.result()
+        except BatonError as error:
+            request.error = error
+        finally:
+            self._ended += 1
+            self._moved.set()
+
+    async def _strike(self, fault: Fault) -> None:
+        total = sum(len(tokens) for request in self.outcome.requests for tokens in request.expected)
+        while self._tokens < fault.at * total and self._ended < len(self.outcome.requests):
+            self._moved.clear()
+            await self._moved.wait()
+        await asyncio.sleep(fault.delay_s)
+        async with fault.struck_at(self._deployment):
+            ends = time.monotonic() + fault.hold_s
+            while (left := ends - time.monotonic()) > 0 and not self._is_over(fault):
+                await asyncio.sleep(min(left, 0.1))
+
+    def _is_over(self, fault: Fault) -> bool:
+        """Whether waiting longer would change nothing: bytes were changed, or none will come."""
+        return fault.kind in BYTES and (fault.struck or self._ended == len(self.outcome.requests))
+
+    def _judge(self, request: Request) -> None:
+        outcome, counts = self.outcome, self.outcome.counts
+        counts["requests"] += 1
+        about = f"{request.options['request_id']} ({request.kind}, router {request.router})"
+        wrong = request.wrong()
+        if wrong:
+            outcome.wrong.append(f"{about}: {wrong}")
+        trace = None if request.answer is None else request.answer.trace
+        if trace is not None:
+            counts["migrated"] += trace.num_migrations > 0
+            counts["refetched"] += len(trace.failed_prefills) > 0
+            counts["remote"] += trace.pipe != ""
+            counts[f"pipe {trace.pipe}"] += trace.pipe != ""
+        if request.error is None:
+            counts["answered"] += not wrong
+            return
+        counts["refused"] += 1
+        counts[f"refused {request.error.code}"] += 1
+        if not self._explained(request):
+            outcome.wrong.append(f"{about}: {type(request.error).__name__}: {request.error}, which no fault explains")
+
+    def _explained(self, request: Request) -> bool:
+        """Whether a request's failure is what its faults allow: its router, or all decode instances, did not serve."""
+        assert request.error is not None
+        if request.error.code not in ("unavailable", "overloaded", "deadline_exceeded", "cancelled", "internal"):
+            return False
+        deployment = self._deployment
+        dead = {fault.process for fault in self.outcome.faults if fault.kind in DEATHS}
+        cut = {fault.process for fault in self.outcome.faults if fault.kind in ("cut", "freeze", "delay")}
+        if deployment.routers[request.router].name in dead:
+            return True
+        decodes = {name for name in deployment.names if deployment.role(name) == "decode"}
+        return decodes <= dead | cut and request.error.code in ("unavailable", "overloaded")
+
+
+def groups(seeds: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield groups of seeds that share a deployment."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for seed in seeds:
+        found[seed // GROUP].append(seed)
+    yield from found.items()
+
+
+class Tally:
+    """What the seeds of a run came to."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+        self.failed: list[int] = []
+        self.counts: Counter[str] = Counter()
+        self.by_kind: dict[str, Counter[str]] = defaultdict(Counter)
+        self.by_shape: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    def add(self, outcome: Outcome, shape: str) -> None:
+        """Count a seed."""
+        self.seeds.append(outcome.seed)
+        if outcome.wrong:
+            self.failed.append(outcome.seed)
+        self.counts += outcome.counts
+        self.by_shape[shape] += 1
+        self.seconds += outcome.seconds
+        for fault in outcome.faults:
+            counts = self.by_kind[fault.kind]
+            counts["drawn"] += 1
+            counts["struck"] += fault.struck
+            for what in ("migrated", "refetched", "refused"):
+                counts[what] += outcome.counts[what] if len(outcome.faults) == 1 else 0
+
+    def record(self) -> dict[str, object]:
+        """Return a line for the log."""
+        return {
+            "version": _version(),
+            "seeds": _ranges(self.seeds),
+            "count": len(self.seeds),
+            "failed": self.failed,
+            "shapes": dict(self.by_shape),
+            "requests": dict(sorted(self.counts.items())),
+            "faults": {kind: dict(counts) for kind, counts in sorted(self.by_kind.items())},
+            "seconds": round(self.seconds),
+        }
+
+
+def _ranges(seeds: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for seed in sorted(seeds):
+        if parts and seed == parts[-1][1] + 1:
+            parts[-1][1] = seed
+        else:
+            parts.append([seed, seed])
+    return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts)
+
+
+def _version() -> str:
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+async def run(seeds: Sequence[int], folder: Path, *, private: bool, limit_s: float, longest_s: float) -> Tally:
+    """Run seeds, group by group, until the time is up."""
+    catalogue, tally, begun = cases(), Tally(), time.monotonic()
+    clocks = Clocks(folder)
+    os.environ.update(clocks.env)
+    starter = WarmStarter(*_WARM)
+    try:
+        for group, members in groups(seeds):
+            shape = SHAPES[group % len(SHAPES)]
+            with _own_disk(folder / f"group-{group}", mounted=private) as own:
+                deployment = Deployment(shape, own, clocks, starter, private=private)
+                async with deployment.shown():
+                    await _first_idle(deployment)
+                    for seed in members:
+                        if time.monotonic() - begun > limit_s and tally.seeds:
+                            return tally
+                        outcome = await Seed(seed, deployment, catalogue, longest_s=longest_s).run()
+                        tally.add(outcome, shape.name)
+                        _tell(outcome, shape.name)
+                        if outcome.wrong:
+                            path = folder / f"seed-{seed}.log"
+                            path.write_text("\n".join(deployment.lines), encoding="utf-8")
+                            _say(f"  log lines: {path}")
+                            break  # on what is left of this deployment no other seed would show anything
+        return tally
+    finally:
+        starter.close()
+
+
+@contextlib.contextmanager
+def _own_disk(path: Path, *, mounted: bool) -> Iterator[Path]:
+    """Make a folder, in a small file system of its own if we may."""
+    path.mkdir()
+    if mounted:
+        _mount(path)
+    try:
+        yield path
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def _mount(path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", str(path)], check=True)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
+
+
+async def _first_idle(deployment: Deployment) -> None:
+    left = await deployment.settle()
+    if left:
+        raise SystemExit(f"the deployment does not come to rest: {left}")
+    deployment.leaks()
+
+
+def _tell(outcome: Outcome, shape: str) -> None:
+    faults = "; ".join(map(str, outcome.faults))
+    print(f"seed {outcome.seed} ({shape}) {outcome.seconds:.1f} s: {dict(outcome.counts)} | {faults}", flush=True)
+    for line in outcome.wrong:
+        print(f"  WRONG {line}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; status 1 if a seed failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--seeds", default="0-99", help="A-B, or one")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no seed after so many seconds")
+    parser.add_argument("--longest-s", type=float, default=60.0, help="longest time that a fault lasts")
+    parser.add_argument("--log", action="store_true", help=f"add a line to {LOG.name}")
+    options = parser.parse_args(argv)
+    private = os.environ.get(_INSIDE) == "1"
+    if not private and os.geteuid() == 0 and shutil.which("unshare"):
+        # A mount namespace of its own: /dev/shm and disks that may be filled without anybody else noticing.
+        inside = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.chaos.run"]
+        os.environ[_INSIDE] = "1"
+        os.execvp(inside[0], [*inside, *(sys.argv[1:] if argv is None else argv)])
+    first, _, last = options.seeds.partition("-")
+    seeds = range(int(first), int(last or first) + 1)
+    if private:
+        _mount(SHM)
+    folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
+    tally = asyncio.run(run(seeds, folder, private=private, limit_s=options.limit_s, longest_s=options.longest_s))
+    record = tally.record()
+    print(json.dumps(record), flush=True)
+    if options.log:
+        with LOG.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    if not tally.failed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if tally.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
