@@ -284,9 +284,9 @@ async def _first_idle(deployment: Deployment) -> None:
 
 def _tell(outcome: Outcome, shape: str) -> None:
     faults = "; ".join(map(str, outcome.faults))
-    print(f"seed {outcome.seed} ({shape}) {outcome.seconds:.1f} s: {dict(outcome.counts)} | {faults}", flush=True)
+    _say(f"seed {outcome.seed} ({shape}) {outcome.seconds:.1f} s: {dict(outcome.counts)} | {faults}")
     for line in outcome.wrong:
-        print(f"  WRONG {line}", flush=True)
+        _say(f"  WRONG {line}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     tally = asyncio.run(run(seeds, folder, private=private, limit_s=options.limit_s, longest_s=options.longest_s))
     record = tally.record()
-    print(json.dumps(record), flush=True)
+    _say(json.dumps(record))
     if options.log:
         with LOG.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
