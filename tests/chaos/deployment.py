@@ -29,9 +29,8 @@ from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.servers.warm import WarmStarter
 
-from baton.cli.plan import DeploymentPlan, ExtraArgs, Ratio, make_plan
-from baton.cli.process import ProcessSpec
-from baton.cli.supervisor import Supervisor
+from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
+from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.rpc.ports import free_ports
