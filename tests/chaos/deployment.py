@@ -33,7 +33,7 @@ from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.errors import BatonError
-from baton.rpc.ports import free_ports
+from baton.rpc.server import free_ports
 
 PEERS = "127.0.0.2"
 REDIS = "redis"
