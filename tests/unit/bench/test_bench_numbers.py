@@ -168,6 +168,8 @@ def test_stages():
     assert (stage.cases[0].flow_bytes, stage.source_blocks, stage.target_blocks) == (512 << 20, 256, 256)
     stage = model_stage(Options(geometry="llama-8b", isl="100", dst_block_size=32))
     assert (stage.source_blocks, stage.target_blocks) == (7, 4)
+    stage = model_stage(Options(geometry="llama-8b", isl="32,100", dst_block_size=4))
+    assert (stage.source_blocks, stage.target_blocks) == (7, 28)  # room for all that the source's blocks hold
     stage = model_stage(Options(bytes=1000, descriptors=3))
     assert (stage.cases[0].flow_bytes, stage.cases[0].blocks, stage.cases[0].shuffled) == (3 * 384, 3, True)
     for change in ({"src_tp": 3}, {"dst_pp": 64}):

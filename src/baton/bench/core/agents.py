@@ -363,7 +363,7 @@ class Listener:
         threading.Thread(target=reap, name="bench-reap", daemon=True).start()
 
 
-class Servant(Protocol):
+class OrderHandler(Protocol):
     """What an agent process can be made of."""
 
     def orders(self) -> Mapping[str, Order]:
@@ -375,7 +375,7 @@ class Servant(Protocol):
         ...
 
 
-def serve_agent(make: Callable[[str, str | None, Line], Servant]) -> int:
+def serve_agent(make: Callable[[str, str | None, Line], OrderHandler]) -> int:
     """Be an agent process: serve one driver on the control line that the command line names; returns the exit status.
 
     It ends with that line, or with its parent.
@@ -393,15 +393,15 @@ def serve_agent(make: Callable[[str, str | None, Line], Servant]) -> int:
     if os.getppid() != args.parent:  # it died before we could ask to be told
         return 1
     line = Line(Stream(socket.socket(fileno=args.fd), peer="the driver"))
-    servant = make(args.host, read_token(args.token_file), line)
+    handler = make(args.host, read_token(args.token_file), line)
     try:
-        serve_orders(line, servant.orders())
+        serve_orders(line, handler.orders())
     except BatonError as error:
         if error.code != "pipe_closed":
             sys.stderr.write(f"baton bench: {error.message}\n")
             return 1
     finally:
-        servant.close()
+        handler.close()
         line.close()
     return 0
 

@@ -231,9 +231,12 @@ def model_stage(options: Options) -> Stage:
     target = Shape.of(there, size, options.dst_tp, options.dst_pp, cast=cast)
     for shape in (source, target):
         shape.layouts()  # refuses what cannot be divided
-    cases = tuple(_kv_case(source, target, tokens) for tokens in parse_sweep(options.isl))
-    largest = max(case.tokens for case in cases)
-    return Stage("kv", source, target, source.num_blocks(largest), target.num_blocks(largest), cases)
+    # Whole blocks travel: a prompt is rounded up to the source's, and the target has room for all that they hold.
+    sizes = [(tokens, source.num_blocks(tokens)) for tokens in parse_sweep(options.isl)]
+    held = source.block_size * source.bytes_per_token
+    cases = tuple(Case("kv", tokens, blocks, True, blocks * held) for tokens, blocks in sizes)
+    most = max(blocks for _, blocks in sizes)
+    return Stage("kv", source, target, most, target.num_blocks(most * source.block_size), cases)
 
 
 def reference_stage() -> Stage:
@@ -271,9 +274,3 @@ def baseline_methods(options: Options, stage: str) -> tuple[MethodKey, ...]:
     if stage == "reference" and "tcp" in options.asked:
         keys += [MethodKey("tcp-unchecked", count) for count in options.streams]
     return tuple(keys)
-
-
-def _kv_case(source: Shape, target: Shape, tokens: int) -> Case:
-    # Whole blocks travel: a prompt is rounded up to what both sides hold in whole blocks.
-    blocks = source.num_blocks(tokens)
-    return Case("kv", tokens, blocks, True, blocks * source.block_size * source.bytes_per_token)

@@ -20,6 +20,7 @@ from baton.bench.core.report import (
     print_failures,
     warn_if_busy,
 )
+from baton.bench.kv.plan import MethodKey
 
 SCHEMA_VERSION = 1
 
@@ -208,6 +209,10 @@ def _headline(run: RunRecord) -> str:
     return f"{run.geometry}{kappa}; pattern {run.pattern}; {where}{peer}; medians of {run.repeat}"
 
 
+def _method(record: BaselineRecord | TransferRecord | OverlapRecord | VerdictRecord) -> str:
+    return MethodKey(record.method if isinstance(record, BaselineRecord) else record.pipe, record.streams).label
+
+
 def _transfers(records: Sequence[Record]) -> Table:
     table = make_table(
         "Transfers",
@@ -224,8 +229,7 @@ def _transfers(records: Sequence[Record]) -> Table:
         case = named
         times = [f"{ms:.2f}" for ms in (record.p50_ms, record.p95_ms, record.p99_ms)]
         rate, cpu = f"{record.gb_per_s:.2f}", f"{record.cpu_s_per_gb:.3f}"
-        name, size = record.pipe if isinstance(record, TransferRecord) else record.method, format_bytes(record.bytes)
-        name += f" x{record.streams}" if record.streams > 1 else ""
+        name, size = _method(record), format_bytes(record.bytes)
         if isinstance(record, BaselineRecord):
             table.add_row(named, name, size, *times, rate, "", cpu, "", style="dim")
         else:
@@ -254,14 +258,8 @@ def _overlaps(records: Sequence[OverlapRecord]) -> Table:
         ("pipe", "mode"),
     )
     for r in records:
-        name = r.pipe + (f" x{r.streams}" if r.streams > 1 else "")
-        row = (
-            f"{r.prefill_tokens_per_s:,.0f}",
-            f"{r.compute_ms:.1f}",
-            f"{r.exposed_ms:.2f}",
-            f"{r.percent_of_serial:.0f}",
-        )
-        table.add_row(name, r.mode, str(r.tokens), *row)
+        times = (f"{r.compute_ms:.1f}", f"{r.exposed_ms:.2f}", f"{r.percent_of_serial:.0f}")
+        table.add_row(_method(r), r.mode, str(r.tokens), f"{r.prefill_tokens_per_s:,.0f}", *times)
     return table
 
 
@@ -275,8 +273,8 @@ def _ratios(records: Sequence[RatioRecord]) -> Table:
 
 
 def _sentence(verdict: VerdictRecord) -> str:
-    name = verdict.pipe + (f" x{verdict.streams}" if verdict.streams > 1 else "")
-    text = f"{name}: this link carries this model up to {verdict.max_prefill_tokens_per_s:,.0f} prefill tokens/s"
+    most = f"{verdict.max_prefill_tokens_per_s:,.0f}"
+    text = f"{_method(verdict)}: this link carries this model up to {most} prefill tokens/s"
     if verdict.carries is None:
         return text
     asked = f"{verdict.prefill_tokens_per_s:,.0f}"
@@ -290,9 +288,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         if isinstance(record, (TransferRecord, BaselineRecord)) and record.case in ("kv", "raw"):
-            is_pipe = isinstance(record, TransferRecord)
-            name = record.pipe if isinstance(record, TransferRecord) else record.method
-            label = name + (f" x{record.streams}" if record.streams > 1 else "") + ("" if is_pipe else " (limit)")
+            label = _method(record) + (" (limit)" if isinstance(record, BaselineRecord) else "")
             lines.setdefault(label, []).append((record.bytes / 2**20, record.gb_per_s))
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
@@ -305,6 +301,6 @@ def draw(records: Sequence[Record], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    runs = [record for record in records if isinstance(record, RunRecord)]
+    runs = of_kind(records, RunRecord)
     axes.set_title(f"KV transfer, {runs[0].geometry}, pattern {runs[0].pattern}" if runs else "KV transfer")
     figure.savefig(path, dpi=150)
