@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -389,3 +390,31 @@ async def test_look_up_by_tokens_does_not_compare_with_every_entry() -> None:
         assert await buffer.drop_select(prompts[i], deadline=soon()) == i
     # Comparing with all would be 2000 * 2000 / 10 * 8 KiB = 3 GB of reads: about a second.
     assert time.process_time() - start < 0.3
+
+
+async def test_nothing_is_kept_of_entries_that_were_consumed() -> None:
+    """A buffer that is never full, and in which no lease ends, does not grow with what went through it."""
+    buffer: LookupBuffer[Any] = LookupBuffer(1 << 20)
+    buffer.insert(B, None, None, None, 1, lease_s=1)  # the lease that ends first stays
+    values = [np.zeros(1) for _ in range(1000)]
+    gone = [weakref.ref(value) for value in values]
+    while values:
+        buffer.insert(A, None, None, values.pop(), 1, lease_s=60)
+        await buffer.drop_select(A, deadline=soon())
+    assert sum(value() is not None for value in gone) < 100
+
+
+async def test_a_lease_begins_when_there_is_room() -> None:
+    now = 0.0
+    buffer: LookupBuffer[int] = LookupBuffer(100, clock=lambda: now)
+    buffer.insert(A, [1], None, 1, 100, lease_s=60)
+    inserter = await begun(buffer.insert_when_room(B, [2], None, 2, 100, lease_s=5, deadline=20), buffer)
+    now = 10.0
+    assert await buffer.drop_select(A, deadline=20) == 1
+    await within(inserter)
+    now = 14.0
+    buffer.drop_expired()
+    assert len(buffer) == 1
+    now = 15.0
+    buffer.drop_expired()
+    assert len(buffer) == 0

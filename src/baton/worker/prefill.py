@@ -110,6 +110,8 @@ class PrefillRole(InstanceRole):
         tokens = as_token_array(unpack_ids(request.prompt_token_ids))
         require_request(request.request_id, len(tokens))
         self._require_reader(request.fingerprint)
+        if request.num_held_tokens > len(tokens):
+            raise InvalidRequestError("num_held_tokens is more than the prompt has", field="num_held_tokens")
         prompt = await self._unclaimed.claim(
             request.claim.key,
             tokens,
@@ -136,7 +138,8 @@ class PrefillRole(InstanceRole):
                 return await self._let_wait(engine_request, lease)
             except BaseException:
                 self._unclaimed.withdraw(lease.request_id)
-                self._producer.close_lease(lease)
+                if not lease.claimed:
+                    self._producer.close_lease(lease)
                 raise
 
     async def _let_wait(self, request: EngineRequest, lease: Lease) -> worker_pb2.PrefillFirstResponse:

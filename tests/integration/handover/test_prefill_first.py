@@ -115,11 +115,13 @@ async def test_a_prompt_is_claimed_once(references, expected) -> None:
         await rig.check_integrity()
 
 
-async def test_a_key_of_another_prompt_is_refused(references) -> None:
+async def test_a_key_of_another_prompt_is_refused(references, expected) -> None:
     async with cluster(references, lease_s=60.0) as rig:
         where = await first(rig, PROMPT)
         result = await rig.generate(rig.decode[0], [9, *PROMPT[1:]], GREEDY, candidates=(), prefilled=where)
         assert "names another prompt" in result.trace.failed_prefills[0]
+        result = await rig.generate(rig.decode[0], PROMPT, GREEDY, prefilled=where)  # it still waits for its reader
+        assert (result.token_ids, result.trace.path) == (expected, common_pb2.PREFILL_PATH_REMOTE)
         await until_free(rig.prefill[0])
         await rig.check_integrity()
 

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 V = TypeVar("V")
 Wake = Callable[[], object]
 """Wakes a waiting call; must not block. ``RuntimeError``: its event loop is closed."""
+_MAX_GONE = 64
+"""Leases of entries that are gone, beyond as many as there are entries, before they are thrown away."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +57,7 @@ class _Entry(Generic[V]):
     stop: int
     value: V
     nbytes: int
-    lease_until: float
+    lease_s: float
     seq: int = -1
     gone: bool = False
     wake: Wake | None = None
@@ -154,7 +156,7 @@ class LookupBuffer(Generic[V]):
             roi: Which of the tokens' KV this is; ``None``: all.
             value: What the consumer gets.
             nbytes: Its size, towards the bound.
-            lease_s: Seconds after which it may be dropped.
+            lease_s: Seconds, from when it is stored, after which it may be dropped.
 
         Raises:
             InvalidRequestError: It can never fit, or ``tokens`` or ``roi`` are wrong.
@@ -292,7 +294,7 @@ class LookupBuffer(Generic[V]):
         if not 0 <= nbytes <= self._max_bytes:
             message = f"an entry of {nbytes} bytes can never fit into {self._max_bytes}"
             raise InvalidRequestError(message, field="nbytes")
-        return _Entry(key, array, start, stop, value, nbytes, self._clock() + lease_s)
+        return _Entry(key, array, start, stop, value, nbytes, lease_s)
 
     def _query(
         self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None, consume: bool, event: asyncio.Event
@@ -369,7 +371,7 @@ class LookupBuffer(Generic[V]):
             del self._pending[entry.seq]
             self._stored[entry.seq] = entry
             self._num_bytes += entry.nbytes
-            heapq.heappush(self._leases, (entry.lease_until, entry.seq, entry))
+            heapq.heappush(self._leases, (self._clock() + entry.lease_s, entry.seq, entry))
             _wake_inserter(entry)
 
     def _make_room(self, nbytes: int) -> bool:
@@ -411,6 +413,9 @@ class LookupBuffer(Generic[V]):
         if not group:
             del self._by_key[entry.key]
         self._by_tokens.discard(entry)
+        if len(self._leases) > 2 * len(self._stored) + _MAX_GONE:
+            self._leases = [lease for lease in self._leases if not lease[2].gone]
+            heapq.heapify(self._leases)
         entry.error = error
         _wake_inserter(entry)
 

@@ -39,6 +39,7 @@ class Lease:
         num_held_tokens: Leading tokens the reader has: not offered.
         layerwise: Whether its blocks are offered while they are computed, too.
         key: Under which its offers lie in the lookup buffer.
+        claimed: Another call than the one that opened it reads its blocks, and closes it.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Lease:
     ) -> None:
         self.lease_id, self.request_id, self.layerwise = lease_id, request_id, layerwise
         self.token_ids, self.num_held_tokens = token_ids, num_held_tokens
-        self.num_offered_blocks = 0
+        self.num_offered_blocks, self.claimed = 0, False
         self.key = RequestId(f"{request_id}/{lease_id}")
 
 

@@ -3,7 +3,8 @@
 This is the order of serving ``prefill_first``. The lease of such a prompt is no stream but an entry of the buffer: it
 ends when a decode instance claims the entry (its Prefill stream is the lease from then on), when the entry's time is
 over, or when the request is aborted. While it lasts the engine keeps the blocks; the buffer's bound, in bytes of KV,
-limits how much of the pool can be kept so.
+limits how much of the pool can be kept so. A prompt that waits for room there keeps its blocks too, for no longer than
+a lease.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class UnclaimedPrompts(Generic[R]):
         """Let a prompt wait from now on, as soon as there is room.
 
         Args:
-            lease: Keeps its blocks; not closed here if this raises.
+            lease: Keeps its blocks. If this raises it is the caller's to close, unless it was ``claimed``.
             offers: In order, all of its blocks.
             result: See :class:`Unclaimed`.
             cache_salt: Of the request.
@@ -136,10 +137,14 @@ class UnclaimedPrompts(Generic[R]):
 
         Raises:
             NotFoundError: It does not wait here (any more).
-            InvalidRequestError: The key names a prompt of other tokens, or of another tenant.
+            InvalidRequestError: The key names a prompt of other tokens, or of another tenant, which stays there.
         """
         try:
             if key:
+                prompt = await self._buffer.select(RequestId(key), deadline=time.monotonic())
+                if prompt.cache_salt != cache_salt or not np.array_equal(prompt.lease.token_ids, tokens):
+                    # It stays for the reader who knows it: a guessed key must not cost another its prompt.
+                    raise InvalidRequestError(f"{key!r} names another prompt", field="claim.key")
                 prompt = await self._buffer.drop_select(RequestId(key), deadline=time.monotonic())
             else:
                 wanted = _scoped(tokens, cache_salt, sampling)
@@ -148,9 +153,7 @@ class UnclaimedPrompts(Generic[R]):
                 prompt = await self._buffer.drop_select(wanted, last, deadline=time.monotonic())
         except DeadlineError:
             raise NotFoundError("the prompt does not wait here: it was claimed, or its lease has ended") from None
-        if prompt.cache_salt != cache_salt or not np.array_equal(prompt.lease.token_ids, tokens):
-            self._close_lease(prompt.lease)
-            raise InvalidRequestError(f"{key!r} names another prompt", field="claim.key")
+        prompt.lease.claimed = True
         return prompt
 
     def withdraw(self, request_id: RequestId) -> bool:
