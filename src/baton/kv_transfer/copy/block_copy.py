@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ BATCH_BYTES = 32 << 20
 SMALL_READ_BYTES = 64 << 10
 """Reads of up to so many bytes keep the interpreter lock (a few microseconds)."""
 _data, _pointer, _size = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
-_ARGUMENTS = (_pointer, _data, _data, _data, _size, _pointer, _size, _pointer)
+_ARGUMENTS = (_pointer, _data, _data, _data, _size, _data, _size, _pointer)
 _read_small = function("read_blocks", ctypes.c_int, *_ARGUMENTS, keep_lock=True)
 """With the lock: a thread that took it meanwhile could have it for milliseconds."""
 _read = function("read_blocks", ctypes.c_int, *_ARGUMENTS)
@@ -102,6 +104,7 @@ class BlockReader:
         self._pool, self._line = (remote, generations), line  # kept: C has their addresses only
         descriptor = -1 if line is None else line.descriptor
         self._from = address_of(remote), remote.shape[1], address_of(generations), descriptor
+        self._way: tuple[weakref.ref[Bytes], Any] | None = None  # to the pool of the latest read; pools don't move
 
     def read(self, local: Bytes, reads: BlockReads, wait: Wait) -> Valid:
         """Copy blocks, or their segments, and say which had the wanted generation before and after.
@@ -137,13 +140,20 @@ class BlockReader:
 
     def _copy(self, local: Bytes, reads: BlockReads, num_bytes: int) -> Valid:
         """Copy blocks of so many bytes together; see :meth:`read`."""
-        way, segments = _Way(address_of(local), local.shape[1], *self._from), reads.segments_of(local.shape[1])
-        valid = np.empty(len(reads.remote_ids), dtype=np.bool_)
+        known = self._way
+        if known is None or known[0]() is not local:
+            way = _Way(address_of(local), local.shape[1], *self._from)
+            known = self._way = weakref.ref(local), ctypes.byref(way)
+        segments = reads.segments_of(local.shape[1])
+        count = len(reads.remote_ids)
+        valid = bytearray(count or 1)
         call = _read_small if num_bytes <= SMALL_READ_BYTES else _read
+        # As bytes, whose address ctypes has at once: to ask an array for its own takes longer than a small copy.
         ids = (reads.remote_ids.tobytes(), reads.generations.tobytes(), reads.local_ids.tobytes())
-        if not call(ctypes.byref(way), *ids, len(valid), address_of(segments), len(segments), address_of(valid)):
+        said = ctypes.byref(ctypes.c_char.from_buffer(valid))
+        if not call(known[1], *ids, count, segments.tobytes(), len(segments), said):
             raise self._gone()
-        return valid
+        return np.frombuffer(valid, np.bool_, count)
 
     def _gone(self) -> PipeClosedError:
         peer = self._line.peer if self._line else "the owner"
