@@ -237,6 +237,17 @@ async def test_route_says_the_same_and_reserves_nothing(world: World) -> None:
     assert decodes[1].state.requests == []
 
 
+async def test_route_knows_that_prompt_logprobs_are_computed_by_decode(world: World) -> None:
+    prefills, decodes = await world.prefills(1), await world.decodes(1)
+    router = await world.cluster(prefills, decodes)
+    assert (await router.dispatcher.route(make_request())).prefill_instance
+    request = make_request(prompt_logprobs=0)
+    assert not (await router.dispatcher.route(request)).prefill_instance
+    answer = await run(router, request)
+    assert answer.chunks[0].decision is not None
+    assert not answer.chunks[0].decision.prefill_instance
+
+
 async def test_tenants_do_not_share_matches(world: World) -> None:
     decodes = await world.decodes(2)
     router = await world.cluster([], decodes)

@@ -66,7 +66,7 @@ class PendingBlocks:
         self._bytes: dict[int, int] = {}
         """Of the distinct hashes that are pending, by owner."""
         self._walked: _Walk | None = None
-        """The latest walk, kept until the tree changes: a chain is usually added right after it was looked up."""
+        """The latest walk, kept until the tree changes: a chain is usually looked up, then added for two owners."""
 
     def num_blocks(self, owner: int) -> int:
         """Distinct blocks pending for an owner."""
@@ -75,7 +75,6 @@ class PendingBlocks:
     def add(self, owner: int, chain: HashChain) -> PendingChain:
         """Count a whole chain, from its first block on, as held by ``owner``."""
         data, passed, at, below, shared = self._walk(chain.data)
-        self._walked = None
         if below is not None:
             passed.append(self._split(below, shared))
             at += shared
@@ -92,6 +91,7 @@ class PendingBlocks:
             else:
                 counts[owner] = 1
                 self._bytes[owner] = self._bytes.get(owner, 0) + len(step.data)
+        self._walked = _Walk(data, passed, len(data), None, 0)
         return PendingChain(self, owner, node)
 
     def _remove(self, owner: int, node: _Node) -> None:

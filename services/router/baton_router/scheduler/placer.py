@@ -229,10 +229,15 @@ class Placer:
         candidates = self._candidates
         if candidates is None or not candidates.is_of(prefills, decodes):
             candidates = self._candidates = Candidates(prefills, decodes)
-        chains = self._look_up(request, candidates)
-        prefill, decode = self._sides(request, candidates, chains)
+        chains, tiered = self._look_up(request, candidates)
+        total = len(request.token_ids)
+        prefill = _side(candidates.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
+        decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * request.num_sequences)
+        if tiered:
+            for side, role in ((prefill, candidates.prefill), (decode, candidates.decode)):
+                self._count_tiers(side, role, chains, total)
         policy_request = Request(
-            tokens=len(request.token_ids),
+            tokens=total,
             sequences=request.num_sequences,
             session=request.session,
             max_tokens=request.max_tokens,
@@ -254,35 +259,26 @@ class Placer:
                 self._metrics.observe(placement.decision)
         return placement
 
-    def _look_up(self, request: PlacementRequest, candidates: Candidates) -> list[_PromptChain]:
-        """Return the prompt in every format's blocks, looked up among the slots of the format's instances."""
+    def _look_up(self, request: PlacementRequest, candidates: Candidates) -> tuple[list[_PromptChain], bool]:
+        """Return the prompt in every format's blocks, looked up among the slots of the format's instances.
+
+        And whether an instance may be able to load some of it from a slower tier.
+        """
         chains = []
         for block_format in candidates.formats:
             root = root_hash(block_format.content_key, request.cache_salt)
             hashes = hash_chain(request.token_ids, block_format.block_size, root)
             chains.append(_PromptChain(hashes, block_format.block_size))
-        for side in (candidates.prefill, candidates.decode):
-            for events, at in side.indexed:
+        tiered = self._stores is not None and len(self._stores) > 0
+        for role in (candidates.prefill, candidates.decode):
+            for events, at in role.indexed:
                 if events.usable:
                     chains[at].slots |= 1 << events.slot
+                if events.lower_slots:
+                    tiered = True
         for chain in chains:
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
-        return chains
-
-    def _sides(
-        self, request: PlacementRequest, candidates: Candidates, chains: list[_PromptChain]
-    ) -> tuple[Side, Side]:
-        """Return prefill and decode instances as a policy sees them."""
-        total = len(request.token_ids)
-        prefill = _side(candidates.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
-        decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * request.num_sequences)
-        has_stores = self._stores is not None and len(self._stores) > 0
-        for side, own in ((prefill, candidates.prefill), (decode, candidates.decode)):
-            if has_stores or any(events.lower_slots for events, _ in own.indexed):
-                tiers = [self._lower_tiers(x) for x in own.instances]
-                if any(tiers):
-                    self._count_tiers(side, [chains[at] for at in own.formats], tiers, max(1, total))
-        return prefill, decode
+        return chains, tiered
 
     def _lower_tiers(self, instance: Instance) -> list[tuple[str, int]]:
         """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
@@ -296,10 +292,12 @@ class Placer:
         slots = own[-1][1] if own else 0
         return [*own[1:], *((tier, slots | more) for tier, more in stores)]
 
-    def _count_tiers(
-        self, side: Side, chains: list[_PromptChain], tiers: list[list[tuple[str, int]]], total: int
-    ) -> None:
+    def _count_tiers(self, side: Side, role: RoleCandidates, chains: list[_PromptChain], total: int) -> None:
         """Add what instances can load from slower tiers: by weight to their match rates, whole to ``loadable``."""
+        tiers = [self._lower_tiers(x) for x in role.instances]
+        if not any(tiers):
+            return
+        chains, total = [chains[at] for at in role.formats], max(1, total)
         side.loadable, side.tiers = list(side.matched), [{} for _ in side.matched]
         depths = self._tier_depths(chains, tiers)
         for at, (lower, chain) in enumerate(zip(tiers, chains, strict=True)):
@@ -390,12 +388,12 @@ def _side(role: RoleCandidates, chains: list[_PromptChain], total: int, cost: fl
     if not role.indexed:
         return Side(role.role, [], [], [], [], [], cost)
     work, loads = in_flight(role.trackers)
-    matched = []
+    total, matched, rates = max(1, total), [], []
     for events, at in role.indexed:
         chain = chains[at]
-        matched.append(chain.depths.get(events.slot, 0) * chain.block_size)
-    total = max(1, total)
-    rates = [tokens / total for tokens in matched]
+        tokens = chain.depths.get(events.slot, 0) * chain.block_size
+        matched.append(tokens)
+        rates.append(tokens / total)
     return Side(role.role, role.ids, matched, rates, work, loads, cost, role.trackers)
 
 

@@ -65,6 +65,9 @@ class MatchMinusLoad(BuiltInPolicy):
         return Ratings(self._score(prefill), self._score(decode), temperature=self.temperature)
 
     def _score(self, side: Side) -> Scores:
-        price = -self.beta
-        loads = [price * (x if x >= 1.0 else 1.0 + math.log(max(x, _IDLE))) for x in relative_loads(side)]
-        return Scores.of(match=side.match_rates, load=loads)
+        price, rates, loads, totals = -self.beta, side.match_rates, [], []
+        for at, x in enumerate(relative_loads(side)):
+            load = price * (x if x >= 1.0 else 1.0 + math.log(max(x, _IDLE)))
+            loads.append(load)
+            totals.append(rates[at] + load)
+        return Scores({"match": rates, "load": loads}, totals)
