@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,6 +40,14 @@ class KvFormat:
 def kv_format_of(fingerprint: Fingerprint) -> KvFormat:
     """Return what a tier behind needs to know of a kind of KV."""
     return KvFormat(fingerprint.digest(), fingerprint.content_key(), fingerprint.block_bytes)
+
+
+def by_kind(blocks: Iterable[tuple[KvFormat, BlockHash]]) -> dict[KvFormat, set[BlockHash]]:
+    """Sort blocks by what they are."""
+    found: dict[KvFormat, set[BlockHash]] = {}
+    for kind, name in blocks:
+        found.setdefault(kind, set()).add(name)
+    return found
 
 
 def pages(num_bytes: int) -> int:
@@ -117,8 +125,10 @@ class Listeners:
     def __bool__(self) -> bool:
         return bool(self._listeners)
 
-    def add(self, listener: TierListener) -> None:
-        """Tell it everything from now on."""
+    def add(self, listener: TierListener, there: Mapping[KvFormat, Collection[BlockHash]]) -> None:
+        """Tell it what is there, and everything from now on."""
+        for kind, hashes in there.items():
+            listener(kind, list(hashes), self.tier, True)
         self._listeners.append(listener)
 
     def tell(self, kind: KvFormat, hashes: Sequence[BlockHash], present: bool) -> None:

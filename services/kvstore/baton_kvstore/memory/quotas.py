@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from baton.errors import InternalError
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.pool import Entry
-from baton_kvstore.types import KvFormat
+from baton_kvstore.types import KvFormat, by_kind
 
 NO_TENANT = ""
 _LOOKED_AT = 64
@@ -72,10 +72,7 @@ class Share:
 
     def blocks(self) -> dict[KvFormat, set[BlockHash]]:
         """Return everything of it that is in memory."""
-        found: dict[KvFormat, set[BlockHash]] = {}
-        for entry in self.entries:
-            found.setdefault(entry.pool.kind, set()).add(entry.block_hash)
-        return found
+        return by_kind((entry.pool.kind, entry.block_hash) for entry in self.entries)
 
     def make_room(self, num_bytes: int, evict: Callable[[Entry], None]) -> bool:
         """Have its own coldest blocks evicted until it may have so much more; ``False``: it cannot be had."""

@@ -26,7 +26,7 @@ from baton_kvstore.memory.eviction import Eviction, make_policy
 from baton_kvstore.memory.leases import Lease, LeaseTable, Pins
 from baton_kvstore.memory.pool import RETRY_AFTER_S, Entry, Pool, PoolSet, State
 from baton_kvstore.memory.quotas import Quotas
-from baton_kvstore.types import Counters, KvFormat, Listeners, StoreStats, TierListener
+from baton_kvstore.types import Counters, KvFormat, Listeners, StoreStats, TierListener, by_kind
 
 
 def check(pools: Collection[Pool], recency: Eviction, pinned: Collection[Entry], capacity_bytes: int) -> None:
@@ -134,10 +134,8 @@ class BlockStore:
 
     def listen(self, listener: TierListener) -> None:
         """Tell a listener what is there, and then every change."""
-        for pool in self._kinds:
-            if ready := [name for name in pool.index if pool.ready(name) is not None]:
-                listener(pool.kind, ready, self._listeners.tier, True)
-        self._listeners.add(listener)
+        there = by_kind((pool.kind, name) for pool in self._kinds for name in pool.index if pool.ready(name))
+        self._listeners.add(listener, there)
 
     # Put
 

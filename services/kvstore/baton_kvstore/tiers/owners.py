@@ -18,7 +18,7 @@ from baton_kvstore.memory.pool import Owner
 from baton_kvstore.memory.quotas import NO_TENANT
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain
-from baton_kvstore.types import KvFormat
+from baton_kvstore.types import KvFormat, by_kind
 
 DISK = "disk"
 _MAX_BLOCKS = 1_000_000
@@ -71,11 +71,11 @@ class BlockOwners:
 
     def blocks(self, tenant: str) -> dict[KvFormat, set[BlockHash]]:
         """Return what a tenant is known to have."""
-        return _by_kind(key for key, place in self._places.items() if place.share.name == tenant)
+        return by_kind(key for key, place in self._places.items() if place.share.name == tenant)
 
     def leaving(self, tenant: str) -> dict[KvFormat, set[BlockHash]]:
         """Return what of a tenant's may be on its way from one tier to the next; most of it is in none any more."""
-        return _by_kind(key for key, share in self._left.items() if share.name == tenant)
+        return by_kind(key for key, share in self._left.items() if share.name == tenant)
 
     def _trim(self) -> None:
         """Have tenants above their quota lose what they have had on disk for longest."""
@@ -93,7 +93,7 @@ class BlockOwners:
         for kind, name in surplus:
             self._places[kind, name].share.disk_evictions += 1
             self._go(kind, name, DISK)  # before the disk says so: nothing is counted, or deleted, twice
-        for kind, names in _by_kind(surplus).items():
+        for kind, names in by_kind(surplus).items():
             self._disk.delete(kind, list(names), lambda right: None)
 
     def _hear(self, kind: KvFormat, hashes: tuple[BlockHash, ...], tier: str, present: bool) -> None:
@@ -149,10 +149,3 @@ class BlockOwners:
         share.disk_bytes -= key[0].block_bytes
         if not blocks:
             del self._on_disk[share]
-
-
-def _by_kind(blocks: Iterable[tuple[KvFormat, BlockHash]]) -> dict[KvFormat, set[BlockHash]]:
-    found: dict[KvFormat, set[BlockHash]] = {}
-    for kind, name in blocks:
-        found.setdefault(kind, set()).add(name)
-    return found

@@ -119,21 +119,15 @@ class JobQueue:
         """Whether so much could be offered if only a share of the queue might be used."""
         return not self.queued_bytes or self.queued_bytes + num_bytes <= share * self._max_bytes
 
-    def offer(self, job: Write) -> bool:
-        """Queue blocks; ``False``: the queue is full or closing."""
-        with self.changed:
-            if self.closing or not self.room(job.num_bytes):
-                return False
-            self.queued_bytes += job.num_bytes
-            self._jobs.append(job)
-            self.changed.notify_all()
-        return True
-
-    def add(self, job: Bury | Sync) -> bool:
-        """Queue what has no bytes; ``False``: closing."""
+    def add(self, job: Job) -> bool:
+        """Queue a job; ``False``: no room for its blocks, or closing."""
         with self.changed:
             if self.closing:
                 return False
+            if isinstance(job, Write):
+                if not self.room(job.num_bytes):
+                    return False
+                self.queued_bytes += job.num_bytes
             self._jobs.append(job)
             self.changed.notify_all()
         return True
@@ -252,7 +246,7 @@ class LowerTier(ABC):
 
         ``done`` is told which of them can be read now.
         """
-        return self._jobs.offer(Write(kind, hashes, views, done))
+        return self._jobs.add(Write(kind, hashes, views, done))
 
     @abstractmethod
     def delete(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.segment import Segment, disk_bytes
-from baton_kvstore.types import PAGE, KvFormat, Listeners, TierListener, digest_of, pages
+from baton_kvstore.types import PAGE, KvFormat, Listeners, TierListener, by_kind, digest_of, pages
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +70,8 @@ class DiskIndex:
     def listen(self, listener: TierListener) -> None:
         """Tell a listener what is there, and then every change."""
         with self._mutex:
-            for blocks in self._kinds.values():
-                if blocks:
-                    listener(next(iter(blocks.values())).segment.kind, list(blocks), self._listeners.tier, True)
-            self._listeners.add(listener)
+            blocks = (item for kind in self._kinds.values() for item in kind.items())
+            self._listeners.add(listener, by_kind((place.segment.kind, name) for name, place in blocks))
 
     def find(self, kind: KvFormat, block_hash: BlockHash) -> Location | None:
         """Return where a block is."""

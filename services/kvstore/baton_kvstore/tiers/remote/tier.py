@@ -20,7 +20,7 @@ from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, Backend, RemoteError, decode_block, encode_header
 from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write
-from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, Listeners, TierListener
+from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, Listeners, TierListener, by_kind
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,9 +102,7 @@ class RemoteIndex:
     def listen(self, listener: TierListener) -> None:
         """Tell a listener what is known, and then every change."""
         with self._mutex:
-            for kind, names in self._by_kind().items():
-                listener(kind, names, self._listeners.tier, True)
-            self._listeners.add(listener)
+            self._listeners.add(listener, self._by_kind())
 
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a block is known."""
@@ -157,7 +155,7 @@ class RemoteIndex:
             self._blocks.clear()
             self._bytes = 0
             for kind, names in kinds.items():
-                self._listeners.tell(kind, names, False)
+                self._listeners.tell(kind, list(names), False)
 
     def coldest(self, num_bytes: int) -> tuple[KvFormat, list[BlockHash]] | None:
         """Return the blocks of one kind, unused for longest, that have so many bytes together; ``None``: none known."""
@@ -193,11 +191,8 @@ class RemoteIndex:
             while len(self._absent) > self._max:
                 self._absent.popitem(last=False)
 
-    def _by_kind(self) -> dict[KvFormat, list[BlockHash]]:
-        kinds: dict[KvFormat, list[BlockHash]] = {}
-        for key, kind in self._blocks.items():
-            kinds.setdefault(kind, []).append(BlockHash(key[len(kind.key) :]))
-        return kinds
+    def _by_kind(self) -> dict[KvFormat, set[BlockHash]]:
+        return by_kind((kind, BlockHash(key[len(kind.key) :])) for key, kind in self._blocks.items())
 
 
 class RemoteTier(LowerTier):
