@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 
 from baton.config import add_flags, from_flags
 from baton.errors import ConfigError
 from baton.version import __version__
-from baton.worker.process import leave, set_up_logging
+from baton.worker.process import StopRequest, leave, set_up_logging
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
@@ -51,20 +50,9 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 async def _run(config: KVStoreConfig) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     server = KVStoreServer(config)
     await server.start()
-
-    def on_signal(number: int) -> None:
-        if stop.is_set():  # the second signal ends the process at once
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    await stop.wait()
+    await StopRequest().wait()
     log.info("stopping")
     await server.stop(config.drain_timeout_s)
     log.info("stopped")

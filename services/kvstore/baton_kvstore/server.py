@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
 import time
-from wsgiref.simple_server import WSGIServer
-
-from prometheus_client import start_http_server
+from collections.abc import Callable
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import ConfigError
@@ -18,6 +15,7 @@ from baton.rpc.redis_client import RedisPresence, redis_store_node
 from baton.rpc.server import GrpcServer
 from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
+from baton.worker.process import serve_metrics
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.quotas import Quotas
@@ -86,7 +84,7 @@ class KVStoreServer:
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self._servicer, self._grpc.server)
         self._expiry: asyncio.Task[None] | None = None
         self._presence: RedisPresence | None = None
-        self._scrapes: tuple[WSGIServer, threading.Thread] | None = None
+        self._end_scrapes: Callable[[], None] | None = None
 
     async def start(self) -> None:
         """Listen and say so to health checks.
@@ -124,11 +122,8 @@ class KVStoreServer:
         if self._expiry is not None:
             self._expiry.cancel()
             await asyncio.wait([self._expiry])
-        if self._scrapes is not None:
-            server, thread = self._scrapes
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            await asyncio.to_thread(thread.join)
+        if self._end_scrapes is not None:
+            await asyncio.to_thread(self._end_scrapes)
         await self.tiers.close()
         self.store.close()
         await self._lanes.close()
@@ -139,11 +134,10 @@ class KVStoreServer:
         port = await self._grpc.start()
         if config.metrics_port:
             try:
-                self._scrapes = start_http_server(config.metrics_port, addr=config.host, registry=self.metrics.registry)
-            except OSError as error:
+                self._end_scrapes = serve_metrics(config.host, config.metrics_port, self.metrics.registry)
+            except ConfigError:
                 await self._grpc.stop(0)
-                message = f"cannot serve metrics on {config.host}:{config.metrics_port}: {error.strerror}"
-                raise ConfigError(message, field="metrics_port") from error
+                raise
         return port
 
     async def _expire(self) -> None:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import gc
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ import uvloop
 from baton.config import add_flags, from_flags
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
-from baton.worker.process import leave, set_up_logging
+from baton.worker.process import StopRequest, leave, set_up_logging
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
 
@@ -65,16 +64,6 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 async def _run(config: RouterConfig) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
-            log.warning("second signal: ending at once")
-            loop.remove_signal_handler(number)
-            signal.raise_signal(number)
-        stop.set()
-
     app = RouterApp(config)
     try:
         await app.start()
@@ -83,9 +72,7 @@ async def _run(config: RouterConfig) -> None:
         raise
     gc.freeze()  # what is here now stays: no collection needs to look at it again
     gc.set_threshold(_GC_THRESHOLD)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    await stop.wait()
+    await StopRequest().wait()
     log.info("draining: no new requests, %d in flight", app.dispatcher.num_in_flight)
     await app.stop()
     log.info("stopped")

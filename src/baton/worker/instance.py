@@ -8,15 +8,13 @@ import logging
 import socket
 from collections.abc import Callable
 
-from prometheus_client import start_http_server
-
 from baton.api.v1 import worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.build import make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
-from baton.errors import BusyError, ConfigError
+from baton.errors import BusyError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
@@ -33,6 +31,7 @@ from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.prefill import PrefillRole
+from baton.worker.process import serve_metrics
 from baton.worker.registration import Identity, Registration, redis_registration
 from baton.worker.servicer import WorkerServicer
 
@@ -208,7 +207,8 @@ class WorkerInstance:
         self.port = await server.start()
         self._server = server
         if config.metrics_port:
-            self._serve_metrics()
+            metrics = self.context.metrics.registry
+            self._stack.callback(serve_metrics(config.host, config.metrics_port, metrics))
         await server.set_serving(True)
         self._register()
         log.info(
@@ -294,23 +294,6 @@ class WorkerInstance:
                 log.warning("%d calls did not end within %g s and are cut off", left, drain_s)
             await self._server.stop(0.5)
         await self._stack.aclose()
-
-    def _serve_metrics(self) -> None:
-        config = self._config
-        try:
-            server, thread = start_http_server(
-                config.metrics_port, addr=config.host, registry=self.context.metrics.registry
-            )
-        except OSError as error:
-            message = f"cannot serve metrics on {config.host}:{config.metrics_port}: {error.strerror}"
-            raise ConfigError(message, field="metrics_port") from error
-
-        def close() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join(5.0)
-
-        self._stack.callback(close)
 
 
 class _Wake:

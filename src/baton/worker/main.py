@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from baton.errors import BatonError, ConfigError
 from baton.types import Role
 from baton.version import __version__
 from baton.worker.instance import WorkerInstance
-from baton.worker.process import leave, set_up_logging
+from baton.worker.process import StopRequest, leave, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -57,36 +56,9 @@ def _main(role: Role, argv: Sequence[str] | None) -> int:
 
 
 async def _run(role: Role, config: WorkerConfig, engine_config: EngineConfig) -> int:
-    stop = _StopRequest()
+    stop = StopRequest()
     instance = WorkerInstance(role, config, engine_config, on_failure=stop.fail)
     await instance.start()
     await stop.wait()
     await instance.stop(config.drain_timeout_s if stop.exit_code == 0 else 0.0)
     return stop.exit_code
-
-
-class _StopRequest:
-    """SIGTERM and SIGINT ask for a drain; the second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self.exit_code = 0
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self._event.is_set():
-            log.warning("second signal: ending at once")
-            asyncio.get_running_loop().remove_signal_handler(number)
-            signal.raise_signal(number)
-        self._event.set()
-
-    def fail(self) -> None:
-        """Ask for an end with an error."""
-        self.exit_code = 1
-        self._event.set()
-
-    async def wait(self) -> None:
-        """Wait for the request."""
-        await self._event.wait()

@@ -1,12 +1,21 @@
-"""How the process of a service logs and ends."""
+"""How the process of a service logs, is asked to stop, shows its metrics and ends."""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
+import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def set_up_logging(level: str, name: str) -> None:
@@ -22,6 +31,57 @@ def set_up_logging(level: str, name: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "urllib3", "filelock", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class StopRequest:
+    """SIGTERM and SIGINT ask for a drain; the second one ends the process at once. Made in the running event loop.
+
+    Attributes:
+        exit_code: What the process should end with.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.exit_code = 0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._event.is_set():
+            log.warning("second signal: ending at once")
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._event.set()
+
+    def fail(self) -> None:
+        """Ask for an end with an error."""
+        self.exit_code = 1
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Wait for the request."""
+        await self._event.wait()
+
+
+def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:
+    """Serve ``/metrics`` in a thread; returns what ends that, which blocks for up to half a second.
+
+    Raises:
+        ConfigError: The port cannot be had.
+    """
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}", field="metrics_port") from error
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(5.0)
+
+    return close
 
 
 def leave(code: int) -> NoReturn:
