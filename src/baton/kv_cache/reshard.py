@@ -111,9 +111,8 @@ def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> Resha
         for by in shard_specs(source.tp_size, source.pp_size):
             for piece in pieces:
                 rows = _segments(geometry, (by, source.block_size), (to, target.block_size), piece)
-                if rows:
-                    table = np.array(rows, dtype=np.int64)
-                    copies.append(ShardCopy(by, to, piece, table[:, :3].copy(), table[:, 3].copy()))
+                if len(rows):
+                    copies.append(ShardCopy(by, to, piece, rows[:, :3].copy(), rows[:, 3].copy()))
     return ReshardPlan(
         source_period=math.lcm(source.block_size, target.block_size) // source.block_size,
         target_period=math.lcm(source.block_size, target.block_size) // target.block_size,
@@ -124,13 +123,15 @@ def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> Resha
 
 
 def merge_segments(segments: Segments) -> Segments:
-    """Join segments that go on where the one before ended, on both sides."""
+    """Join segments that go on where the one before ended, on both sides; and are equal in a fourth column, if any."""
     if len(segments) < 2:
         return segments
-    ends = segments[:-1, :2] + segments[:-1, 2:]
-    first = np.flatnonzero(np.concatenate(([True], (segments[1:, :2] != ends).any(axis=1))))
-    sizes = np.add.reduceat(segments[:, 2], first)
-    return np.column_stack((segments[first, :2], sizes))
+    ends = segments[:-1, :2] + segments[:-1, 2:3]
+    breaks = (segments[1:, :2] != ends).any(axis=1) | (segments[1:, 3:] != segments[:-1, 3:]).any(axis=1)
+    first = np.flatnonzero(np.concatenate(([True], breaks)))
+    merged = segments[first]
+    merged[:, 2] = np.add.reduceat(segments[:, 2], first)
+    return merged
 
 
 def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
@@ -151,8 +152,8 @@ def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
 
 def _segments(
     geometry: KVGeometry, source: tuple[ShardSpec, int], target: tuple[ShardSpec, int], piece: TokenPiece
-) -> list[tuple[int, int, int, int]]:
-    """Rows of source offset, target offset, bytes and layer, in the order of both sides' memory."""
+) -> Segments:
+    """Segments with the layer as a fourth column, in the order of both sides' memory; joined within a layer."""
     (by, by_size), (to, to_size) = source, target
     by_layers = layer_range(len(geometry.layers), by.pp_size, by.pp_rank)
     to_layers = layer_range(len(geometry.layers), to.pp_size, to.pp_rank)
@@ -176,7 +177,7 @@ def _segments(
                 for head in mine
                 if head in yours and _holder(geometry, layer, head, by, to) == by.tp_rank
             ]
-    return _merged(rows)
+    return merge_segments(np.array(rows, dtype=np.int64).reshape(-1, 4))
 
 
 def _holder(geometry: KVGeometry, layer: int, head: int, source: ShardSpec, target: ShardSpec) -> int:
@@ -189,16 +190,3 @@ def _holder(geometry: KVGeometry, layer: int, head: int, source: ShardSpec, targ
         if head in shard_heads(geometry, ShardSpec(source.tp_size, rank, source.pp_size, source.pp_rank), layer)
     ]
     return holders[target.tp_rank % len(holders)]
-
-
-def _merged(rows: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Join neighbours of one layer."""
-    out: list[tuple[int, int, int, int]] = []
-    for row in rows:
-        if out:
-            source, target, size, layer = out[-1]
-            if (source + size, target + size, layer) == (row[0], row[1], row[3]):
-                out[-1] = (source, target, size + row[2], layer)
-                continue
-        out.append(row)
-    return out
