@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.errors import InternalError, UnauthenticatedError
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.http.errors import baton_error_response
-from baton_router.metrics.fast_metrics import Amount, Counter, Distribution, Gauge, Histogram
+from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
 from baton_router.types import Account
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,6 @@ class HttpMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_http_"
-        self._children: dict[tuple[str, int], tuple[Amount, Amount, Distribution]] = {}
         self._requests = Counter(
             name + "requests", "Requests, by endpoint and status", ["endpoint", "status"], registry
         )
@@ -88,17 +87,9 @@ class HttpMetrics:
 
     def end(self, endpoint: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""
-        children = self._children.get((endpoint, status))
-        if children is None:  # looking a series up costs more than counting
-            children = (
-                self._requests.labels(endpoint, str(status)),
-                self._in_flight.labels(endpoint),
-                self._seconds.labels(endpoint),
-            )
-            self._children[endpoint, status] = children
-        children[0].inc()
-        children[1].dec()
-        children[2].observe(seconds)
+        self._requests.labels(endpoint, str(status)).inc()
+        self._in_flight.labels(endpoint).dec()
+        self._seconds.labels(endpoint).observe(seconds)
 
     def count_ignored(self, fields: Iterable[str]) -> None:
         """Count ignored fields. Clients choose the names, so only the first hundred have series of their own."""

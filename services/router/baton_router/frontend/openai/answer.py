@@ -111,33 +111,15 @@ def text_offsets(tokenizer: Tokenizer, ids: Iterable[int], *, skip_special_token
     return offsets
 
 
-class Usage:
-    """Tokens of one HTTP request, all its prompts together."""
-
-    __slots__ = ("_cached", "_count_output", "_output", "_prompt")
-
-    def __init__(self, prepared: Sequence[PreparedRequest], *, count_output: bool = True) -> None:
-        self._prompt = sum([item.prompt_tokens for item in prepared])
-        self._cached = [0] * len(prepared)
-        self._output = 0
-        self._count_output = count_output
-
-    def add(self, chunk: TextChunk) -> None:
-        """Count what a chunk brought."""
-        if chunk.trace is not None:
-            self._cached[chunk.prompt_index] = chunk.cached_tokens
-        if self._count_output:
-            for delta in chunk.deltas:
-                self._output += len(delta.token_ids)
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the ``usage`` so far."""
-        return {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": self._output,
-            "total_tokens": self._prompt + self._output,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }
+def usage_object(prepared: Sequence[PreparedRequest], output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return the ``usage`` of one HTTP request, all its prompts together."""
+    prompt_tokens = sum([item.prompt_tokens for item in prepared])
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 class Echo:
@@ -188,7 +170,7 @@ class WholeAnswer:
         created: Seconds since 1970.
     """
 
-    __slots__ = ("_choices", "_head", "_prepared", "_prompt_logprobs", "_request", "_usage")
+    __slots__ = ("_cached", "_choices", "_head", "_prepared", "_prompt_logprobs", "_request")
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         self._request = request
@@ -196,11 +178,12 @@ class WholeAnswer:
         self._head = {"id": ident, "created": created, "model": prepared[0].info.name}
         self._choices = [[Choice() for _ in range(request.n)] for _ in prepared]
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prepared)
-        self._usage = Usage(prepared, count_output=not request.score_only)
+        self._cached = [0] * len(prepared)
 
     def add(self, chunk: TextChunk) -> bytes:
         """Take a chunk; there is nothing to send before the end."""
-        self._usage.add(chunk)
+        if chunk.trace is not None:
+            self._cached[chunk.prompt_index] = chunk.cached_tokens
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs[chunk.prompt_index] = chunk.prompt_logprobs
         choices = self._choices[chunk.prompt_index]
@@ -215,16 +198,17 @@ class WholeAnswer:
     def end(self) -> bytes:
         """Return the response object as JSON."""
         request = self._request
-        choices = []
+        choices, tokens = [], 0
         for at in range(len(self._prepared)):
             for index, choice in enumerate(self._choices[at]):
+                tokens += 0 if request.score_only else len(choice.ids)
                 write = self._chat_choice if request.chat else self._completion_choice
                 choices.append(write(at, index, choice))
         body: dict[str, Any] = {
             **self._head,
             "object": "chat.completion" if request.chat else "text_completion",
             "choices": choices,
-            "usage": self._usage.as_object(),
+            "usage": usage_object(self._prepared, tokens, sum(self._cached)),
         }
         if request.chat and request.return_token_ids:
             body["prompt_token_ids"] = list(self._prepared[0].routed.prompt_token_ids)
@@ -287,7 +271,8 @@ class EventStream:
         self._request = request
         self._prepared = prepared
         self._writer = LogprobWriter(prepared[0].text_model.tokenizer, as_ids=request.tokens_as_ids)
-        self._usage = Usage(prepared, count_output=not request.score_only)
+        self._tokens = 0
+        self._cached = [0] * len(prepared)
         head = {
             "id": ident,
             "object": "chat.completion.chunk" if request.chat else "text_completion",
@@ -305,9 +290,13 @@ class EventStream:
     def add(self, chunk: TextChunk) -> bytes:
         """Return the events for a chunk; empty if there is nothing to say yet."""
         request, at = self._request, chunk.prompt_index
-        self._usage.add(chunk)
+        if chunk.trace is not None:
+            self._cached[at] = chunk.cached_tokens
+        if not request.score_only:
+            for delta in chunk.deltas:
+                self._tokens += len(delta.token_ids)
         if request.continuous_usage:
-            self._tail = b'],"usage":' + orjson.dumps(self._usage.as_object()) + b"}\n\n"
+            self._tail = self._with_usage() + b"}\n\n"
         events = []
         if not self._begun[at]:
             self._begun[at] = True
@@ -325,7 +314,10 @@ class EventStream:
         """Return the events that end a stream."""
         if not self._request.include_usage:
             return DONE
-        return self._head + b'],"usage":' + orjson.dumps(self._usage.as_object()) + b"}\n\n" + DONE
+        return self._head + self._with_usage() + b"}\n\n" + DONE
+
+    def _with_usage(self) -> bytes:
+        return b'],"usage":' + orjson.dumps(usage_object(self._prepared, self._tokens, sum(self._cached)))
 
     def error(self, error: BatonError) -> bytes:
         """Return the event that ends a stream which cannot go on."""
