@@ -11,20 +11,18 @@ import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.api.v1 import common_pb2, router_pb2, worker_pb2
+from baton.api.v1 import router_pb2
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
+from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
-from baton_router.scheduler.placement import Placement
-from baton_router.types import RoutedRequest
 
 START_S = 30.0
 """How long a ticket counts: the client asks for it when it is about to use it."""
@@ -92,44 +90,11 @@ class _DirectRun:
         self._log.end(self._record, outcome)
 
 
-class ReservedRequest(Protocol):
-    """A request that was placed and that its client runs.
-
-    Attributes:
-        placement: Its shares of its instances.
-        message: What is to be sent to the decode instance.
-    """
-
-    placement: Placement
-    message: worker_pb2.GenerateRequest
-
-    def grow(self, tokens: int, *, first: bool) -> None:
-        """Count tokens that were generated."""
-
-    def end(self, status: str) -> None:
-        """Give everything back, once; ``status``: ``ok`` or an error's code."""
-
-
-class ReservingDispatcher(Protocol):
-    """Places requests without running them; the router's dispatcher does."""
-
-    async def reserve(self, request: RoutedRequest) -> ReservedRequest:
-        """Place a request that its client runs.
-
-        Raises:
-            BatonError: It is not placed.
-        """
-        ...
-
-    def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
-        """Count how a request came to its KV."""
-
-
 @dataclass(slots=True)
 class _Open:
     """A reservation; ``most``: tokens that its request can have at all, whatever its client says."""
 
-    reserved: ReservedRequest
+    reserved: Reserved
     run: _DirectRun
     ends_at: float
     most: int
@@ -151,7 +116,7 @@ class TicketDesk:
         self,
         key: bytes | None,
         processor: InputProcessor,
-        dispatcher: ReservingDispatcher,
+        dispatcher: PlacingDispatcher,
         metrics: CollectorRegistry,
         now: Callable[[], float] = time.monotonic,
     ) -> None:

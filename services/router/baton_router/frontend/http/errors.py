@@ -8,7 +8,6 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from baton.errors import BatonError
@@ -36,48 +35,30 @@ def baton_error_object(error: BatonError) -> dict[str, Any]:
     return error_object(error.http_status, error.message, code=code, param=error.field)
 
 
-def error_response(status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """Return an error response."""
-    return Response(orjson.dumps(body), status, media_type="application/json", headers=dict(headers or {}))
-
-
-def baton_error_response(error: BatonError) -> Response:
-    """Return the response for one of Baton's errors; with Retry-After where trying again makes sense."""
+def answer_to(error: BatonError | HTTPException) -> Response:
+    """Return the response for an error: Baton's own, with Retry-After where trying again makes sense, or HTTP's."""
+    if isinstance(error, HTTPException):  # no such path, wrong method, too large
+        code = _CODES.get(error.status_code, "http_error")
+        body = error_object(error.status_code, str(error.detail), code=code)
+        return _response(error.status_code, body, error.headers or {})
     headers = {}
     if error.http_status in _RETRY_LATER:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return error_response(error.http_status, baton_error_object(error), headers)
-
-
-def http_error_response(error: HTTPException) -> Response:
-    """Return the response for an error of HTTP itself: no such path, wrong method, too large."""
-    code = _CODES.get(error.status_code, "http_error")
-    body = error_object(error.status_code, str(error.detail), code=code)
-    return error_response(error.status_code, body, error.headers)
-
-
-def answer_to(error: BatonError | HTTPException) -> Response:
-    """Return the response for an error, whichever kind it is."""
-    return baton_error_response(error) if isinstance(error, BatonError) else http_error_response(error)
+    return _response(error.http_status, baton_error_object(error), headers)
 
 
 def install(app: FastAPI) -> None:
     """Make an app answer errors of clients and Baton's own in this shape; ``HttpMiddleware`` takes all others."""
 
-    async def on_baton(request: Request, error: Exception) -> Response:
-        assert isinstance(error, BatonError)
-        return baton_error_response(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, BatonError | HTTPException)
+        return answer_to(error)
 
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return http_error_response(error)
+    app.add_exception_handler(BatonError, answer)
+    app.add_exception_handler(HTTPException, answer)
 
-    async def on_validation(request: Request, error: Exception) -> Response:
-        body = error_object(400, f"the request is wrong: {error}", code="invalid_request")
-        return error_response(400, body)
 
-    app.add_exception_handler(BatonError, on_baton)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(RequestValidationError, on_validation)
+def _response(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json", headers=dict(headers))

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import InternalError, UnauthenticatedError
 from baton_router.accounts.accounts import Accounts
-from baton_router.frontend.http.errors import baton_error_response
+from baton_router.frontend.http.errors import answer_to
 from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
 from baton_router.types import Account
 
@@ -178,14 +178,14 @@ class HttpMiddleware:
                 scope.setdefault("state", {})[_ACCOUNT] = identify(self._accounts, scope["headers"])
             await self._app(scope, receive, send_with_id)
         except UnauthenticatedError as error:
-            await baton_error_response(error)(scope, receive, send_with_id)
+            await answer_to(error)(scope, receive, send_with_id)
         except Exception:
             # It ends here: the server would close the connection on it, under the next request of a client that has
             # a whole answer and was promised that the connection stays. (One cut short it closes anyway.)
             log.exception("request %s to %s failed", ident, endpoint)
             if not started:
                 failure = InternalError("something went wrong inside Baton")
-                await baton_error_response(failure)(scope, receive, send_with_id)
+                await answer_to(failure)(scope, receive, send_with_id)
             status = 500
         finally:
             self._metrics.end(endpoint, status, time.perf_counter() - begun)
