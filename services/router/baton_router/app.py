@@ -130,7 +130,7 @@ class RouterApp:
                 http.app,
                 https,
                 lifespan="off",
-                http=HttpProtocol.serving(http.generation),
+                http=HttpProtocol.serving(http.posts),
                 ws="none",
                 log_config=None,
                 access_log=False,

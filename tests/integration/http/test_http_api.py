@@ -51,7 +51,7 @@ class Served:
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
             front.app,
-            http=protocol.serving(front.generation),
+            http=protocol.serving(front.posts),
             log_level="error",
             ws="none",
             lifespan="off",
@@ -709,6 +709,26 @@ def test_a_body_has_no_thousands_of_fields(api: Served) -> None:
         answer = api.post(path, {**body, **{f"f{item}": 1 for item in range(2000)}})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
         assert "1024 fields" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_ends_what_its_text_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def never(self: InputProcessor, *args: Any, **options: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(InputProcessor, "tokenize", never)
+    with Served() as api:
+        with socket.create_connection(api.socket.getsockname()) as client:
+            client.sendall(b'POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}')
+            assert begun.wait(20)
+        assert ended.wait(20)
+        monkeypatch.undo()
+        assert api.post("/tokenize", {"prompt": "x"}).status_code == 200
 
 
 def test_what_is_tokenized_and_turned_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

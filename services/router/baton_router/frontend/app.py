@@ -1,10 +1,10 @@
-"""The HTTP app: what generates by callbacks (``openai/generation.py``), and here all other endpoints, by FastAPI."""
+"""The HTTP app: what takes a body is served by the protocol (``openai/generation.py``), all else by FastAPI."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import BatonError, CancelledError, InternalError, InvalidRequestError
+from baton.errors import BatonError, InternalError, InvalidRequestError
 from baton.tokenizer import Tokenizer
 from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
 from baton_router.frontend.http import errors
-from baton_router.frontend.http.http_exchange import (
-    DRAIN_FACTOR,
-    DRAIN_S,
-    check_media,
-    decode_json,
-    too_late,
-    too_long,
-)
-from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions, account_of
-from baton_router.frontend.openai.generation import GenerationEndpoints
+from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions
+from baton_router.frontend.openai.generation import OtherEndpoint, PostEndpoints
 from baton_router.frontend.openai.openai_request import chat_prompt
 from baton_router.frontend.openai.schemas import (
     Body,
@@ -39,34 +31,36 @@ from baton_router.frontend.openai.schemas import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    check_strict,
-    header_value,
     json_schemas,
-    parse_body,
-    unknown_fields,
 )
 from baton_router.processor.input_processor import InputProcessor, count_chars
 from baton_router.processor.text_request import Prompt, TextRequest
-from baton_router.types import ModelInfo
+from baton_router.types import Account, ModelInfo
 
 _INLINE_TOKENS = 4096
 _LEAST_BOUND = 2**20
 """Characters, and tokens, that can be tokenized and turned back whatever the model's context."""
 
+_BODIES: Mapping[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class HttpFront:
-    """The HTTP interface, for ``uvicorn.Config(front.app, http=HttpProtocol.serving(front.generation))``.
+    """The HTTP interface, for ``uvicorn.Config(front.app, http=HttpProtocol.serving(front.posts))``.
 
     Attributes:
-        app: All endpoints but those that generate, which it has in its documentation alone.
-        generation: The endpoints that generate.
+        app: All endpoints but those that take a body, which it has in its documentation alone.
+        posts: The endpoints that take a body.
     """
 
     app: FastAPI
-    generation: GenerationEndpoints
+    posts: PostEndpoints
 
 
 def create_app(
@@ -101,20 +95,22 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    tokenizer = TokenizerEndpoints(processor, options, metrics)
+    tokenizer = TokenizerEndpoints(processor)
     models = Models(processor)
     health = Health(ready or (lambda: dispatcher.model_info() is not None), registry)
-    _add(app, "POST", "/v1/chat/completions", _served_by_the_protocol, ChatBody)
-    _add(app, "POST", "/v1/completions", _served_by_the_protocol, CompletionBody)
-    _add(app, "POST", "/tokenize", tokenizer.tokenize, TokenizeBody)
-    _add(app, "POST", "/detokenize", tokenizer.detokenize, DetokenizeBody)
+    for path, body in _BODIES.items():
+        _add(app, "POST", path, _served_by_the_protocol, body)
     _add(app, "GET", "/v1/models", models.list)
     _add(app, "GET", "/v1/models/{model:path}", models.get)
     _add(app, "GET", "/health", health.health)
     _add(app, "GET", "/readyz", health.ready)
     _add(app, "GET", "/metrics", health.metrics)
     _add(app, "GET", "/version", health.version)
-    return HttpFront(app, GenerationEndpoints(processor, options, metrics, steps or TurnBatcher()))
+    others: dict[str, tuple[type[Body], OtherEndpoint]] = {
+        "/tokenize": (TokenizeBody, tokenizer.tokenize),
+        "/detokenize": (DetokenizeBody, tokenizer.detokenize),
+    }
+    return HttpFront(app, PostEndpoints(processor, options, metrics, steps or TurnBatcher(), others))
 
 
 class _DocumentedApp(FastAPI):
@@ -124,7 +120,7 @@ class _DocumentedApp(FastAPI):
         """Return the OpenAPI document."""
         document = super().openapi()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(json_schemas((ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)))
+        schemas.update(json_schemas(tuple(_BODIES.values())))
         return document
 
 
@@ -174,21 +170,16 @@ class Models:
 class TokenizerEndpoints:
     """Serves ``/tokenize`` and ``/detokenize``."""
 
-    def __init__(self, processor: InputProcessor, options: HttpOptions, metrics: HttpMetrics) -> None:
+    def __init__(self, processor: InputProcessor) -> None:
         self._processor = processor
-        self._options = options
-        self._metrics = metrics
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, body: TokenizeBody, account: Account | None) -> dict[str, Any]:
         """Serve ``POST /tokenize``."""
-        body = parse_body(TokenizeBody, value := await _read_json(request, self._options))
-        headers = self._ignored(TokenizeBody, value)
         info = self._processor.model_info(body.model or "")
         prompt, field = _prompt(body), "prompt" if body.messages is None else "messages"
         most = max(_LEAST_BOUND, 8 * info.max_model_len)
         if count_chars(prompt) > most:
             raise InvalidRequestError(f"{field} must have at most {most} characters", field=field)
-        account = account_of(request)
         text_request = TextRequest(
             prompt=prompt,
             sampling=SamplingParams(),
@@ -202,12 +193,10 @@ class TokenizerEndpoints:
         if body.return_token_strs:
             tokenizer = (await self._processor.text_model(info)).tokenizer
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
-        return _json(answer, headers)
+        return answer
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, body: DetokenizeBody, account: Account | None) -> dict[str, Any]:
         """Serve ``POST /detokenize``."""
-        body = parse_body(DetokenizeBody, value := await _read_json(request, self._options))
-        headers = self._ignored(DetokenizeBody, value)
         info = self._processor.model_info(body.model or "")
         if body.tokens is None:
             raise InvalidRequestError("tokens is required", field="tokens")
@@ -219,13 +208,7 @@ class TokenizerEndpoints:
                 field = f"tokens[{at}]"
                 raise InvalidRequestError(f"{field} must be between 0 and {info.vocab_size - 1}", field=field)
         tokenizer = (await self._processor.text_model(info)).tokenizer
-        return _json({"prompt": await _decode(tokenizer, body.tokens, bool(body.skip_special_tokens))}, headers)
-
-    def _ignored(self, schema: type[Body], value: dict[str, Any]) -> dict[str, str]:
-        ignored = list(unknown_fields(schema, value))
-        check_strict(ignored, self._options.strict_fields)
-        self._metrics.count_ignored(ignored)
-        return {"x-baton-ignored-fields": header_value(ignored)} if ignored else {}
+        return {"prompt": await _decode(tokenizer, body.tokens, bool(body.skip_special_tokens))}
 
 
 class Health:
@@ -270,59 +253,5 @@ async def _decode(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: boo
     return tokenizer.decode(ids, skip_special_tokens)
 
 
-def _json(value: Any, headers: dict[str, str] | None = None, *, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json", headers=headers)
-
-
-class ClientGone(CancelledError):
-    """The client closed its connection."""
-
-    code = "client_gone"
-
-
-async def _read_json(request: Request, options: HttpOptions) -> Any:
-    """Return the decoded body.
-
-    Raises:
-        InvalidRequestError: It is not JSON.
-        HTTPException: It is too long (413), comes too slowly (408), or says that it is something else or compressed
-            (415).
-        ClientGone: The client left while sending.
-    """
-    limit = options.max_body_bytes
-    refusal = check_media(request.scope["headers"], limit)
-    if refusal is not None and refusal.status_code != 413:
-        raise refusal
-    data = bytearray()
-    more = True
-    try:
-        async with asyncio.timeout(options.body_timeout_s):
-            while more and refusal is None:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("the client closed the connection before its request was complete")
-                data += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(data) > limit:
-                    refusal = too_long(limit)
-    except TimeoutError as error:
-        raise too_late(options.body_timeout_s) from error
-    if refusal is not None:
-        if more:
-            await _drain(request, limit)
-        raise refusal
-    return decode_json(bytes(data))
-
-
-async def _drain(request: Request, limit: int) -> None:
-    """Take and drop what is still coming, within bounds: a client that can't finish sending never reads the answer."""
-    left = DRAIN_FACTOR * limit
-    try:
-        async with asyncio.timeout(DRAIN_S):
-            while left > 0:
-                message = await request.receive()
-                left -= len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
+def _json(value: Any, *, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -109,7 +109,7 @@ class HttpExchange:
         self.account: Account | None = None
         self.common = b""
         self.status = 0
-        self.on_gone: Callable[[], None] | None = None
+        self.on_gone: Callable[[], object] | None = None
         self.on_flow: Callable[[bool], None] | None = None
         self.disconnected = self.response_complete = False
         handler.metrics.begin(path)

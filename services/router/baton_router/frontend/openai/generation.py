@@ -1,7 +1,8 @@
 """``/v1/chat/completions`` and ``/v1/completions``: from a request's body to the bytes of its answer, by callbacks.
 
-An endpoint is a parser (``openai_request``) and a formatter (:class:`~baton_router.frontend.openai.answer.WholeAnswer`
-or :class:`~baton_router.frontend.openai.answer.EventStream`). The ``x-baton-*`` headers say which way a request went.
+:class:`PostEndpoints` serves them, and has other endpoints that take a body answered in tasks. One that generates is a
+parser (``openai_request``) and a formatter (:class:`~baton_router.frontend.openai.answer.WholeAnswer` or
+:class:`~baton_router.frontend.openai.answer.EventStream`). The ``x-baton-*`` headers say which way a request went.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import orjson
 from starlette.exceptions import HTTPException
 
 from baton.api.v1 import common_pb2
@@ -26,26 +28,30 @@ from baton_router.frontend.http.http_exchange import HttpExchange, check_media, 
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers, parse_chat, parse_completion
-from baton_router.frontend.openai.schemas import check_strict, header_value
+from baton_router.frontend.openai.schemas import Body, check_strict, header_value, parse_body, unknown_fields
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import PreparedRequest, TextChunk
 from baton_router.scheduler.decision import Decision
+from baton_router.types import Account
 
 log = logging.getLogger(__name__)
 
+OtherEndpoint: TypeAlias = Callable[[Any, Account | None], Awaitable[Any]]
+_JSON_HEADER = b"content-type: application/json\r\n"
 _EVENT_HEADERS = (
     b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
 
 
-class GenerationEndpoints:
-    """Serves the exchanges of the endpoints that generate; see ``http_exchange.Handler``.
+class PostEndpoints:
+    """Serves the exchanges of all endpoints that take a body; see ``http_exchange.Handler``.
 
     Args:
         processor: Runs the generations.
         options: Limits.
         metrics: Where requests are counted.
         steps: Of this router's requests.
+        others: Endpoints that don't generate, by path: the body's schema, and what answers it and its API key's holder.
 
     Attributes:
         paths: Paths of the endpoints, as requests have them and as text.
@@ -53,7 +59,12 @@ class GenerationEndpoints:
     """
 
     def __init__(
-        self, processor: InputProcessor, options: HttpOptions, metrics: HttpMetrics, steps: TurnBatcher
+        self,
+        processor: InputProcessor,
+        options: HttpOptions,
+        metrics: HttpMetrics,
+        steps: TurnBatcher,
+        others: Mapping[str, tuple[type[Body], OtherEndpoint]],
     ) -> None:
         self.processor, self.options, self.metrics, self.steps = processor, options, metrics, steps
         self.deadlines = Deadlines(options.request_timeout_s)
@@ -61,7 +72,8 @@ class GenerationEndpoints:
             "/v1/chat/completions": (parse_chat, "chatcmpl"),
             "/v1/completions": (functools.partial(parse_completion, max_prompts=options.max_prompts), "cmpl"),
         }
-        self.paths: Mapping[bytes, str] = {path.encode(): path for path in self._parsers}
+        self._others, self._tasks = others, set[asyncio.Task[None]]()
+        self.paths: Mapping[bytes, str] = {path.encode(): path for path in (*self._parsers, *others)}
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
         """Name a request, and check its API key and what it says of its body; return why it is refused, if it is."""
@@ -80,14 +92,35 @@ class GenerationEndpoints:
     def serve(self, exchange: HttpExchange, body: bytes) -> None:
         """Serve a request, now or later."""
         try:
+            value = decode_json(body)
+            if exchange.path in self._others:
+                self._begin_other(exchange, value)
+                return
             parse, prefix = self._parsers[exchange.path]
-            request = parse(decode_json(body))
+            request = parse(value)
             apply_headers(request.requests, exchange.headers, exchange.account)
             generation = Generation(self, exchange, request, f"{prefix}-{exchange.request_id}")
         except Exception as error:
             self.refuse(exchange, error)
         else:
             self.steps.later(PREPARE, Generation.prepare, generation)
+
+    def _begin_other(self, exchange: HttpExchange, value: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve_other(exchange, value))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        exchange.on_gone = task.cancel
+
+    async def _serve_other(self, exchange: HttpExchange, value: Any) -> None:
+        schema, endpoint = self._others[exchange.path]
+        try:
+            body = parse_body(schema, value)
+            headers = self.ignored_fields_header(list(unknown_fields(schema, value)))
+            answer = orjson.dumps(await endpoint(body, exchange.account))
+        except Exception as error:
+            self.refuse(exchange, error)
+        else:
+            exchange.respond(200, headers + _JSON_HEADER, answer)
 
     def refuse(self, exchange: HttpExchange, error: Exception) -> None:
         """Answer a request with an error."""
@@ -97,15 +130,12 @@ class GenerationEndpoints:
         lines = [b"%b: %b\r\n" % header for header in response.raw_headers if header[0] not in _OWN_HEADERS]
         exchange.respond(response.status_code, b"".join(lines), bytes(response.body))
 
-    def ignored_fields_header(self, request: OpenAIRequest, prepared: PreparedRequest) -> bytes:
+    def ignored_fields_header(self, ignored: list[str]) -> bytes:
         """Return the header line that names a request's fields without effect; empty: there are none.
 
         Raises:
             InvalidRequestError: There are some, and they are refused.
         """
-        ignored = request.ignored
-        if request.template_fields:
-            ignored = ignored + _unread_variables(request, prepared)
         if not ignored:
             return b""
         check_strict(ignored, self.options.strict_fields)
@@ -124,9 +154,7 @@ class Generation:
         *("_request", "_routes", "_running", "_stall", "_started", "_unfinished"),
     )
 
-    def __init__(
-        self, endpoints: GenerationEndpoints, exchange: HttpExchange, request: OpenAIRequest, name: str
-    ) -> None:
+    def __init__(self, endpoints: PostEndpoints, exchange: HttpExchange, request: OpenAIRequest, name: str) -> None:
         self._endpoints, self._exchange, self._request, self._name = endpoints, exchange, request, name
         self._headers = b""
         self._prepared: list[PreparedRequest] = []
@@ -173,7 +201,10 @@ class Generation:
             return
         try:
             endpoints, request, prepared = self._endpoints, self._request, self._prepared
-            self._headers = endpoints.ignored_fields_header(request, prepared[0])
+            ignored = request.ignored
+            if request.template_fields:
+                ignored = ignored + _unread_variables(request, prepared[0])
+            self._headers = endpoints.ignored_fields_header(ignored)
             formatter = EventStream if request.stream else WholeAnswer
             self._format = formatter(request, prepared, self._name, int(time.time()))
             self._generate()
@@ -245,7 +276,7 @@ class Generation:
         if self._started:
             self._exchange.finish(data)
         else:
-            self._exchange.respond(200, head + b"content-type: application/json\r\n", data)
+            self._exchange.respond(200, head + _JSON_HEADER, data)
 
     def _head(self) -> bytes:
         """Return the header lines of a good answer, but for those that say how its body comes."""
