@@ -272,7 +272,8 @@ class Supervisor:
         _require_free_ports(self.plan)
         for group in self.plan.groups:
             await asyncio.gather(*(self._launch(spec) for spec in group))
-            waits = [asyncio.ensure_future(self._wait_ready(spec)) for spec in group]
+            starting = [self.processes[spec.name] for spec in group]
+            waits = [asyncio.ensure_future(each.wait_ready(self._ready_timeout_s)) for each in starting]
             try:
                 await asyncio.gather(*waits)
             finally:
@@ -310,9 +311,6 @@ class Supervisor:
         await process.start(self._env)
         self.processes[spec.name] = process
 
-    async def _wait_ready(self, spec: ProcessSpec) -> None:
-        await self.processes[spec.name].wait_ready(self._ready_timeout_s)
-
     async def _wait_registered(self) -> None:
         expected = {spec.name for spec in self.plan.workers}
         seen: set[str] = set()
@@ -328,7 +326,8 @@ class Supervisor:
                     await asyncio.sleep(0.02)
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             missing = ", ".join(sorted(expected - seen))
-            raise UnavailableError(f"the router does not see {missing}: {error or 'time is up'}") from None
+            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else "time is up"
+            raise UnavailableError(f"the router does not see {missing}: {why}") from None
 
     async def _try_text(self) -> None:
         """Have the router load tokenizer and chat template now: one that cannot be read shall not wait for a request.
@@ -364,7 +363,7 @@ class Supervisor:
             backoff = min(2 * backoff, self._last_backoff_s)
             await self._launch(spec)
             try:
-                await self._wait_ready(spec)
+                await self.processes[spec.name].wait_ready(self._ready_timeout_s)
             except UnavailableError as error:
                 self._emit(spec.name, error.message)
                 await self.processes[spec.name].end(1.0)
