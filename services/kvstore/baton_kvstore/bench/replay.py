@@ -216,25 +216,24 @@ class _Replay:
         if lease is not None:
             found = len(lease.entries)
             store.release(lease.lease_id)
-        rest = names[found:]
         if self._future is not None:
-            rest = self._worth(rest)
-        if rest:
-            reservation = store.reserve(self._kind, rest)
-            store.commit(reservation, [True] * len(reservation.missing))
+            self._put_worthy(names[found:], self._future)
+        elif names[found:]:
+            self._put(names[found:])
         return found
 
-    def _worth(self, rest: list[BlockHash]) -> list[BlockHash]:
+    def _put(self, names: list[BlockHash]) -> None:
+        reservation = self._store.reserve(self._kind, names)
+        self._store.commit(reservation, [True] * len(reservation.missing))
+
+    def _put_worthy(self, names: list[BlockHash], future: _Future) -> None:
         """Put block by block those that are needed before what would have to go; nothing forces a bound to store."""
-        assert self._future is not None
-        for name in rest:
-            need, last = self._future.need(name, self._now), self._oracle.last()
+        for name in names:
+            need, last = future.need(name, self._now), self._oracle.last()
             full = self._store.num_blocks >= self._blocks
             if need[0] == _NEVER or (full and (last is None or need >= last)):
-                return []
-            reservation = self._store.reserve(self._kind, [name])
-            self._store.commit(reservation, [True] * len(reservation.missing))
-        return []
+                return
+            self._put([name])
 
     def _need(self, entry: Entry) -> Need:
         assert self._future is not None

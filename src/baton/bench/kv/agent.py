@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import time
@@ -72,11 +73,11 @@ class Agent:
             "hello": machine_facts,
             "open_source": self.open_source,
             "open_target": self._open_target,
-            "run": self._run,
-            "overlap": self._overlap,
-            "reads": self._reads,
-            "fetches": self._fetches,
-            "round_trips": self._round_trips,
+            "run": self._of_target(Target.run),
+            "overlap": self._of_target(Target.overlap),
+            "reads": self._of_target(Target.reads),
+            "fetches": self._of_target(Target.fetches),
+            "round_trips": self._of_target(Target.round_trips),
             "cpu": lambda: {"cpu": time.process_time()},
             "close": self.close,
         }
@@ -99,25 +100,14 @@ class Agent:
         self.close()
         self._target = Target(target, self._token)
 
-    def _run(self, run: RunSpec) -> RunResult:
-        return self._the_target().run(run)
+    def _of_target(self, method: Order) -> Order:
+        @functools.wraps(method)  # an order's fields are those of the method
+        def order(**fields: object) -> object:
+            if self._target is None:
+                raise InvalidRequestError("no target is open", field="do")
+            return method(self._target, **fields)
 
-    def _overlap(self, overlap: OverlapSpec) -> OverlapResult:
-        return self._the_target().overlap(overlap)
-
-    def _reads(self, kind: str, count: Count, limit_s: Limit) -> Fields:
-        return {"seconds": self._the_target().reads(kind, count, limit_s)}
-
-    def _fetches(self, kind: str, count: Count, limit_s: Limit) -> Fields:
-        return {"seconds": self._the_target().fetches(kind, count, limit_s)}
-
-    def _round_trips(self, size: Size, count: Count, limit_s: Limit) -> Fields:
-        return {"seconds": self._the_target().round_trips(size, count, limit_s)}
-
-    def _the_target(self) -> Target:
-        if self._target is None:
-            raise InvalidRequestError("no target is open", field="do")
-        return self._target
+        return order
 
 
 class Source:
@@ -174,7 +164,7 @@ class Source:
 
 
 class Target:
-    """An open target: an arena, and every method that fills it, one after the other.
+    """An open target: an arena, and every method that fills it, one after the other. Its methods are orders.
 
     Args:
         spec: What to open.
@@ -194,22 +184,22 @@ class Target:
         self._methods: dict[tuple[str, int], Method] = {}
         self._progress = 0
 
-    def run(self, spec: RunSpec) -> RunResult:
+    def run(self, run: RunSpec) -> RunResult:
         """Run a method once.
 
         Raises:
             BatonError: The method does not work here, or failed.
         """
-        flows = self._flows(spec)
-        method = self._method(spec.method, spec.streams)
-        if spec.wipe:
+        flows = self._flows(run)
+        method = self._method(run.method, run.streams)
+        if run.wipe:
             self._wipe()
         cpu, start = time.process_time(), time.monotonic()
         num_bytes = method.run(flows)
         end, cpu = time.monotonic(), time.process_time() - cpu
-        return RunResult(start, end, num_bytes, cpu, self._wrong(flows) if spec.verify else None)
+        return RunResult(start, end, num_bytes, cpu, self._wrong(flows) if run.verify else None)
 
-    def reads(self, kind: str, count: int, limit_s: float) -> list[float]:
+    def reads(self, kind: str, count: Count, limit_s: Limit) -> Fields:
         """Read single blocks of the first source over a pipe, one after the other; returns the seconds of each.
 
         Raises:
@@ -219,9 +209,9 @@ class Target:
         with contextlib.closing(method.open_pipe(0)) as pipe:
             calls = itertools.cycle([method.read_one(pipe, block) for block in self._single_blocks(count)])
             next(calls)()
-            return timed(lambda: next(calls)(), count, limit_s)
+            return {"seconds": timed(lambda: next(calls)(), count, limit_s)}
 
-    def fetches(self, kind: str, count: int, limit_s: float) -> list[float]:
+    def fetches(self, kind: str, count: Count, limit_s: Limit) -> Fields:
         """Get single blocks of the first source as a connector does, one after the other; the seconds of each."""
         method, order = self._method(kind, 1), iter(self._single_blocks(count + 1))
 
@@ -230,29 +220,29 @@ class Target:
             method.run([Flow(0, block, block)])
 
         once()
-        return timed(once, count, limit_s)
+        return {"seconds": timed(once, count, limit_s)}
 
-    def round_trips(self, size: int, count: int, limit_s: float) -> list[float]:
+    def round_trips(self, size: Size, count: Count, limit_s: Limit) -> Fields:
         """Send messages of ``size`` bytes to the first source and back; returns the seconds of each round trip."""
         with self._messages() as pipe:
             round_trips(pipe, size, max(1, count // 10), limit_s / 4)
-            return round_trips(pipe, size, count, limit_s)
+            return {"seconds": round_trips(pipe, size, count, limit_s)}
 
-    def overlap(self, spec: OverlapSpec) -> OverlapResult:
+    def overlap(self, overlap: OverlapSpec) -> OverlapResult:
         """Move a sequence from the first source while that simulates computing it.
 
         Raises:
             BatonError: The pipe does not work here, or failed.
         """
-        method = self._pipe_method(spec.run.method, spec.run.streams)
-        flow = self._flows(spec.run)[0]
-        if spec.run.wipe:
+        method = self._pipe_method(overlap.run.method, overlap.run.streams)
+        flow = self._flows(overlap.run)[0]
+        if overlap.run.wipe:
             self._wipe()
         with self._messages() as pipe:
-            study = Study(spec, len(self._spec.shape.layers), len(flow.remote), self._progress)
+            study = Study(overlap, len(self._spec.shape.layers), len(flow.remote), self._progress)
             self._progress = study.last_progress
             exposed = study.run(pipe, lambda part, ready: method.fetch_part(flow, part, ready))
-        return OverlapResult(exposed, study.steps, self._wrong([flow]) if spec.run.verify else None)
+        return OverlapResult(exposed, study.steps, self._wrong([flow]) if overlap.run.verify else None)
 
     def close(self) -> None:
         """Close everything."""
