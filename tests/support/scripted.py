@@ -10,9 +10,9 @@ from pathlib import Path
 
 from baton.api.v1 import common_pb2
 from baton.errors import BatonError
-from baton.tokenizer import TextModel
+from baton.tokenizer import TextModel, TokenDelta
 from baton.types import FinishReason, InstanceId, Role, SamplingParams, TokenLogprob
-from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.policies import Ratings, Scores, Side
 from baton_router.scheduler.policy import Choice
@@ -136,7 +136,7 @@ class ScriptedDispatcher:
                 last = end >= len(ids)
                 top = request.sampling.logprobs
                 values = [] if top is None else [logprob(token_id, top) for token_id in new]
-                deltas.append(RoutedDelta(index, new, values, reason if last else None, stop if last else None))
+                deltas.append(TokenDelta(index, new, values, reason if last else None, stop if last else None))
             first, final = begin == 0, end >= longest
             chunks.append(
                 RoutedChunk(

@@ -20,11 +20,11 @@ import grpc.aio
 
 from baton.api.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from baton.errors import ConfigError, InternalError
-from baton.rpc.convert import finish_from_pb, finish_to_pb, logprob_from_pb, logprob_to_pb, sampling_from_pb
+from baton.rpc.convert import finish_from_pb, logprob_from_pb, sampling_from_pb, text_delta_to_pb
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
-from baton.tokenizer import SequenceText, StopStrings, TextModel
-from baton.types import FinishReason, Order, TokenLogprob
+from baton.tokenizer import SequenceText, StopStrings, TextModel, TokenDelta
+from baton.types import FinishReason, Order
 
 _MAX_CHANNELS = 64
 _NOTE_TIMEOUT_S = 5.0
@@ -68,15 +68,6 @@ def load_text_model(tokenizer: str, model_path: str) -> TextModel:
 def _micros(seconds: float) -> int:
     """Return whole microseconds that fit into the notice's 32 bits (71 minutes)."""
     return min(2**32 - 1, max(0, round(1e6 * seconds)))
-
-
-@dataclass(slots=True)
-class _Delta:
-    index: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    finish_reason: FinishReason | None
-    stop_token_id: int | None
 
 
 @dataclass(slots=True)
@@ -147,7 +138,7 @@ class DirectAnswer:
             InternalError: The instance names a sequence that was not asked for.
         """
         deltas = [
-            _Delta(
+            TokenDelta(
                 item.index,
                 list(item.token_ids),
                 [logprob_from_pb(x) for x in item.logprobs],
@@ -191,7 +182,7 @@ class DirectAnswer:
         done = [i for i, x in enumerate(self._sequences) if self.is_open(i) and len(x.token_ids) >= limit]
         if not done:
             return None
-        return self._response([_Delta(i, [], [], FinishReason.LENGTH, None) for i in done], None)
+        return self._response([TokenDelta(i, [], finish_reason=FinishReason.LENGTH) for i in done], None)
 
     def rest(self) -> list[tuple[int, router_pb2.RouterGenerateRequest]]:
         """Return the requests by which a router goes on, one per open sequence."""
@@ -205,7 +196,7 @@ class DirectAnswer:
             ids = list(item.token_ids)
             # It was given no stop strings, so what stopped it is a token.
             stop = ids[-1] if finish is FinishReason.STOP and ids else None
-            deltas.append(_Delta(index, ids, [logprob_from_pb(x) for x in item.logprobs], finish, stop))
+            deltas.append(TokenDelta(index, ids, [logprob_from_pb(x) for x in item.logprobs], finish, stop))
         trace = None
         if response.HasField("trace"):
             trace = self._trace = response.trace
@@ -268,7 +259,7 @@ class DirectAnswer:
         return rest
 
     def _response(
-        self, deltas: list[_Delta], trace: common_pb2.RequestTrace | None
+        self, deltas: list[TokenDelta], trace: common_pb2.RequestTrace | None
     ) -> router_pb2.RouterGenerateResponse:
         out = router_pb2.RouterGenerateResponse(
             request_id=self._request.request_id or self.message.request_id, trace=trace, decision=self._decision
@@ -282,15 +273,7 @@ class DirectAnswer:
                 continue
             sequence.token_ids += delta.token_ids
             sequence.finished = delta.finish_reason is not None
-            made = sequence.text.push(delta)
-            out.deltas.add(
-                index=made.index,
-                text=made.text,
-                token_ids=made.token_ids,
-                logprobs=[logprob_to_pb(x) for x in made.logprobs],
-                finish_reason=finish_to_pb(made.finish_reason),
-                stop_reason=made.stop_reason if isinstance(made.stop_reason, str) else "",
-            )
+            out.deltas.append(text_delta_to_pb(sequence.text.push(delta)))
         return out
 
 

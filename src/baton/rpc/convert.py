@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from baton.api.v1 import common_pb2
+from typing import TYPE_CHECKING
+
+from baton.api.v1 import common_pb2, router_pb2
 from baton.errors import InternalError, InvalidRequestError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
 from baton.types import FinishReason, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
+
+if TYPE_CHECKING:  # services without text load no tokenizer
+    from baton.tokenizer import TextDelta
 
 _ROLES: dict[Role, common_pb2.Role.ValueType] = {
     Role.PREFILL: common_pb2.ROLE_PREFILL,
@@ -168,6 +173,18 @@ def prompt_logprobs_to_pb(items: list[TokenLogprob | None]) -> list[common_pb2.T
 def prompt_logprobs_from_pb(messages: list[common_pb2.TokenLogprob]) -> list[TokenLogprob | None]:
     """Prompt log probabilities from the wire."""
     return [logprob_from_pb(message) if message.rank else None for message in messages]
+
+
+def text_delta_to_pb(delta: TextDelta) -> router_pb2.TextDelta:
+    """What one message brought to one sequence, to the wire."""
+    return router_pb2.TextDelta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=[logprob_to_pb(item) for item in delta.logprobs],
+        finish_reason=finish_to_pb(delta.finish_reason),
+        stop_reason=delta.stop_reason if isinstance(delta.stop_reason, str) else "",
+    )
 
 
 _FINGERPRINT_PLAIN = (

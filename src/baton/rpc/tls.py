@@ -70,7 +70,7 @@ class Tls:
         self._lock = threading.Lock()
         self.generation = 0
         """How often the files were read again."""
-        self._contexts: dict[tuple[int, bool], ssl.SSLContext] = {}
+        self._contexts: dict[bool, ssl.SSLContext] = {}
         self._seen = self._stamp()
         self._material = self._read()
         check_certificates(cert, key, ca)
@@ -106,10 +106,9 @@ class Tls:
         """
         self.refresh()
         with self._lock:
-            key = self.generation, server_side
-            if key not in self._contexts:
-                self._contexts[key] = _pipe_context(*self._paths, server_side)
-            return self._contexts[key]
+            if server_side not in self._contexts:
+                self._contexts[server_side] = _pipe_context(*self._paths, server_side)
+            return self._contexts[server_side]
 
     def http_context(self) -> ssl.SSLContext:
         """Return the context of an HTTP server: its clients need no certificate, they show API keys."""

@@ -4,7 +4,7 @@ Only the router and the SDK have text; workers take and give token ids. Nothing 
 """
 
 from baton.tokenizer.chat_template import ChatTemplate
-from baton.tokenizer.detokenizer import IncrementalDetokenizer, SequenceText, TextDelta
+from baton.tokenizer.detokenizer import IncrementalDetokenizer, SequenceText, TextDelta, TokenDelta
 from baton.tokenizer.stop_strings import StopStringMatcher, StopStrings
 from baton.tokenizer.tokenizer import TextModel, TextModelCache, Tokenizer
 
@@ -17,5 +17,6 @@ __all__ = [
     "TextDelta",
     "TextModel",
     "TextModelCache",
+    "TokenDelta",
     "Tokenizer",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -122,28 +121,21 @@ class _WindowDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
 
-class TokenDelta(Protocol):
-    """New tokens of a sequence, as an instance sends them."""
+class TokenDelta(msgspec.Struct):
+    """New tokens of a sequence, as an instance sends them.
 
-    @property
-    def index(self) -> int:
-        """Which sequence."""
+    Attributes:
+        index: Which sequence.
+        logprobs: Parallel to ``token_ids``, if asked for.
+        finish_reason: Why it ended, if it did.
+        stop_token_id: The token that ended it, if one did.
+    """
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens."""
-
-    @property
-    def logprobs(self) -> list[TokenLogprob]:
-        """Parallel to them, if asked for."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the sequence ended, if it did."""
-
-    @property
-    def stop_token_id(self) -> int | None:
-        """The token that ended it, if one did."""
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
 
 
 class TextDelta(msgspec.Struct):

@@ -198,8 +198,8 @@ def _offload(context: InstanceContext, options: Options) -> BackedConnector:
         raise ConfigError(f"offload.bytes is {size}, but only {available} bytes are free", field=FIELD)
     side = StagingArena(context.shards, fingerprint, num_blocks)
     side.arena.touch()
-    host = HostMemory(side, context.tiers.tell)
-    context.tiers.add(host.snapshot)
+    host = HostMemory(side, context.events.append)
+    context.tiers.append(host.snapshot)
     return OffloadConnector(
         host,
         LocalOptions("host memory"),

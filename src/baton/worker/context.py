@@ -15,7 +15,7 @@ from baton.engine.executor.base import Executor
 from baton.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector
-from baton.kv_cache.events import BlocksStored, KVEvent
+from baton.kv_cache.events import BlocksStored
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, BlockSource, LinkOptions
 from baton.rpc.tls import Tls
@@ -73,35 +73,6 @@ class Admission:
             return self._active
         return 0
 
-    def reopen(self) -> None:
-        """Admit calls again."""
-        self.draining = False
-
-
-class TierBoard:
-    """Joins the connectors that keep blocks with the instance's log of KV events. Lives in one event loop."""
-
-    def __init__(self) -> None:
-        self._snapshots: list[Callable[[], list[BlocksStored]]] = []
-        self._log: Callable[[list[KVEvent]], None] | None = None
-
-    def add(self, snapshot: Callable[[], list[BlocksStored]]) -> None:
-        """Ask a connector, for snapshots, what it keeps; it must tell each change in the same step of the loop."""
-        self._snapshots.append(snapshot)
-
-    def bind(self, log: Callable[[list[KVEvent]], None]) -> None:
-        """Say where changes go; earlier ones are not told."""
-        self._log = log
-
-    def tell(self, events: list[KVEvent]) -> None:
-        """Tell of a change."""
-        if self._log is not None:
-            self._log(events)
-
-    def snapshot(self) -> list[BlocksStored]:
-        """Return everything that is there."""
-        return [event for snapshot in self._snapshots for event in snapshot()]
-
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceContext:
@@ -114,7 +85,8 @@ class InstanceContext:
         wake: Makes the engine poll its connector; any thread may call it.
         source: Returns where this instance's blocks can be read, once it listens.
         links: How other instances' blocks are reached.
-        tiers: Where connectors say what they keep outside the pool.
+        events: The log of KV events; connectors tell there what they keep outside the pool.
+        tiers: Return what connectors keep there, for snapshots: each change must be told in the same step of the loop.
         tls: Certificates, if the services use some.
     """
 
@@ -130,7 +102,8 @@ class InstanceContext:
     source: Callable[[], BlockSource]
     links: LinkOptions
     tls: Tls | None
-    tiers: TierBoard
+    events: KvEventLog
+    tiers: list[Callable[[], list[BlocksStored]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +118,6 @@ class WorkerContext(InstanceContext):
     engine: EngineThread
     fetcher: BlockFetcher
     block_server: BlockServer
-    events: KvEventLog
     admission: Admission
     metrics: WorkerMetrics
     tokenizer_digest: str

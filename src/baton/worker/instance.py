@@ -25,7 +25,7 @@ from baton.rpc.tls import read_tls
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import InstanceId, Role
 from baton.worker.connectors import InstanceConnectors
-from baton.worker.context import Admission, InstanceContext, InstanceRole, TierBoard, WorkerContext
+from baton.worker.context import Admission, InstanceContext, InstanceRole, WorkerContext
 from baton.worker.decode import DecodeRole
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
@@ -75,6 +75,7 @@ class WorkerInstance:
         self._stack = contextlib.AsyncExitStack()
         self._server: GrpcServer | None = None
         self._role: InstanceRole | None = None
+        self._engine: EngineThread | None = None
         self._changing = asyncio.Lock()
 
     @property
@@ -114,7 +115,7 @@ class WorkerInstance:
         shards = make_arena(self._engine_config, executor)
         self._stack.callback(shards.close)
         arena = shards.primary
-        wake, tiers = _Wake(), TierBoard()
+        events = KvEventLog(arena.epoch)
         loop = asyncio.get_running_loop()
         before = InstanceContext(
             role=self._first_role,
@@ -125,7 +126,7 @@ class WorkerInstance:
             arena=arena,
             token=token,
             loop=loop,
-            wake=wake,
+            wake=self._wake,
             source=lambda: self.context.block_server.source,
             links=LinkOptions(
                 token=token,
@@ -134,19 +135,17 @@ class WorkerInstance:
                 tls=None if config.clear_kv else tls,
             ),
             tls=tls,
-            tiers=tiers,
+            events=events,
+            tiers=[],
         )
         self._connectors = connectors = InstanceConnectors(before)
         self._stack.push_async_callback(self._close_connectors)
-        events = KvEventLog(arena.epoch)
-        tiers.bind(events.append)
 
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
 
         core = EngineCore(self._engine_config, executor, shards, connector=connectors.connector, on_events=on_events)
-        engine = EngineThread(core, loop, on_failure=self._on_failure)
-        wake.target = engine.wake
+        self._engine = engine = EngineThread(core, loop, on_failure=self._on_failure)
         instance_id = InstanceId(
             config.instance_id or f"{self._first_role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
         )
@@ -172,7 +171,6 @@ class WorkerInstance:
             engine=engine,
             fetcher=connectors.fetcher,
             block_server=block_server,
-            events=events,
             admission=Admission(),
             metrics=WorkerMetrics(),
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
@@ -185,6 +183,11 @@ class WorkerInstance:
         # An engine that has lost a rank ends also while it has nothing to do.
         executor.watch(engine.fail)
         await self._listen(self._role)
+
+    def _wake(self) -> None:
+        """Make the engine look at its connector, once it exists: connectors are built before it."""
+        if self._engine is not None:
+            self._engine.wake()
 
     async def _listen(self, role: InstanceRole) -> None:
         config, context = self._config, self.context
@@ -294,13 +297,3 @@ class WorkerInstance:
                 log.warning("%d calls did not end within %g s and are cut off", left, drain_s)
             await self._server.stop(0.5)
         await self._stack.aclose()
-
-
-class _Wake:
-    """Wakes the engine once it exists; connectors are built before it."""
-
-    target: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        if self.target is not None:
-            self.target()

@@ -168,7 +168,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         def give(events: list[KVEvent]) -> None:
             if not done.done():
-                done.set_result((log.sequence, [*events, *self._worker.tiers.snapshot()]))
+                done.set_result((log.sequence, [*events, *(x for tier in self._worker.tiers for x in tier())]))
 
         def take() -> None:
             # Events of earlier steps reach the log through the same queue of callbacks, so they are counted

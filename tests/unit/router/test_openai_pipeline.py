@@ -25,9 +25,9 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.token_ids import TokenIds, token_ids
-from baton.tokenizer import TextModel, TextModelCache
+from baton.tokenizer import TextModel, TextModelCache, TokenDelta
 from baton.types import FinishReason, SamplingParams
-from baton_router.dispatch.interface import RoutedChunk, RoutedDelta
+from baton_router.dispatch.interface import RoutedChunk
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics, cached_tokens
 from baton_router.processor.text_request import ChatPrompt, TextChunk, TextRequest
@@ -254,7 +254,7 @@ async def test_offsets_point_into_the_text() -> None:
 async def test_abort_and_error_never_leak_as_finish_reasons(reason: FinishReason, error: type[BatonError]) -> None:
     class Aborting(ScriptedDispatcher):
         async def stream(self, request: RoutedRequest) -> Any:
-            yield RoutedChunk([RoutedDelta(0, [5], finish_reason=reason)])
+            yield RoutedChunk([TokenDelta(0, [5], finish_reason=reason)])
 
     with pytest.raises(error):
         await collect(Aborting(), TextRequest("x", GREEDY))
@@ -263,7 +263,7 @@ async def test_abort_and_error_never_leak_as_finish_reasons(reason: FinishReason
 async def test_a_stream_that_ends_too_early_is_an_error() -> None:
     class Short(ScriptedDispatcher):
         async def stream(self, request: RoutedRequest) -> Any:
-            yield RoutedChunk([RoutedDelta(0, [5])])
+            yield RoutedChunk([TokenDelta(0, [5])])
 
     with pytest.raises(InternalError, match="ended before"):
         await collect(Short(), TextRequest("x", GREEDY))

@@ -27,9 +27,10 @@ from baton.errors import (
 )
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
 from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
+from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
 from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
-from baton_router.dispatch.interface import RoutedChunk, RoutedDelta
+from baton_router.dispatch.interface import RoutedChunk
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import Placement
 
@@ -118,7 +119,7 @@ def read_response(message: worker_pb2.GenerateResponse, indices: list[int], inst
     return RoutedChunk(deltas, trace, prompt_logprobs=prompt_logprobs)
 
 
-def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instance) -> RoutedDelta:
+def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instance) -> TokenDelta:
     index = item.index
     if index >= len(indices):
         raise InternalError(f"{instance.instance_id} sent tokens of sequence {index}, which was not asked for")
@@ -127,7 +128,7 @@ def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instanc
         raise AttemptFailed(InternalError(f"{instance.instance_id}: {item.error or 'the request failed'}"), "error")
     if finish is _ABORT and instance.load.draining:
         raise AttemptFailed(UnavailableError(f"{instance.instance_id} is draining"), "draining")
-    return RoutedDelta(
+    return TokenDelta(
         indices[index],
         item.token_ids[:],
         [logprob_from_pb(x) for x in logprobs] if (logprobs := item.logprobs) else [],
@@ -267,7 +268,7 @@ class Attempt:
 
     def on_tokens(self, token_ids: list[int]) -> None:
         """Take tokens of the first sequence."""
-        self._take(RoutedChunk([RoutedDelta(self.group.sequences[0].index, token_ids)]))
+        self._take(RoutedChunk([TokenDelta(self.group.sequences[0].index, token_ids)]))
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
         """Take a message."""

@@ -15,19 +15,10 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from baton.api.v1 import common_pb2
-from baton.types import FinishReason, TokenLogprob
+from baton.tokenizer import TokenDelta
+from baton.types import TokenLogprob
 from baton_router.scheduler.decision import Decision
 from baton_router.types import ModelInfo, RoutedRequest
-
-
-class RoutedDelta(msgspec.Struct):
-    """New tokens of one of the request's sequences."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
 
 
 class RoutedChunk(msgspec.Struct):
@@ -39,7 +30,7 @@ class RoutedChunk(msgspec.Struct):
         prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
     """
 
-    deltas: list[RoutedDelta]
+    deltas: list[TokenDelta]
     trace: common_pb2.RequestTrace | None = None
     decision: Decision | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None

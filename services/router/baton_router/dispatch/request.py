@@ -29,12 +29,13 @@ from baton.rpc.channel import Backoff
 from baton.rpc.convert import sampling_to_pb
 from baton.seeds import sequence_seed
 from baton.token_ids import pack_ids, token_ids
+from baton.tokenizer import TokenDelta
 from baton.types import FinishReason, Order, Role, SamplingParams
 from baton_router.admission.gate import Admission, Ticket
 from baton_router.config import RouterConfig
 from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Sequence, TraceMerge, WorkerStreams
 from baton_router.dispatch.event_loop import PLACE, SEND, Deadlines, TurnBatcher
-from baton_router.dispatch.interface import ChunkSink, RoutedChunk, RoutedDelta
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
 from baton_router.dispatch.retry import Breakers, RetryBudget, may_retry
@@ -419,7 +420,7 @@ class RequestRun:
         self._attempts.discard(attempt)
         self._context.breakers.ended(attempt.placement.decode, well=not attempt.group.has_open())
 
-    def _record(self, deltas: list[RoutedDelta], placement: Placement) -> list[RoutedDelta]:
+    def _record(self, deltas: list[TokenDelta], placement: Placement) -> list[TokenDelta]:
         """Note what is about to be handed on; drops what came after a sequence's end."""
         kept = []
         for delta in deltas:
@@ -435,13 +436,13 @@ class RequestRun:
             placement.prefilled()
         return kept
 
-    def _exhausted(self, group: Group) -> list[RoutedDelta]:
+    def _exhausted(self, group: Group) -> list[TokenDelta]:
         """End sequences that have all their tokens but broke off before they were told to have ended."""
         limit, deltas = self._request.sampling.max_tokens, []
         for s in group.sequences:
             if limit is not None and len(s.token_ids) >= limit and not s.finished:
                 self._close(s)
-                deltas.append(RoutedDelta(s.index, [], finish_reason=FinishReason.LENGTH))
+                deltas.append(TokenDelta(s.index, [], finish_reason=FinishReason.LENGTH))
         return deltas
 
     def _close(self, sequence: Sequence) -> None:

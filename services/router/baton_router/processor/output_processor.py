@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.errors import BatonError, InternalError, UnavailableError
+from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
-from baton_router.dispatch.interface import Dispatcher, RoutedChunk, RoutedDelta, Running
+from baton_router.dispatch.interface import Dispatcher, RoutedChunk, Running
 from baton_router.metrics.fast_metrics import Counter, Histogram
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
 from baton_router.scheduler.decision import DecisionLog
@@ -188,7 +189,7 @@ class OutputProcessor:
         else:
             self._sink.on_chunk(text)
 
-    def _text(self, deltas: list[RoutedDelta]) -> list[TextDelta]:
+    def _text(self, deltas: list[TokenDelta]) -> list[TextDelta]:
         """Return what tokens say; those after a sequence's stop string are left out.
 
         Raises:

@@ -10,12 +10,12 @@ from typing import Any
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import InvalidRequestError
 from baton.rpc.auth import HEADER, Admits, admits_services
-from baton.rpc.convert import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb, sampling_from_pb
+from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
 from baton.types import ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.processor.input_processor import InputProcessor
-from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextDelta, TextRequest
+from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextRequest
 from baton_router.registry.registry import Registry
 from baton_router.types import Account
 
@@ -164,24 +164,13 @@ def _prompt(request: router_pb2.RouterGenerateRequest | router_pb2.RouteRequest)
 def _response(request_id: str, chunk: TextChunk) -> router_pb2.RouterGenerateResponse:
     response = router_pb2.RouterGenerateResponse(
         request_id=request_id,
-        deltas=[_delta(delta) for delta in chunk.deltas],
+        deltas=[text_delta_to_pb(delta) for delta in chunk.deltas],
         trace=chunk.trace,
         decision=chunk.decision.to_pb() if chunk.decision is not None else None,
     )
     if chunk.prompt_logprobs is not None:
         response.prompt_logprobs.extend(prompt_logprobs_to_pb(chunk.prompt_logprobs))
     return response
-
-
-def _delta(delta: TextDelta) -> router_pb2.TextDelta:
-    return router_pb2.TextDelta(
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        logprobs=[logprob_to_pb(item) for item in delta.logprobs],
-        finish_reason=finish_to_pb(delta.finish_reason),
-        stop_reason=delta.stop_reason if isinstance(delta.stop_reason, str) else "",
-    )
 
 
 def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:
