@@ -34,8 +34,8 @@ from baton.kv_transfer.blocks import (
     ServerOptions,
     TcpOptions,
 )
+from baton.kv_transfer.pipes.base import ServeLimits
 from baton.kv_transfer.pipes.messages import MessageListener
-from baton.kv_transfer.pipes.options import ServeLimits
 from baton.kv_transfer.pipes.tcp import TcpReadPipe, request_blocks
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_control

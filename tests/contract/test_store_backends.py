@@ -31,9 +31,8 @@ from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec, shard_layout,
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.cluster import StoreCluster
-from baton.kv_transfer.connector.store.cluster_load import Heat
 from baton.kv_transfer.connector.store.connector import open_store
-from baton.kv_transfer.connector.store.nodes import Placement, segments_of
+from baton.kv_transfer.connector.store.nodes import Heat, Placement, segments_of
 from baton.rpc.redis_client import open_redis, store_node_key
 from baton.rpc.server import free_port
 from baton.types import BlockHash, BlockId, InstanceId

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from baton.kv_transfer.copy.block_copy import fence
-from baton.kv_transfer.pipes.base import PipeKind
-from baton.kv_transfer.pipes.options import PipeOptions, Served
+from baton.kv_transfer.pipes.base import PipeKind, PipeOptions, Served
 from baton.kv_transfer.pipes.pool import PooledReadPipe
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.pipes.tcp import TcpConnection, TcpServer, dial_reader

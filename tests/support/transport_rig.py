@@ -29,8 +29,8 @@ from baton.kv_transfer.blocks import (
     ServerOptions,
     TcpOptions,
 )
+from baton.kv_transfer.pipes.base import MemoryNetwork
 from baton.kv_transfer.pipes.messages import MemoryMessagePipe, MessageListener, MessagePipe, TcpMessagePipe
-from baton.kv_transfer.pipes.options import MemoryNetwork
 from baton.kv_transfer.protocol.connect import connect_tcp, connect_unix
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.rpc.tls import Tls

@@ -14,7 +14,7 @@ from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFu
 from baton.hashing import HASH_BYTES
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.protocol.source_pb import source_from_pb
+from baton.kv_transfer.types import source_from_pb
 from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig

@@ -19,9 +19,9 @@ from baton.kv_transfer.blocks import (
     SequenceBlocks,
     ServerOptions,
 )
-from baton.kv_transfer.pipes.options import PipeOptions
+from baton.kv_transfer.pipes.base import PipeOptions
 from baton.kv_transfer.pipes.registry import resolve_kinds
-from baton.kv_transfer.protocol.source_pb import source_to_pb
+from baton.kv_transfer.types import source_to_pb
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig

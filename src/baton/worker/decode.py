@@ -16,7 +16,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
 from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Finished, Offer, PrefillEvent
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
-from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
+from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import (
     fingerprint_to_pb,

@@ -27,7 +27,7 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, LinkOptions, SequenceBlocks
-from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
+from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.connector.offload.block_file import BlockFormat
-from baton.kv_transfer.connector.offload.block_folder import BlockFolder
+from baton.kv_transfer.connector.offload.block_folder import BlockFolder, BlockFormat
 from baton.types import BlockHash
 
 LAYOUT = KVLayout((LayerShape(2, 4, 6), LayerShape(1, 8, 0), LayerShape(1, 3, 3)), 4, "float32")

@@ -36,8 +36,7 @@ from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, error_from_fields, pack_header, parse_header, parse_object
 from baton.kv_transfer.protocol.handshake import Facts, fingerprint_from_fields, greet_as_server
 from baton.kv_transfer.protocol.sockets import Stream
-from baton.kv_transfer.protocol.source_pb import source_from_pb
-from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads
+from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, source_from_pb
 from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest

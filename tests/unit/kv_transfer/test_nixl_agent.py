@@ -15,6 +15,7 @@ from tests.support.transport_rig import Rig, lets_go, open_fds, soon
 
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
 from baton.kv_transfer.pipes import nixl, nixl_agent
+from baton.kv_transfer.pipes.base import MemoryNetwork, PipeOptions
 from baton.kv_transfer.pipes.nixl_agent import (
     MAX_METADATA_BYTES,
     NixlAgent,
@@ -24,7 +25,6 @@ from baton.kv_transfer.pipes.nixl_agent import (
     parse_agent,
     progress_until_readable,
 )
-from baton.kv_transfer.pipes.options import MemoryNetwork, PipeOptions
 from baton.kv_transfer.pipes.registry import obstacle, resolve_kinds
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError

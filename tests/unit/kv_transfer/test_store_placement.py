@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.kv_transfer.connector.store.backend import ChainPart
-from baton.kv_transfer.connector.store.mooncake import mooncake_options
 from baton.kv_transfer.connector.store.nodes import Placement, segments_of
+from baton.kv_transfer.connector.store.values import mooncake_options
 from baton.types import BlockHash
 
 names = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=12, unique=True)

@@ -13,7 +13,7 @@ import pytest
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.pipes.options import ServeLimits, TcpOptions
+from baton.kv_transfer.pipes.base import ServeLimits, TcpOptions
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.pipes.tcp import request_blocks
 from baton.kv_transfer.protocol.deadline import Wait

@@ -164,7 +164,7 @@ def test_the_transport_does_not_import_torch() -> None:
     modules = [
         "blocks",
         "lookup_buffer",
-        "protocol.tls_stream",
+        "protocol.sockets",
         *(f"pipes.{x}" for x in ("memory", "shm", "tcp", "nixl")),
     ]
     code = "import sys\n" + "".join(f"import baton.kv_transfer.{name}\n" for name in modules)

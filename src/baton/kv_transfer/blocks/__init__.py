@@ -4,7 +4,7 @@ from baton.kv_transfer.blocks.fetcher import BlockFetcher
 from baton.kv_transfer.blocks.links import LinkOptions
 from baton.kv_transfer.blocks.plan import SequenceBlocks
 from baton.kv_transfer.blocks.server import BlockServer, ServerOptions
-from baton.kv_transfer.pipes.options import MemoryNetwork, TcpOptions
+from baton.kv_transfer.pipes.base import MemoryNetwork, TcpOptions
 from baton.kv_transfer.types import BlockReads, BlockSource, Endpoint, FetchResult
 
 __all__ = [

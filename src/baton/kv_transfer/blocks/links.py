@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, QueueFullError
-from baton.kv_transfer.pipes.base import ReadPipe
-from baton.kv_transfer.pipes.options import PipeOptions
+from baton.kv_transfer.pipes.base import PipeOptions, ReadPipe
 from baton.kv_transfer.pipes.registry import load_kind
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts

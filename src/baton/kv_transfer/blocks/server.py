@@ -14,8 +14,15 @@ from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
-from baton.kv_transfer.pipes.base import PipeKind, PipeServer, SocketPipeServer
-from baton.kv_transfer.pipes.options import MemoryNetwork, PipeOptions, Served, ServeLimits
+from baton.kv_transfer.pipes.base import (
+    MemoryNetwork,
+    PipeKind,
+    PipeOptions,
+    PipeServer,
+    Served,
+    ServeLimits,
+    SocketPipeServer,
+)
 from baton.kv_transfer.pipes.registry import load_kind, resolve_kinds
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import send_error

@@ -10,8 +10,15 @@ import numpy as np
 from baton.errors import ConfigError, PipeClosedError
 from baton.kv_transfer.copy.block_copy import BlockReader, fence
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
-from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeServer, ReadPipe
-from baton.kv_transfer.pipes.options import MemoryNetwork, PipeOptions, Served
+from baton.kv_transfer.pipes.base import (
+    CastingReadPipe,
+    MemoryNetwork,
+    PipeKind,
+    PipeOptions,
+    PipeServer,
+    ReadPipe,
+    Served,
+)
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.types import BlockReads, Bytes, Valid, block_spans, current

@@ -27,7 +27,7 @@ from baton.config.ucx import infiniband_ports
 from baton.errors import ConfigError, InvalidRequestError
 from baton.kv_cache.reshard import merge_segments
 from baton.kv_transfer.copy.block_copy import BATCH_BYTES, fence, merge_runs
-from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeKind
+from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeKind, PipeOptions, Served, ServeLimits
 from baton.kv_transfer.pipes.nixl_agent import (
     NixlAgent,
     Region,
@@ -37,7 +37,6 @@ from baton.kv_transfer.pipes.nixl_agent import (
     parse_agent,
     progress_until_readable,
 )
-from baton.kv_transfer.pipes.options import PipeOptions, Served, ServeLimits
 from baton.kv_transfer.pipes.pool import WORD, PooledReadPipe, recv_progress, request_progress
 from baton.kv_transfer.pipes.read_server import send_progress, serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader

@@ -19,7 +19,7 @@ from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.copy.block_copy import fence
 from baton.kv_transfer.copy.socket_mover import PieceHasher, send_spans
-from baton.kv_transfer.pipes.options import ServeLimits
+from baton.kv_transfer.pipes.base import ServeLimits
 from baton.kv_transfer.pipes.pool import WORD
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header, send_error

@@ -7,8 +7,7 @@ from importlib import import_module
 
 from baton.config.pipes import AUTO, BUILT_IN, check_pipes, find_pipe
 from baton.errors import ConfigError
-from baton.kv_transfer.pipes.base import PipeKind
-from baton.kv_transfer.pipes.options import PipeOptions
+from baton.kv_transfer.pipes.base import PipeKind, PipeOptions
 
 
 def load_kind(name: str) -> type[PipeKind]:

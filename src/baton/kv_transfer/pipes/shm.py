@@ -21,8 +21,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.copy.block_copy import BlockReader, Line
 from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
-from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, SocketPipeServer
-from baton.kv_transfer.pipes.options import PipeOptions, Served
+from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeOptions, Served, SocketPipeServer
 from baton.kv_transfer.protocol.connect import connect_unix
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.frames import BadFrameError

@@ -23,8 +23,15 @@ import numpy as np
 
 from baton.errors import ConfigError, InternalError, InvalidRequestError
 from baton.kv_transfer.copy.socket_mover import PieceHasher, recv_spans
-from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeKind, SocketPipeServer
-from baton.kv_transfer.pipes.options import PipeOptions, Served, TcpOptions
+from baton.kv_transfer.pipes.base import (
+    FollowingReadPipe,
+    LayerRead,
+    PipeKind,
+    PipeOptions,
+    Served,
+    SocketPipeServer,
+    TcpOptions,
+)
 from baton.kv_transfer.pipes.pool import PooledReadPipe
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.protocol.connect import bind_tcp, connect_tcp, join_address, split_address
@@ -42,8 +49,7 @@ from baton.kv_transfer.protocol.read_wire import (
     target_views,
     unpack_bits,
 )
-from baton.kv_transfer.protocol.sockets import Stream
-from baton.kv_transfer.protocol.tls_stream import tls_from, tls_to
+from baton.kv_transfer.protocol.sockets import Stream, tls_from, tls_to
 from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
 from baton.rpc.tls import Tls
 

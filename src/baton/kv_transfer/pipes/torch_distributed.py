@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from baton.errors import BatonError, ConfigError, PipeClosedError
-from baton.kv_transfer.pipes.base import PipeKind
-from baton.kv_transfer.pipes.options import PipeOptions, Served, TcpOptions
+from baton.kv_transfer.pipes.base import PipeKind, PipeOptions, Served, TcpOptions
 from baton.kv_transfer.pipes.pool import PooledReadPipe
 from baton.kv_transfer.pipes.read_server import send_blocks, serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader, request_blocks

@@ -20,7 +20,7 @@ from baton.errors import DeadlineError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
-from baton.kv_transfer.protocol.source_pb import source_from_pb, source_to_pb
+from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, tenant_to_pb
 from baton.rpc.errors import from_rpc_error

@@ -13,9 +13,8 @@ from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.backend import StoreBackend, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient
 from baton.kv_transfer.connector.store.cluster import StoreCluster
-from baton.kv_transfer.connector.store.mooncake import MooncakeValues
 from baton.kv_transfer.connector.store.nodes import FixedMembership, Membership, RedisMembership
-from baton.kv_transfer.connector.store.values import RedisValues, Values, ValueStore
+from baton.kv_transfer.connector.store.values import MooncakeValues, RedisValues, Values, ValueStore
 
 __all__ = ["StoreConnector", "StoreOptions", "StoreUse"]
 

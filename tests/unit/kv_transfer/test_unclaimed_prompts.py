@@ -9,8 +9,7 @@ import pytest
 
 from baton.errors import InvalidRequestError, NotFoundError
 from baton.kv_transfer.connector.p2p.prefill_stream import Offer
-from baton.kv_transfer.connector.p2p.producer import Lease
-from baton.kv_transfer.connector.p2p.unclaimed import UnclaimedPrompts
+from baton.kv_transfer.connector.p2p.producer import Lease, UnclaimedPrompts
 from baton.types import RequestId, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
