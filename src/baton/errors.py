@@ -191,7 +191,8 @@ def all_errors() -> dict[str, type[BatonError]]:
     todo = list(BatonError.__subclasses__())
     while todo:
         cls = todo.pop()
-        found[cls.code] = cls
+        if "code" in vars(cls):  # not one that has its parent's
+            found[cls.code] = cls
         todo.extend(cls.__subclasses__())
     return found
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from baton.kv_transfer.copy.block_copy import fence
 from baton.kv_transfer.pipes.base import PipeKind, PipeOptions, Served
-from baton.kv_transfer.pipes.pool import PooledReadPipe
+from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
 from baton.kv_transfer.pipes.read_server import serve_reads
-from baton.kv_transfer.pipes.tcp import TcpConnection, TcpServer, dial_reader
+from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_control, send_control
 from baton.kv_transfer.protocol.handshake import Facts
@@ -29,16 +29,16 @@ def install(site: Path) -> None:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
 
 
-class FileReadPipe(PooledReadPipe[TcpConnection]):
+class FileReadPipe(PooledReadPipe[Connection]):
     kind: ClassVar[str] = "file"
 
     def __init__(self, address: str, facts: Facts, options: PipeOptions) -> None:
-        def dial(wait: Wait) -> TcpConnection:
-            return TcpConnection(dial_reader(address, facts, options.token, wait))
+        def dial(wait: Wait) -> Connection:
+            return Connection(dial_reader(address, facts, options.token, wait))
 
         super().__init__(dial, max_connections=4)
 
-    def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+    def request(self, connection: Connection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         stream, payload = connection.stream, pack_request(reads, checksums=False)
         stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
         answer = recv_control(stream, FrameKind.WELCOME, wait)

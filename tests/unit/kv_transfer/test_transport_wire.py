@@ -19,6 +19,7 @@ from baton.errors import (
     CancelledError,
     DeadlineError,
     FingerprintMismatchError,
+    InternalError,
     PipeClosedError,
     StaleBlockError,
     TransferError,
@@ -79,6 +80,13 @@ def test_foreign_bytes_are_no_object(data: bytes) -> None:
 def test_errors_cross_the_wire(error: BatonError) -> None:
     got = error_from_fields({"code": error.code, "message": "why", "field": "what"})
     assert (type(got), got.message, got.field) == (type(error), "why", "what")
+
+
+def test_an_error_without_a_code_of_its_own_is_sent_as_its_parent() -> None:
+    class OfThisProcessError(InternalError):
+        """Has the code of its parent, which is what comes out at the other end."""
+
+    assert type(error_from_fields({"code": OfThisProcessError.code, "message": "why"})) is InternalError
 
 
 def test_unknown_errors_are_transfer_errors() -> None:

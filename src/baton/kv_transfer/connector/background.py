@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from baton.errors import BatonError
-from baton.kv_cache.connector import LoadUpdate
+from baton.kv_cache.connector import KVConnector, LoadUpdate
 from baton.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -191,6 +191,28 @@ class BackgroundLoads(Generic[T]):
             outcome = Outcome(ended.result(), unwanted=unwanted)
         self._done.append(report(outcome))
         self._wake()
+
+
+class LoadingConnector(KVConnector):
+    """A connector whose loads run in the background."""
+
+    _loads: BackgroundLoads[Any]
+
+    def cancel_load(self, request_id: RequestId) -> None:
+        """Stop a load; its update still comes."""
+        self._loads.cancel(request_id)
+
+    def poll_loads(self) -> list[LoadUpdate]:
+        """Return the loads that ended."""
+        return self._loads.poll()
+
+    def has_pending(self) -> bool:
+        """Whether loads run."""
+        return len(self._loads) > 0
+
+    def close(self) -> None:
+        """Cancel all loads."""
+        self._loads.cancel_all()
 
 
 async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -37,7 +37,7 @@ from baton.kv_transfer.pipes.nixl_agent import (
     parse_agent,
     progress_until_readable,
 )
-from baton.kv_transfer.pipes.pool import WORD, PooledReadPipe, recv_progress, request_progress
+from baton.kv_transfer.pipes.pool import WORD, Connection, PooledReadPipe, recv_progress, request_progress
 from baton.kv_transfer.pipes.read_server import send_progress, serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader
 from baton.kv_transfer.protocol.deadline import Wait
@@ -66,22 +66,17 @@ _MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NixlConnection:
-    """A connection to a block server.
+class NixlConnection(Connection):
+    """A connection to a block server. The pipe, not this, disconnects from the peer's agent.
 
     Attributes:
         peer: Name of the server's agent.
         bases: Address of the first block and bytes per block, per rank of the source.
     """
 
-    stream: Stream
     agent: NixlAgent
     peer: str
     bases: tuple[tuple[int, int], ...]
-
-    def close(self) -> None:
-        """Close the connection; the pipe disconnects from the peer's agent."""
-        self.stream.close()
 
 
 class NixlTargets:

@@ -6,7 +6,8 @@ import struct
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -21,17 +22,15 @@ WORD = struct.Struct("<Q")
 """A progress, in WAIT and PROGRESS frames."""
 
 
-class Connection(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Connection:
     """A connection to a block server, handshake done."""
 
-    @property
-    def stream(self) -> Stream:
-        """Where requests go."""
-        ...
+    stream: Stream
 
     def close(self) -> None:
         """Close the connection; harmless if repeated."""
-        ...
+        self.stream.close()
 
 
 C = TypeVar("C", bound=Connection)

@@ -16,7 +16,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -32,7 +31,7 @@ from baton.kv_transfer.pipes.base import (
     SocketPipeServer,
     TcpOptions,
 )
-from baton.kv_transfer.pipes.pool import PooledReadPipe
+from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.protocol.connect import bind_tcp, connect_tcp, join_address, split_address
 from baton.kv_transfer.protocol.deadline import EitherFlag, Wait, run_together
@@ -63,18 +62,7 @@ RecvData = Callable[[Sequence[memoryview], Wait], None]
 """Receives an answer's blocks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TcpConnection:
-    """One TCP connection to a block server."""
-
-    stream: Stream
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.stream.close()
-
-
-class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
+class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
     """Reads a peer's blocks over a small pool of connections.
 
     Args:
@@ -85,7 +73,7 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
 
     kind: ClassVar[str] = "tcp"
 
-    def __init__(self, dial: Callable[[Wait], TcpConnection], options: TcpOptions, *, max_streams: int = 16) -> None:
+    def __init__(self, dial: Callable[[Wait], Connection], options: TcpOptions, *, max_streams: int = 16) -> None:
         streams = options.streams
         super().__init__(dial, max_connections=max(streams, max_streams))
         self._options = options
@@ -107,8 +95,8 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
         Errors are those of :meth:`PipeKind.connect`.
         """
 
-        def dial(wait: Wait) -> TcpConnection:
-            return TcpConnection(dial_reader(address, facts, token, wait, tls=tls))
+        def dial(wait: Wait) -> Connection:
+            return Connection(dial_reader(address, facts, token, wait, tls=tls))
 
         pipe = (cls if tls is None else TlsReadPipe)(dial, options or TcpOptions())
         pipe.open_first(wait)
@@ -138,7 +126,7 @@ class TcpReadPipe(PooledReadPipe[TcpConnection], FollowingReadPipe):
         valid = [np.concatenate(each) for each in zip(*(share for share, _ in came), strict=True)]
         return valid, max(waited_s for _, waited_s in came)
 
-    def request(self, connection: TcpConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
+    def request(self, connection: Connection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
         return request_blocks(connection.stream, reads, local, wait, options=self._options)
 

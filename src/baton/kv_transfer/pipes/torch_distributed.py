@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from baton.errors import BatonError, ConfigError, PipeClosedError
 from baton.kv_transfer.pipes.base import PipeKind, PipeOptions, Served, TcpOptions
-from baton.kv_transfer.pipes.pool import PooledReadPipe
+from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
 from baton.kv_transfer.pipes.read_server import send_blocks, serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader, request_blocks
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
@@ -261,10 +261,9 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GlooConnection:
+class GlooConnection(Connection):
     """A connection to a block server, with a group."""
 
-    stream: Stream
     group: Group
 
     def close(self) -> None:

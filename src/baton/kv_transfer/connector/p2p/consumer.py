@@ -23,9 +23,9 @@ import numpy as np
 
 from baton.errors import BatonError, DeadlineError, NotFoundError, StaleBlockError
 from baton.kv_cache.arena import Arena
-from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
-from baton.kv_transfer.connector.background import BackgroundLoads, Outcome, settle
+from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome, settle
 from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
 from baton.kv_transfer.types import Valid
@@ -120,7 +120,7 @@ class OwnPool:
     source: Callable[[], BlockSource]
 
 
-class P2PConsumer(KVConnector):
+class P2PConsumer(LoadingConnector):
     """Connector of a decode instance.
 
     Args:
@@ -182,22 +182,6 @@ class P2PConsumer(KVConnector):
         self._loads.start(
             request.request_id, lambda cancelled: self._run(load, cancelled), lambda ended: self._report(load, ended)
         )
-
-    def cancel_load(self, request_id: RequestId) -> None:
-        """Stop a load; its update still comes."""
-        self._loads.cancel(request_id)
-
-    def poll_loads(self) -> list[LoadUpdate]:
-        """Return the loads that ended."""
-        return self._loads.poll()
-
-    def has_pending(self) -> bool:
-        """Whether loads run."""
-        return len(self._loads) > 0
-
-    def close(self) -> None:
-        """Cancel all loads."""
-        self._loads.cancel_all()
 
     async def _run(self, load: _Load, cancelled: threading.Event) -> str | None:
         """Claim what waits, or try the candidates; returns why none of them did it."""

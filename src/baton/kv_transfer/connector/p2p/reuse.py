@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, TransferStats
+from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
-from baton.kv_transfer.connector.background import BackgroundLoads, Outcome
+from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome
 from baton.types import BlockId, PrefillPath, RequestId
 
 
@@ -47,7 +47,7 @@ class _Load:
     block_ids: tuple[BlockId, ...]
 
 
-class P2PReuser(KVConnector):
+class P2PReuser(LoadingConnector):
     """Loads what the callers of Prefill hold.
 
     Args:
@@ -102,22 +102,6 @@ class P2PReuser(KVConnector):
             lambda cancelled: self._fetch(load, cancelled),
             lambda outcome: self._report(load, outcome),
         )
-
-    def cancel_load(self, request_id: RequestId) -> None:
-        """Stop a load; its update still comes."""
-        self._loads.cancel(request_id)
-
-    def poll_loads(self) -> list[LoadUpdate]:
-        """Return the loads that ended."""
-        return self._loads.poll()
-
-    def has_pending(self) -> bool:
-        """Whether loads run."""
-        return len(self._loads) > 0
-
-    def close(self) -> None:
-        """Cancel all loads."""
-        self._loads.cancel_all()
 
     async def _fetch(self, load: _Load, cancelled: threading.Event) -> FetchResult:
         held, size = load.held, self._block_size

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 
 from baton.errors import QueueFullError
 from baton.kv_cache.arena import Arena
-from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
+from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.connector.background import BackgroundLoads, Outcome
+from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.saver import StoreSaver
@@ -62,7 +62,7 @@ class SavedPool:
     source: Callable[[], BlockSource] | None
 
 
-class BackedConnector(KVConnector):
+class BackedConnector(LoadingConnector):
     """Loads from and saves to a store, whatever that is.
 
     Args:
@@ -149,13 +149,9 @@ class BackedConnector(KVConnector):
             request.request_id, lambda cancelled: self._run(load, cancelled), lambda ended: self._report(load, ended)
         )
 
-    def cancel_load(self, request_id: RequestId) -> None:
-        """Stop a load; its update still comes."""
-        self._loads.cancel(request_id)
-
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended."""
-        updates = self._loads.poll()
+        updates = super().poll_loads()
         if self.follows_all:
             for update in updates:
                 if update.num_valid_tokens == update.stats.transferred_tokens > 0:
@@ -191,14 +187,14 @@ class BackedConnector(KVConnector):
 
     def has_pending(self) -> bool:
         """Whether loads run or blocks are kept."""
-        return len(self._loads) > 0 or (self._saver is not None and self._saver.pending)
+        return super().has_pending() or (self._saver is not None and self._saver.pending)
 
     def close(self) -> None:
         """Cancel all loads and give all blocks back. Updates of the loads still come; does not wait for them."""
         if self._closed:
             return
         self._closed = True
-        self._loads.cancel_all()
+        super().close()
         if self._saver is not None:
             self._saver.close()
 
