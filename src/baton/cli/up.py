@@ -229,11 +229,18 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
         load_from_store=args.use_kvstore,
         extra=ExtraArgs(
             worker=("--model", model, *engine_flags(args)),
-            prefill=(*rank_flags(args, engine, "prefill"), *shlex.split(args.prefill_args)),
-            decode=(*rank_flags(args, engine, "decode"), *shlex.split(args.decode_args)),
-            router=tuple(shlex.split(args.router_args)),
+            prefill=(*rank_flags(args, engine, "prefill"), *_role_args(args, "prefill")),
+            decode=(*rank_flags(args, engine, "decode"), *_role_args(args, "decode")),
+            router=_role_args(args, "router"),
         ),
     )
+
+
+def _role_args(args: argparse.Namespace, role: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(getattr(args, f"{role}_args")))
+    except ValueError as error:
+        raise ConfigError(f"--{role}-args: {error}", field=f"{role}_args") from None
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:

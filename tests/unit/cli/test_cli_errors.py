@@ -28,3 +28,9 @@ def test_a_commands_error_is_a_line_and_a_status(error, status, told, monkeypatc
 def test_a_benchmark_is_named_with_its_group(capsys):
     assert main(["bench", "prefixes", "--dataset", "/nonexistent"]) == 2
     assert capsys.readouterr().err.startswith("baton bench prefixes: error: cannot read /nonexistent")
+
+
+@pytest.mark.parametrize("flag", ["--router-args", "--prefill-args", "--decode-args"])
+def test_flags_for_a_role_that_cannot_be_split_are_named(flag, capsys):
+    assert main(["up", flag, "--api-keys 'one"]) == 2
+    assert capsys.readouterr().err == f"baton up: error: {flag}: No closing quotation\n"
