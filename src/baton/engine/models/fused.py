@@ -66,13 +66,14 @@ class FusedDecoder:
             NotFusableError: The model has another shape.
         """
         specs = list(share.specs.values())
-        parts = _decoder_parts(model, share)
+        ranks = share.communicator
+        stack, layers = _known_stack(model, share)
         self.on_layer: Callable[[int], None] | None = None
         self._specs, self._attention = specs, attention
-        self._communicator, self._first_layer = share.communicator, share.first_layer
+        self._communicator, self._first_layer = ranks, share.first_layer
         self._dtype = TORCH_DTYPES[model.dtype]
-        self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
-        cos, sin = _rotary_table(parts.rotary, model, max_len, specs)
+        self._embedding = stack.embed_tokens.weight.detach() if ranks.is_first_stage else None
+        cos, sin = _rotary_table(stack.rotary_emb, max_len, specs)
         norm = _norm_maker(library)
         self._layers = [
             FusedLayer(
@@ -84,12 +85,12 @@ class FusedDecoder:
                 gate_up=make(*_joined(layer.mlp, "gate_up_proj", ("gate_proj", "up_proj"))),
                 down=make(*_weights(layer.mlp.down_proj)),
             )
-            for layer, spec in zip(parts.layers, specs, strict=True)
+            for layer, spec in zip(layers, specs, strict=True)
         ]
         for layer, spec in zip(self._layers, specs, strict=True):
             _check_sizes(layer, spec)
-        self._norm = None if parts.head is None else norm(parts.norm)
-        self._head = None if parts.head is None else make(*_weights(parts.head))
+        self._norm = norm(stack.norm) if ranks.has_head else None
+        self._head = make(*_weights(model.module.lm_head)) if ranks.has_head else None
         self._silu_mul = CpuSiluMul(library, self._dtype)
 
     def forward(
@@ -132,26 +133,16 @@ class FusedDecoder:
         return self._head(hidden), hidden
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    embedding: nn.Embedding | None
-    layers: list[Any]
-    norm: Any
-    rotary: Any
-    head: nn.Linear | None
-
-
-def _decoder_parts(model: LoadedModel, share: Share) -> _Parts:
-    """Find the modules of a stack of the known shape, as far as this rank has them."""
-    embeds, gives_logits = share.communicator.is_first_stage, share.communicator.has_head
+def _known_stack(model: LoadedModel, share: Share) -> tuple[Any, list[Any]]:
+    """Return the stack below the head, whose shape is known, and this rank's layers of it."""
+    ranks = share.communicator
     _need(model.device.type == "cpu", "not on a CPU")
     stack = getattr(model.module, "model", None)
-    head: Any = getattr(model.module, "lm_head", None)
     names = {name for name, _ in stack.named_children()} if stack is not None else set()
     _need(names == {"embed_tokens", "layers", "norm", "rotary_emb"}, "another stack")
     assert stack is not None
-    _need(not gives_logits or type(head) is nn.Linear, "another head")
-    _need(not embeds or type(stack.embed_tokens) is nn.Embedding, "another embedding")
+    _need(not ranks.has_head or type(getattr(model.module, "lm_head", None)) is nn.Linear, "another head")
+    _need(not ranks.is_first_stage or type(stack.embed_tokens) is nn.Embedding, "another embedding")
     layers = list(stack.layers)[share.first_layer : share.first_layer + len(share.specs)]
     for layer in layers:
         _need(_working_parts(layer) == LAYER_PARTS, "other parts in a layer")
@@ -160,13 +151,7 @@ def _decoder_parts(model: LoadedModel, share: Share) -> _Parts:
         activation = getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)
         probe = torch.linspace(-4, 4, 9)
         _need(activation is not None and torch.allclose(activation(probe), F.silu(probe)), "another activation")
-    return _Parts(
-        embedding=stack.embed_tokens if embeds else None,
-        layers=layers,
-        norm=stack.norm,
-        rotary=stack.rotary_emb,
-        head=head if gives_logits else None,
-    )
+    return stack, layers
 
 
 def _working_parts(module: nn.Module) -> set[str]:
@@ -204,9 +189,7 @@ def _norm_maker(library: CpuLibrary) -> Any:
     return make
 
 
-def _rotary_table(
-    rotary: Any, model: LoadedModel, max_len: int, specs: list[AttentionSpec]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_table(rotary: Any, max_len: int, specs: list[AttentionSpec]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, float32 [max_len, rotary / 2], from the model's own module."""
     with torch.inference_mode():
         try:
