@@ -16,7 +16,7 @@ import signal
 import struct
 import subprocess
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ REDIS = "redis"
 KV_BLOCKS = 400
 SETTLED_S = 120.0
 SLACK_DESCRIPTORS, SLACK_THREADS, SLACK_BYTES = 40, 24, 192 << 20
-"""What a process may have beyond what it had when it was first idle: pools grow to their bounds, and then no more."""
+"""What a process may have beyond what it had after some work: pools grow to their bounds, and then no more."""
 _CLOCK_SLOTS = 32768
 _DISK_BYTES = 24 << 20
 
@@ -53,22 +53,27 @@ class Shape:
         pipes: For KV, in order of preference.
         prefill_tp: Ranks of each prefill instance.
         decode_tp: Ranks of each decode instance.
+        proxied: Whether others dial proxies: before gRPC and the tcp pipe; other pipes have ports of their own.
+        router: More flags of both routers.
     """
 
     name: str
     pipes: str
     prefill_tp: int = 1
     decode_tp: int = 1
+    proxied: bool = True
+    router: tuple[str, ...] = ()
 
 
 SHAPES = (
     Shape("tcp", "tcp"),
     Shape("shm", "shm,tcp"),
-    Shape("gloo", "gloo,tcp"),
-    Shape("tcp-tp2", "tcp", decode_tp=2),
-    Shape("nixl", "nixl,tcp"),
-    Shape("tcp", "tcp"),
-    Shape("shm-tp2", "shm,tcp", prefill_tp=2, decode_tp=2),
+    Shape("gloo", "gloo", proxied=False),
+    Shape("tcp, decode tp 2", "tcp", decode_tp=2),
+    Shape("nixl", "nixl", proxied=False),
+    Shape("tcp, prefill first", "tcp", router=("--order", "prefill_first")),
+    Shape("shm, tp 2", "shm,tcp", prefill_tp=2, decode_tp=2),
+    Shape("tcp, cost_ms", "tcp", router=("--policy", "cost_ms")),
 )
 
 
@@ -114,6 +119,7 @@ class Deployment:
         redis: Where the routers share their books, and a tier of the store.
         proxies: By what they stand before: ``prefill-0 grpc``, ``prefill-0 kv``, ..., ``redis``.
         lines: The last log lines.
+        told: What they complained of, of what is filled; how often.
         disk: The store's folder on disk.
     """
 
@@ -126,16 +132,21 @@ class Deployment:
         self.redis = RedisServer()
         self.proxies: dict[str, TcpProxy] = {}
         self.lines: deque[str] = deque(maxlen=20000)
+        self.told: Counter[str] = Counter()
+        self._counted: dict[str, tuple[int, Counter[str]]] = {}
+        self._latest: dict[str, tuple[int, Counter[str]]] = {}
         plan = self._plan()
         self.supervisor = Supervisor(plan, self._emit, backoff_s=(0.05, 0.5), grace_s=20.0)
         self.supervisor.spawn = starter.spawn
         self.routers = (plan.router, plan.second)
-        self.first_idle: dict[int, tuple[int, int, int]] = {}
+        self.first_idle: dict[str, tuple[int, int, int]] = {}
         self._http = httpx.AsyncClient(timeout=20)
         self._stack = contextlib.AsyncExitStack()
 
     def _emit(self, name: str, line: str) -> None:
         self.lines.append(f"{time.monotonic():.3f} {name} | {line}")
+        for what in _COMPLAINTS.findall(line):
+            self.told[f"told {what}"] += 1
 
     def _plan(self) -> _Plan:
         shape, redis = self.shape, self.redis
@@ -144,9 +155,9 @@ class Deployment:
         worker = ("--model", str(MODEL), "--dtype", "float32", "--kv-blocks", str(KV_BLOCKS), "--prefill-chunk", "128",
                   "--max-num-seqs", "16", "--prefill-stall-s", "4", "--remote-prefill-threshold", "16",
                   "--lease-s", "15")  # fmt: skip
-        router = ("--redis", url, "--replicas", "2", "--replica-forget-s", "20", "--probe-interval-s", "1",
-                  "--probe-timeout-s", "3", "--no-instance-wait-s", "15", "--retry-budget", "1",
-                  "--max-retries", "6")  # fmt: skip
+        router = (*shape.router, "--redis", url, "--replicas", "2", "--replica-forget-s", "20",
+                  "--probe-interval-s", "1", "--probe-timeout-s", "3", "--no-instance-wait-s", "15",
+                  "--retry-budget", "1", "--max-retries", "6")  # fmt: skip
         base = make_plan(
             ratio=Ratio(2, 2),
             port=0,
@@ -163,18 +174,19 @@ class Deployment:
         http, grpc, *kv_ports = free_ports(2 + 1 + len(base.workers))
         second_args = (*base.router.args, "--port", str(http), "--grpc-port", str(grpc), "--replica-name", "two")
         store_port = base.kvstore.health_address.rsplit(":", 1)[1]
-        stores = f"{PEERS}:{store_port}"
+        host = PEERS if shape.proxied else "127.0.0.1"
+        stores = f"{host}:{store_port}"
         routers = f"{base.grpc_address},127.0.0.1:{grpc}"
         workers = []
         for spec, kv_port in zip(base.workers, kv_ports[1:], strict=True):
             port = self._proxied(spec, kv_port)
-            more = ("--kv-port", str(kv_port), "--advertise", f"{PEERS}:{port}", "--routers", routers)
+            more = ("--kv-port", str(kv_port), "--advertise", f"{host}:{port}", "--routers", routers)
             workers.append(dataclasses.replace(spec, args=(*spec.args, *more, "--kvstore", stores)))
         self._proxied(base.kvstore, kv_ports[0])
         memory = ("--capacity-bytes", str(12 << 20), "--default-lease-s", "3", "--max-lease-s", "8")
         disk = ("--disk-path", str(self.disk), "--disk-bytes", str(_DISK_BYTES), "--disk-segment-bytes", str(4 << 20))
         remote = ("--redis-url", url, "--redis-bytes", str(64 << 20))
-        where = ("--kv-port", str(kv_ports[0]), "--advertise-host", PEERS)
+        where = ("--kv-port", str(kv_ports[0]), "--advertise-host", host)
         store_args = (*where, *memory, *disk, *remote)
         return _Plan(
             kvstore=dataclasses.replace(base.kvstore, args=(*base.kvstore.args, *store_args)),
@@ -197,7 +209,7 @@ class Deployment:
 
     def _proxied(self, spec: ProcessSpec, kv_port: int) -> int:
         port = int(spec.health_address.rsplit(":", 1)[1])
-        for kind, number in (("grpc", port), ("kv", kv_port)):
+        for kind, number in (("grpc", port), ("kv", kv_port)) if self.shape.proxied else ():
             self.proxies[f"{spec.name} {kind}"] = TcpProxy(number, host=PEERS, port=number)
         return port
 
@@ -281,10 +293,25 @@ class Deployment:
                 if item.in_flight:
                     return f"{spec.name} has {item.in_flight} in flight on {item.instance_id}"
         for name in self.names:
-            for key, value in (await self.metrics(name)).items():
+            found_here = await self.metrics(name)
+            for key, value in found_here.items():
                 if value and key.startswith(IDLE):
                     return f"{name}: {key} is {value:g}"
+            counts: Counter[str] = Counter()
+            for key, value in found_here.items():
+                counts[COUNTED.get(key.partition("{")[0], "")] += int(value)
+            self._latest[name] = self.pid(name), counts
         return ""
+
+    def counted(self) -> Counter[str]:
+        """Return what the processes have counted, of ``COUNTED``, and complained of since the last call."""
+        found, self.told = self.told, Counter()
+        for name, (pid, counts) in self._latest.items():
+            before = self._counted.get(name, (0, Counter()))
+            found += counts - before[1] if before[0] == pid else counts
+        self._counted = dict(self._latest)
+        del found[""]
+        return found
 
     def resources(self) -> dict[str, tuple[int, int, int]]:
         """Return descriptors, threads and resident bytes of each process, its ranks included."""
@@ -297,15 +324,38 @@ class Deployment:
         return found
 
     def leaks(self) -> str:
-        """Say which process has more than it had when it was first idle; remembers what is seen for the first time."""
+        """Say which process has more than what had its name after the first work, which the first call notes."""
         for name, now in self.resources().items():
-            first = self.first_idle.setdefault(self.pid(name), now)
+            first = self.first_idle.setdefault(name, now)
             limits = zip(now, first, (SLACK_DESCRIPTORS, SLACK_THREADS, SLACK_BYTES), strict=True)
             if any(value > before + slack for value, before, slack in limits):
                 return f"{name}: descriptors, threads and bytes {now}, first {first}"
         return ""
 
 
+COUNTED = {
+    "baton_worker_failed_remote_prefills_total": "failed prefills",
+    "baton_store_save_failures_total": "failed saves",
+    "baton_store_load_failures_total": "failed loads",
+    "baton_store_loaded_tokens_total": "tokens from the store",
+    "baton_store_times_left_alone_total": "store left alone",
+    "baton_router_retries_total": "retries",
+    "baton_router_migrations_total": "migrations",
+    "baton_router_breaker_opened_total": "breakers opened",
+    "baton_router_redis_losses_total": "Redis lost",
+    "baton_router_index_sequence_gaps_total": "event gaps",
+    "baton_kvstore_promotions_total": "blocks from tiers behind",
+    "baton_kvstore_demotions_total": "blocks to tiers behind",
+    "baton_kvstore_handed_over_total": "blocks from disk to Redis",
+    "baton_kvstore_tier_errors_total": "tier errors",
+    "baton_kvstore_tier_damaged_total": "damaged blocks",
+    "baton_kvstore_disk_write_errors_total": "disk errors",
+    "baton_engine_num_preemptions_total": "preemptions",
+}
+"""Counters that show that faults bite, and what the log calls them."""
+_COMPLAINTS = re.compile(
+    "Cannot allocate memory|MemoryError|bad_alloc|Too many open files|No space left|start new thread"
+)
 IDLE = (
     "baton_engine_num_running",
     "baton_engine_num_waiting",

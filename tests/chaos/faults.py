@@ -19,6 +19,7 @@ from tests.chaos.deployment import REDIS, Deployment
 SHM = Path("/dev/shm")
 BYTES = ("corrupt", "truncate", "duplicate")
 """Kinds that change what is sent: over connections with checksums alone, which KV has and gRPC leaves to TCP."""
+NETWORK = ("cut", "freeze", "delay")
 DEATHS = ("kill", "stop", "descriptors", "memory")
 """Kinds after which a process does not serve, for a while at least."""
 WEIGHTS = {
@@ -61,13 +62,16 @@ class Fault:
     @classmethod
     def drawn(cls, rng: random.Random, deployment: Deployment, *, longest_s: float) -> Fault:
         """Draw one that makes sense for a deployment."""
-        kinds = {kind: weight for kind, weight in WEIGHTS.items() if deployment.private or kind not in ("disk", "shm")}
+        barred = (() if deployment.private else ("disk", "shm")) + (() if deployment.shape.proxied else BYTES)
+        kinds = {kind: weight for kind, weight in WEIGHTS.items() if kind not in barred}
+        if not deployment.shape.proxied:  # Redis alone has a network then
+            kinds |= dict.fromkeys(NETWORK, 1)
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         names = deployment.names
         if kind in ("kill", "stop"):
             ranks = [f"{name} rank" for name in names if deployment.num_ranks(name) > 1]
             target = rng.choice([*names, *ranks, REDIS])
-        elif kind in ("cut", "freeze", "delay"):
+        elif kind in NETWORK:
             target = rng.choice(list(deployment.proxies))
         elif kind in BYTES:
             target = rng.choice([name for name in deployment.proxies if name.endswith(" kv")])

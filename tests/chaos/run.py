@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.deployment import SHAPES, Clocks, Deployment
-from tests.chaos.faults import BYTES, DEATHS, SHM, Fault
+from tests.chaos.faults import BYTES, DEATHS, NETWORK, SHM, Fault
 from tests.chaos.workload import ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
@@ -35,6 +35,15 @@ GROUP = 50
 ANSWER_S = 150.0
 """A request that takes longer hangs: a process may be stopped for 60 s."""
 _INSIDE = "BATON_CHAOS_INSIDE"
+_COMMON = (
+    "requests",
+    "answered",
+    "remote",
+    "tokens from the store",
+    "blocks from tiers behind",
+    "blocks to tiers behind",
+)
+"""Counts that are no sign of a fault."""
 _WARM = ("tests.support.servers.cluster", "baton_router.main", "baton_kvstore.main",
          "transformers.models.llama.modeling_llama")  # fmt: skip
 
@@ -58,7 +67,7 @@ class Seed:
         self.outcome = Outcome(seed)
         self._deployment = deployment
         self._rng = rng = random.Random(f"chaos {seed}")
-        many = rng.randint(4, 12)
+        many = rng.randint(4, 12) if seed >= 0 else 30
         self.outcome.requests = [Request.drawn(rng, catalogue, f"chaos-{seed}-{i}") for i in range(many)]
         many = rng.choices((1, 2, 3, 4), (5, 3, 1, 1))[0]
         self.outcome.faults = [Fault.drawn(rng, deployment, longest_s=longest_s) for _ in range(many)]
@@ -68,19 +77,19 @@ class Seed:
     async def run(self) -> Outcome:
         """Run it and look at what is left."""
         outcome, begun = self.outcome, time.monotonic()
-        clients = [AsyncClient(spec.health_address, timeout=ANSWER_S, retries=0) for spec in self._deployment.routers]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for request in outcome.requests:
-                    group.create_task(self._ask(clients[request.router], request))
-                for fault in outcome.faults:
-                    group.create_task(self._strike(fault))
-        finally:
-            for client in clients:
-                await client.close()
+        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            clients = [await stack.enter_async_context(self._client(router)) for router in (0, 1)]
+            for request in outcome.requests:
+                own = self._rng.random() < 0.3  # whoever comes connects, whatever is filled just then
+                client = self._client(request.router) if own else clients[request.router]
+                delay = self._rng.uniform(0.0, 0.3)
+                group.create_task(self._ask(client, request, delay, close=own))
+            for fault in outcome.faults:
+                group.create_task(self._strike(fault))
         for request in outcome.requests:
             self._judge(request)
         left = await self._deployment.settle()
+        outcome.counts += self._deployment.counted()
         if left:
             outcome.wrong.append(f"not idle afterwards: {left}")
         else:
@@ -90,9 +99,12 @@ class Seed:
         outcome.seconds = time.monotonic() - begun
         return outcome
 
-    async def _ask(self, client: AsyncClient, request: Request) -> None:
+    def _client(self, router: int) -> AsyncClient:
+        return AsyncClient(self._deployment.routers[router].health_address, timeout=ANSWER_S, retries=0)
+
+    async def _ask(self, client: AsyncClient, request: Request, delay: float, *, close: bool) -> None:
         """Send a request; note its answer or its error."""
-        await asyncio.sleep(self._rng.uniform(0.0, 0.3))
+        await asyncio.sleep(delay)
         stream = None
         try:
             stream = await client.generate(request.case.prompt, stream=True, **request.options)
@@ -110,6 +122,8 @@ class Seed:
         finally:
             self._ended += 1
             self._moved.set()
+            if close:
+                await client.close()
 
     async def _strike(self, fault: Fault) -> None:
         total = sum(len(tokens) for request in self.outcome.requests for tokens in request.expected)
@@ -138,7 +152,8 @@ class Seed:
             counts["migrated"] += trace.num_migrations > 0
             counts["refetched"] += len(trace.failed_prefills) > 0
             counts["remote"] += trace.pipe != ""
-            counts[f"pipe {trace.pipe}"] += trace.pipe != ""
+            if trace.pipe:
+                counts[f"pipe {trace.pipe}"] += 1
         if request.error is None:
             counts["answered"] += not wrong
             return
@@ -154,7 +169,7 @@ class Seed:
             return False
         deployment = self._deployment
         dead = {fault.process for fault in self.outcome.faults if fault.kind in DEATHS}
-        cut = {fault.process for fault in self.outcome.faults if fault.kind in ("cut", "freeze", "delay")}
+        cut = {fault.process for fault in self.outcome.faults if fault.kind in NETWORK}
         if deployment.routers[request.router].name in dead:
             return True
         decodes = {name for name in deployment.names if deployment.role(name) == "decode"}
@@ -192,8 +207,10 @@ class Tally:
             counts = self.by_kind[fault.kind]
             counts["drawn"] += 1
             counts["struck"] += fault.struck
-            for what in ("migrated", "refetched", "refused"):
-                counts[what] += outcome.counts[what] if len(outcome.faults) == 1 else 0
+            if fault.struck and len(outcome.faults) == 1:
+                for what, count in outcome.counts.items():
+                    if what not in _COMMON and not what.startswith("pipe"):
+                        counts[what] += count
 
     def record(self) -> dict[str, object]:
         """Return a line for the log."""
@@ -232,23 +249,25 @@ async def run(seeds: Sequence[int], folder: Path, *, private: bool, limit_s: flo
     os.environ.update(clocks.env)
     starter = WarmStarter(*_WARM)
     try:
-        for group, members in groups(seeds):
+        for number, (group, members) in enumerate(groups(seeds)):
             shape = SHAPES[group % len(SHAPES)]
-            with _own_disk(folder / f"group-{group}", mounted=private) as own:
-                deployment = Deployment(shape, own, clocks, starter, private=private)
-                async with deployment.shown():
-                    await _first_idle(deployment)
-                    for seed in members:
-                        if time.monotonic() - begun > limit_s and tally.seeds:
-                            return tally
-                        outcome = await Seed(seed, deployment, catalogue, longest_s=longest_s).run()
-                        tally.add(outcome, shape.name)
-                        _tell(outcome, shape.name)
-                        if outcome.wrong:
-                            path = folder / f"seed-{seed}.log"
-                            path.write_text("\n".join(deployment.lines), encoding="utf-8")
-                            _say(f"  log lines: {path}")
-                            break  # on what is left of this deployment no other seed would show anything
+            left = deque(members)
+            while left:  # after a seed that failed the others get a deployment that is whole
+                with _own_disk(folder / f"{number}-{len(left)}", mounted=private) as own:
+                    deployment = Deployment(shape, own, clocks, starter, private=private)
+                    async with deployment.shown():
+                        await _warm_up(deployment, catalogue)
+                        while left:
+                            if time.monotonic() - begun > limit_s and tally.seeds:
+                                return tally
+                            outcome = await Seed(left.popleft(), deployment, catalogue, longest_s=longest_s).run()
+                            tally.add(outcome, shape.name)
+                            _tell(outcome, shape.name)
+                            if outcome.wrong:
+                                path = folder / f"seed-{outcome.seed}.log"
+                                path.write_text("\n".join(deployment.lines), encoding="utf-8")
+                                _say(f"  log lines: {path}")
+                                break
         return tally
     finally:
         starter.close()
@@ -275,10 +294,19 @@ def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201
 
 
-async def _first_idle(deployment: Deployment) -> None:
-    left = await deployment.settle()
-    if left:
-        raise SystemExit(f"the deployment does not come to rest: {left}")
+async def _warm_up(deployment: Deployment, catalogue: Sequence[Case]) -> None:
+    """Have everybody do some work, and note what they hold afterwards.
+
+    Raises:
+        SystemExit: It does not come to rest, or an answer is wrong without any fault.
+    """
+    for i in range(2):
+        calm = Seed(-1 - i, deployment, catalogue, longest_s=0.0)
+        calm.outcome.faults.clear()
+        outcome = await calm.run()
+        if outcome.wrong:
+            raise SystemExit(f"wrong without any fault: {outcome.wrong}")
+        deployment.first_idle.clear()
     deployment.leaks()
 
 
@@ -292,7 +320,7 @@ def _tell(outcome: Outcome, shape: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; status 1 if a seed failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--seeds", default="0-99", help="A-B, or one")
+    parser.add_argument("--seeds", default="0-99", help="such as 0-99,4711")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no seed after so many seconds")
     parser.add_argument("--longest-s", type=float, default=60.0, help="longest time that a fault lasts")
     parser.add_argument("--log", action="store_true", help=f"add a line to {LOG.name}")
@@ -303,8 +331,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         inside = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.chaos.run"]
         os.environ[_INSIDE] = "1"
         os.execvp(inside[0], [*inside, *(sys.argv[1:] if argv is None else argv)])
-    first, _, last = options.seeds.partition("-")
-    seeds = range(int(first), int(last or first) + 1)
+    seeds: list[int] = []
+    for part in options.seeds.split(","):
+        first, _, last = part.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
     if private:
         _mount(SHM)
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
