@@ -19,7 +19,7 @@ from tests.support.servers.fake_worker import FINGERPRINT
 from baton.token_ids import token_ids
 from baton.types import Epoch, InstanceId, RequestId, Role, SamplingParams
 from baton_router.admission.estimates import Estimates, Room
-from baton_router.admission.gate import Admission, Limits
+from baton_router.admission.gate import Admission
 from baton_router.config import RouterConfig
 from baton_router.registry.instance import InstanceInfo, Status
 from baton_router.registry.registry import Registry
@@ -61,7 +61,7 @@ async def main() -> None:
     registry = make_registry(metrics)
     placer = Placer(registry, make_policy("match_minus_load"), metrics, max_prefills=3, threshold=None, speeds=speeds)
     estimates, one = Estimates(placer, speeds, registry), request(0)
-    gate = Admission(Room(registry, speeds, None, None, time.monotonic), estimates, Limits(), CollectorRegistry())
+    gate = Admission(Room(registry, speeds, None, None, time.monotonic), estimates, RouterConfig(), CollectorRegistry())
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()
@@ -73,7 +73,7 @@ async def main() -> None:
     print(f"empty queue: {1e6 * best / _ROUNDS:.1f} us per request")
 
     closed = Room(registry, speeds, 1, None, time.monotonic)
-    gate = Admission(closed, estimates, Limits(), CollectorRegistry())
+    gate = Admission(closed, estimates, RouterConfig(), CollectorRegistry())
     for x in registry.ready(Role.DECODE):
         x.load.requests = 1
     began = time.perf_counter()

@@ -24,6 +24,7 @@ from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, 
 from baton_router.admission.estimates import DrainRate, Estimates, Outlook, Room
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue, Waiting
+from baton_router.config import RouterConfig
 from baton_router.types import Account, RoutedRequest
 
 _MINUTE_S = 60.0
@@ -108,25 +109,6 @@ _NEVER_RETRY_S = 60.0
 """After which slow speeds are forgotten, and a request that no instance could serve in time is worth another try."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the queue.
-
-    Attributes:
-        requests: Requests that may wait.
-        tokens: Prompt tokens that may wait.
-        tenant_share: How much of both one tenant may have.
-        wait_s: Seconds that a request may wait which has no deadline.
-        no_instance_s: Seconds that requests wait for any decode instance to be ready.
-    """
-
-    requests: int = 2048
-    tokens: int = 4_000_000
-    tenant_share: float = 0.5
-    wait_s: float = 60.0
-    no_instance_s: float = 5.0
-
-
 class Ticket(msgspec.Struct, eq=False):
     """A request's leave to run; give it back with ``Admission.leave``.
 
@@ -153,7 +135,7 @@ class Admission:
     Args:
         room: How much may start.
         estimates: What a request would meet.
-        limits: Bounds.
+        config: Has the bounds of the queue.
         registry: Takes the metrics.
         now: Monotonic clock, in seconds.
     """
@@ -162,12 +144,12 @@ class Admission:
         self,
         room: Room,
         estimates: Estimates,
-        limits: Limits,
+        config: RouterConfig,
         registry: CollectorRegistry,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._room, self._estimates, self._limits, self._now = room, estimates, limits, now
-        self.queue = FairQueue(limits.requests, limits.tokens, limits.tenant_share)
+        self._room, self._estimates, self._config, self._now = room, estimates, config, now
+        self.queue = FairQueue(config.queue_requests, config.queue_tokens, config.queue_tenant_share)
         self._drain = DrainRate()
         self.metrics = AdmissionMetrics(registry, self.queue, self.rate)
         self._tenants = TenantLimits(now)
@@ -280,7 +262,7 @@ class Admission:
     def _waiting(self, request: RoutedRequest, outlook: Outlook) -> Waiting:
         now = self._now()
         arrived = now - max(0.0, time.perf_counter() - request.arrived) if request.arrived else now
-        deadline, start_by = math.inf, arrived + self._limits.wait_s
+        deadline, start_by = math.inf, arrived + self._config.queue_timeout_s
         if request.ttft_ms is not None:
             deadline = arrived + request.ttft_ms / 1000
             start_by = min(start_by, deadline - (outlook.ttft_ms or 0.0) / 1000)
@@ -423,7 +405,7 @@ class Admission:
         """No decode instance is ready: what waits waits on for a while."""
         if self._none_since is None:
             self._none_since = now
-        elif now - self._none_since >= self._limits.no_instance_s:
+        elif now - self._none_since >= self._config.no_instance_wait_s:
             for item in list(self.queue):
                 self._refuse(item, UnavailableError("no decode instance is ready", retry_after_s=1.0), "no_instance")
 

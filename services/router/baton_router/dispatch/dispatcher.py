@@ -12,7 +12,7 @@ from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import QueueFullError, UnavailableError
 from baton.tracing import Span
 from baton_router.admission.estimates import Estimates, Room
-from baton_router.admission.gate import Admission, Limits, Ticket
+from baton_router.admission.gate import Admission, Ticket
 from baton_router.config import RouterConfig
 from baton_router.dispatch.attempt import WorkerStreams
 from baton_router.dispatch.event_loop import Deadlines, TurnBatcher
@@ -103,13 +103,7 @@ class PlacingDispatcher:
         self.admission = Admission(
             Room(registry, speeds, config.instance_slots, config.prefill_queue_tokens, time.monotonic),
             estimates,
-            Limits(
-                config.queue_requests,
-                config.queue_tokens,
-                config.queue_tenant_share,
-                config.queue_timeout_s,
-                config.no_instance_wait_s,
-            ),
+            config,
             metrics,
         )
         self._context = RequestContext(

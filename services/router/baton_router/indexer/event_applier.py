@@ -49,9 +49,7 @@ class ApproxIndex:
     """
 
     def __init__(self, index: PrefixIndex, *, now: Callable[[], float], ttl_s: float) -> None:
-        self._index = index
-        self._now = now
-        self._ttl_s = ttl_s
+        self._index, self._now, self._ttl_s = index, now, ttl_s
         self._kept: deque[tuple[float, PendingChain]] = deque()
         self.capacity = 0
 
@@ -109,9 +107,7 @@ class EventApplier:
         stale_limit_s: float = 30.0,
         decision_ttl_s: float = 120.0,
     ) -> None:
-        self._index = index
-        self._now = now
-        self._stale_limit_s = stale_limit_s
+        self._index, self._now, self._stale_limit_s = index, now, stale_limit_s
         self.slot = index.add()
         self.lower_slots: dict[str, int] = {}
         self._epoch: Epoch | None = None

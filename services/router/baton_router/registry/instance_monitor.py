@@ -58,11 +58,8 @@ class InstanceMonitor:
         admit: Admit,
         changed: Callable[[], None],
     ) -> None:
-        self._instance = instance
-        self._config = config
-        self._metrics = metrics
-        self._admit = admit
-        self._changed = changed
+        self._instance, self._config, self._metrics = instance, config, metrics
+        self._admit, self._changed = admit, changed
         self._rng = random.Random()
 
     async def run(self) -> None:

@@ -361,11 +361,7 @@ class Registry:
             decision_ttl_s=self._config.index_decision_ttl_s,
         )
         instance = Instance(address, role, self._open(address), events)
-        monitor = InstanceMonitor(
-            *(instance, self._config, self._metrics),
-            admit=self._admit,
-            changed=self._changed,
-        )
+        monitor = InstanceMonitor(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)
         self._instances[address] = instance
         self._monitors[address] = monitor, asyncio.create_task(monitor.run(), name=f"monitor {address}")
 

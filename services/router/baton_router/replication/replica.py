@@ -224,7 +224,7 @@ class Replica(Collector):
                     if self.publisher is not None:
                         self.remote_pending.apply(entry)
                     if entry.full or entry.left:
-                        self._take_registrations()
+                        self._apply_registrations()
             if changed:
                 self._spread()
 
@@ -293,7 +293,7 @@ class Replica(Collector):
         for x in self._registry.instances():
             x.load.share(*self.peers.in_flight(x.instance_id))
 
-    def _take_registrations(self) -> None:
+    def _apply_registrations(self) -> None:
         """Know the instances that registered with the others; of a silent one, those that still answer."""
         found: dict[str, Role] = {}
         ready = {x.address for x in self._registry.instances() if x.ready}
@@ -312,7 +312,7 @@ class Replica(Collector):
                 if self.state is SharedState.SHARED:
                     log.warning("router %s fell silent: its share counts no more", peer.name)
             if self.state is SharedState.SHARED:
-                self._take_registrations()
+                self._apply_registrations()
                 await self._reclaim()
             elif self._now() - self._reached_at > LEASE_S / 2:
                 self._capacity.alone(max([1 + len(self.peers.all()), *(x.count for x in self.peers.all())]))

@@ -26,6 +26,7 @@ from baton.api.v1 import common_pb2
 from baton.types import InstanceId
 
 K = TypeVar("K", bound=Hashable)
+L = TypeVar("L")
 _KEEP = 0.97
 """Weight of the past per new observation: about the latest 33 count."""
 _LEAST_WEIGHT = 0.1
@@ -116,9 +117,7 @@ class LinearFits(Generic[K]):
     """
 
     def __init__(self, prior: Fit, now: Callable[[], float], *, flat: bool = False) -> None:
-        self._prior = prior
-        self._now = now
-        self._flat = flat
+        self._prior, self._now, self._flat = prior, now, flat
         self._all = LinearFit(flat=flat, at=0.0)
         self._lines: OrderedDict[K, LinearFit] = OrderedDict()
 
@@ -136,18 +135,15 @@ class LinearFits(Generic[K]):
 
     def get(self, keys: Iterable[K]) -> list[Fit]:
         """Return what is known of each key."""
-        known, oldest = self._lines.get, self._now() - _FRESH_S
-        like = self._all.fit if self._all.known else self._prior
-        return [
-            line.fit if (line := known(key)) is not None and line.at >= oldest and line.known >= _MIN_OWN else like
-            for key in keys
-        ]
+        return self._own(keys, self._all.fit if self._all.known else self._prior)
 
     def known(self, keys: Iterable[K]) -> list[Fit | None]:
         """Return what was measured of each key, or of its like, lately; no prior stands in."""
-        known, oldest = self._lines.get, self._now() - _FRESH_S
         every = self._all
-        like = every.fit if every.known >= _MIN_OWN and every.at >= oldest else None
+        return self._own(keys, every.fit if every.known >= _MIN_OWN and every.at >= self._now() - _FRESH_S else None)
+
+    def _own(self, keys: Iterable[K], like: L) -> list[Fit | L]:
+        known, oldest = self._lines.get, self._now() - _FRESH_S
         return [
             line.fit if (line := known(key)) is not None and line.at >= oldest and line.known >= _MIN_OWN else like
             for key in keys
