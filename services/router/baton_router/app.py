@@ -27,7 +27,7 @@ from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import create_app
-from baton_router.frontend.console.console import add_replicas, watch
+from baton_router.frontend.console.console import watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import HttpOptions
@@ -121,8 +121,14 @@ class RouterApp:
             ready=self.is_ready,
             steps=steps,
         )
-        watch(http.app, decisions=decisions, instances=self.registry, registry=self.metrics, policy=config.policy)
-        add_replicas(http.app, self.replica.report if self.replica is not None else None)
+        watch(
+            http.app,
+            decisions=decisions,
+            registry=self.registry,
+            metrics=self.metrics,
+            policy=config.policy,
+            replicas=self.replica.report if self.replica is not None else None,
+        )
         https = self._tls.http_context() if self._tls is not None and config.http_tls else None
         self._reload = CredentialReload(accounts, self._tls, https)
         self._http = _HttpServer(

@@ -7,9 +7,8 @@ import math
 import random
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from baton.errors import (
@@ -122,18 +121,13 @@ class InputProcessor:
         loop = asyncio.get_running_loop()
         if num_chars <= _LARGE_CHARS:
             return await loop.run_in_executor(self._threads, _tokenize, model, request, info, limit)
-        async with self._turn():
-            return await loop.run_in_executor(self._threads, _tokenize, model, request, info, limit)
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(_LARGE_WAIT_S):
                 await self._large.acquire()
         except TimeoutError as error:
             raise UnavailableError("others have long texts tokenized", retry_after_s=5.0) from error
         try:
-            yield
+            return await loop.run_in_executor(self._threads, _tokenize, model, request, info, limit)
         finally:
             self._large.release()
 
@@ -202,7 +196,7 @@ class InputProcessor:
             span=self._span(request, arrived),
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
-        return PreparedRequest(request, routed, info, text_model, stops, arrived)
+        return PreparedRequest(request, routed, info, text_model, stops)
 
     def _span(self, request: TextRequest, arrived: float) -> Span:
         if self._exporter is None and not request.traceparent:
@@ -224,7 +218,7 @@ class InputProcessor:
 
     def clock(self, prepared: PreparedRequest) -> GenerationClock:
         """Return what times a request and counts its tokens."""
-        return GenerationClock(self._metrics, prepared.arrived)
+        return GenerationClock(self._metrics, prepared.routed.arrived)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[TextChunk, None]:
         """Run a request. Closing the generator cancels it everywhere at once.

@@ -90,18 +90,13 @@ class TextRequest(msgspec.Struct):
 
 
 class PreparedRequest(msgspec.Struct):
-    """A request that is checked, tokenized and ready to be placed.
-
-    Attributes:
-        arrived: When it came, by ``time.perf_counter()``.
-    """
+    """A request that is checked, tokenized and ready to be placed."""
 
     request: TextRequest
     routed: RoutedRequest
     info: ModelInfo
     text_model: TextModel
     stops: StopStrings | None
-    arrived: float
 
     @property
     def prompt_tokens(self) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
@@ -27,8 +27,9 @@ from baton.version import __version__
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.window_stats import Flows, WindowStats
 from baton_router.frontend.http.middleware import account_of
-from baton_router.indexer.stores import Store, Stores
+from baton_router.indexer.stores import Store
 from baton_router.registry.instance import Instance
+from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import DecisionLog
 
 _TYPES = {
@@ -88,83 +89,6 @@ class ConsoleFiles:
         return Response(file.content, media_type=file.media_type, headers=headers)
 
 
-_LEAST_AGE_S = 0.5
-_DECISIONS = 40
-
-
-class ConsoleData:
-    """Makes snapshots, at most two a second however many watch.
-
-    Args:
-        instances: Returns the instances.
-        decisions: What is remembered of requests.
-        stats: Rates and percentiles.
-        flows: Which ways prompts took in the last seconds.
-        policy: Name of the placement policy.
-        now: Monotonic clock, in seconds.
-    """
-
-    def __init__(
-        self,
-        instances: Callable[[], list[Instance]],
-        decisions: DecisionLog,
-        stats: WindowStats,
-        flows: Flows,
-        *,
-        policy: str,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._instances = instances
-        self._decisions = decisions
-        self._stats = stats
-        self._flows = flows
-        self._policy = policy
-        self._now = now
-        self._started = now()
-        self._made_at = float("-inf")
-        self._made = b""
-
-    def snapshot(self) -> bytes:
-        """Return the latest snapshot as JSON, made anew if it is older than half a second."""
-        if self._now() - self._made_at >= _LEAST_AGE_S:
-            self._made = orjson.dumps(self._make())
-            self._made_at = self._now()
-        return self._made
-
-    def _make(self) -> dict[str, Any]:
-        instances = self._instances()
-        infos = [x.info for x in instances if x.info is not None]
-        return {
-            "version": __version__,
-            "time": time.time(),
-            "uptime_s": round(self._now() - self._started, 1),
-            "model": infos[0].model_name if infos else None,
-            "policy": self._policy,
-            "running": self._decisions.num_running,
-            "seen": self._decisions.num_begun,
-            "now": self._stats.window(),
-            "history": self._stats.history(),
-            "instances": [describe(x) for x in instances],
-            "flows": self._recent_flows(),
-            "decisions": [summary(record) for record in self._decisions.recent(_DECISIONS)],
-        }
-
-    def _recent_flows(self) -> dict[str, Any]:
-        flows = self._flows
-        rows = [
-            {
-                "path": flow.path,
-                "source": flow.source or None,
-                "target": flow.target,
-                "pipe": flow.pipe or None,
-                "requests": requests,
-                "bytes": num_bytes,
-            }
-            for flow, (requests, num_bytes) in flows.recent().items()
-        ]
-        return {"window_s": flows.window_s, "items": rows}
-
-
 def describe(x: Instance) -> dict[str, Any]:
     """Return one instance as the console shows it."""
     report, events, info = x.load.report, x.events, x.info
@@ -199,16 +123,9 @@ def describe(x: Instance) -> dict[str, Any]:
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 500
+_LEAST_AGE_S = 0.5
+_DECISIONS = 40
 _DEBUG_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-
-
-class Instances(Protocol):
-    """Where instances come from; ``baton_router.registry.registry.Registry`` is it."""
-
-    stores: Stores
-
-    def instances(self) -> list[Instance]:
-        """Return all instances."""
 
 
 class DebugEndpoints:
@@ -216,14 +133,28 @@ class DebugEndpoints:
 
     Args:
         decisions: What is remembered of requests.
-        instances: Who is there.
-        console: The console's data.
+        registry: The instances.
+        stats: Rates and percentiles.
+        flows: Which ways prompts took in the last seconds.
+        policy: Name of the placement policy.
+        replicas: Says how this router stands with others; ``None``: it is alone by configuration.
     """
 
-    def __init__(self, decisions: DecisionLog, instances: Instances, console: ConsoleData) -> None:
-        self._decisions = decisions
-        self._instances = instances
-        self._console = console
+    def __init__(
+        self,
+        decisions: DecisionLog,
+        registry: Registry,
+        stats: WindowStats,
+        flows: Flows,
+        *,
+        policy: str,
+        replicas: Callable[[], dict[str, Any]] | None,
+    ) -> None:
+        self._decisions, self._registry, self._stats, self._flows = decisions, registry, stats, flows
+        self._policy, self._replicas = policy, replicas
+        self._started = time.monotonic()
+        self._made_at = float("-inf")
+        self._made = b""
 
     async def decisions(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions``: the latest, newest first; ``limit`` and ``id`` (a part of it) narrow it."""
@@ -244,54 +175,87 @@ class DebugEndpoints:
     async def index(self, request: Request) -> Response:
         """Serve ``GET /debug/index``: how far each instance's part of the index can be trusted."""
         require_admin(request)
-        return _json(index_state(self._instances.instances(), self._instances.stores))
+        return _json(index_state(self._registry.instances(), self._registry.stores))
+
+    async def replicas(self, request: Request) -> Response:
+        """Serve ``GET /debug/replicas``: how this router stands with others; ``{}`` where it is alone."""
+        require_admin(request)
+        return _json(self._replicas() if self._replicas is not None else {})
 
     async def console(self, request: Request) -> Response:
         """Serve ``GET /debug/console``: what the console shows, made at most twice a second for all who watch."""
         require_admin(request)
-        return Response(self._console.snapshot(), media_type="application/json", headers=_DEBUG_HEADERS)
+        if time.monotonic() - self._made_at >= _LEAST_AGE_S:
+            self._made = orjson.dumps(self._make())
+            self._made_at = time.monotonic()
+        return Response(self._made, media_type="application/json", headers=_DEBUG_HEADERS)
+
+    def _make(self) -> dict[str, Any]:
+        instances = self._registry.instances()
+        infos = [x.info for x in instances if x.info is not None]
+        return {
+            "version": __version__,
+            "time": time.time(),
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "model": infos[0].model_name if infos else None,
+            "policy": self._policy,
+            "running": self._decisions.num_running,
+            "seen": self._decisions.num_begun,
+            "now": self._stats.window(),
+            "history": self._stats.history(),
+            "instances": [describe(x) for x in instances],
+            "flows": self._recent_flows(),
+            "decisions": [summary(record) for record in self._decisions.recent(_DECISIONS)],
+        }
+
+    def _recent_flows(self) -> dict[str, Any]:
+        flows = self._flows
+        rows = [
+            {
+                "path": flow.path,
+                "source": flow.source or None,
+                "target": flow.target,
+                "pipe": flow.pipe or None,
+                "requests": requests,
+                "bytes": num_bytes,
+            }
+            for flow, (requests, num_bytes) in flows.recent().items()
+        ]
+        return {"window_s": flows.window_s, "items": rows}
 
 
 def watch(
-    app: FastAPI, *, decisions: DecisionLog, instances: Instances, registry: CollectorRegistry, policy: str
-) -> FastAPI:
-    """Add ``/debug`` and the console to an app, and return it.
+    app: FastAPI,
+    *,
+    decisions: DecisionLog,
+    registry: Registry,
+    metrics: CollectorRegistry,
+    policy: str,
+    replicas: Callable[[], dict[str, Any]] | None,
+) -> None:
+    """Add ``/debug`` and the console to an app.
 
     Args:
         app: The app.
         decisions: What is remembered of requests.
-        instances: Who is there.
-        registry: Has the router's metrics.
+        registry: The instances.
+        metrics: The router's.
         policy: Name of the placement policy.
+        replicas: See :class:`DebugEndpoints`.
     """
-    stats = WindowStats(registry)
-    flows = Flows()
+    stats, flows, files = WindowStats(metrics), Flows(), ConsoleFiles()
     decisions.on_end, decisions.on_trace = stats.sample, flows.add
-    console = ConsoleData(instances.instances, decisions, stats, flows, policy=policy)
-    endpoints = DebugEndpoints(decisions, instances, console)
+    endpoints = DebugEndpoints(decisions, registry, stats, flows, policy=policy, replicas=replicas)
     for path, endpoint in (
         ("/debug/decisions", endpoints.decisions),
         ("/debug/decisions/{request_id:path}", endpoints.decision),
         ("/debug/index", endpoints.index),
         ("/debug/console", endpoints.console),
+        ("/debug/replicas", endpoints.replicas),
     ):
         app.add_api_route(path, endpoint, methods=["GET"], response_class=Response)
-    files = ConsoleFiles()
-    app.add_api_route("/console", files.page, methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
-    app.add_api_route(
-        "/console/{name}", files.file, methods=["GET", "HEAD"], response_class=Response, include_in_schema=False
-    )
-    return app
-
-
-def add_replicas(app: FastAPI, describe: Callable[[], dict[str, Any]] | None) -> None:
-    """Add ``GET /debug/replicas``: how this router stands with others; ``{}`` where it is alone by configuration."""
-
-    async def replicas(request: Request) -> Response:
-        require_admin(request)
-        return _json(describe() if describe is not None else {})
-
-    app.add_api_route("/debug/replicas", replicas, methods=["GET"], response_class=Response)
+    for path, endpoint in (("/console", files.page), ("/console/{name}", files.file)):
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
 
 
 def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> dict[str, Any]:

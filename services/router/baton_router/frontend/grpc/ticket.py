@@ -55,7 +55,7 @@ class _DirectRun:
 
     def __init__(self, prepared: PreparedRequest, clock: GenerationClock, log: DecisionLog) -> None:
         routed = prepared.routed
-        self._log, self._clock, self._arrived = log, clock, prepared.arrived
+        self._log, self._clock, self._arrived = log, clock, routed.arrived
         self._prompt_tokens = prepared.prompt_tokens
         self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
         self._record.direct = True
