@@ -47,7 +47,6 @@ def write_until_killed(path: str, seed: int, news: Connection, synced_to: str) -
     rng = random.Random(seed)
     tier = DiskTier(
         open_log(path),
-        capacity_bytes=MAX_BYTES,
         queue_bytes=4 << 20,
         sync_interval_s=0.002,
         checkpoint_interval_s=0.02,

@@ -58,9 +58,7 @@ def buffers(count: int, kind: KvFormat = KIND) -> list[memoryview]:
 
 def disk(folder: Path) -> DiskTier:
     log = DiskLog(str(folder / "kv"), max_bytes=DISK_BYTES, segment_bytes=1 << 17)
-    return DiskTier(
-        log, capacity_bytes=DISK_BYTES, queue_bytes=1 << 20, sync_interval_s=0.01, checkpoint_interval_s=60.0
-    )
+    return DiskTier(log, queue_bytes=1 << 20, sync_interval_s=0.01, checkpoint_interval_s=60.0)
 
 
 def objects(folder: Path, name: str = "object") -> RemoteTier:

@@ -313,9 +313,7 @@ def test_a_directory_is_for_one_process_private_and_a_stores_own(opened: Any, tm
 
 def test_the_queue_is_bounded_and_a_block_deleted_on_its_way_is_not_found(path: str) -> None:
     log = DiskLog(path, max_bytes=MAX_BYTES, segment_bytes=MAX_BYTES)
-    tier = DiskTier(
-        log, capacity_bytes=MAX_BYTES, queue_bytes=2 * BLOCK, sync_interval_s=60.0, checkpoint_interval_s=60.0
-    )
+    tier = DiskTier(log, queue_bytes=2 * BLOCK, sync_interval_s=60.0, checkpoint_interval_s=60.0)
     answers: queue.Queue[Any] = queue.Queue()
     gate: queue.Queue[Any] = queue.Queue()
     views = buffers(1)

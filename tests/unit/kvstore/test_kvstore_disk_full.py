@@ -27,9 +27,7 @@ WAIT_S = 60.0
 
 def open_tier(folder: Path, *, max_bytes: int = 64 << 20) -> DiskTier:
     log = DiskLog(str(folder / "kv"), max_bytes=max_bytes, segment_bytes=1 << 20)
-    return DiskTier(
-        log, capacity_bytes=max_bytes, queue_bytes=8 << 20, sync_interval_s=60.0, checkpoint_interval_s=60.0
-    )
+    return DiskTier(log, queue_bytes=8 << 20, sync_interval_s=60.0, checkpoint_interval_s=60.0)
 
 
 def write(tier: DiskTier, *labels: int) -> list[bool]:

@@ -147,7 +147,6 @@ def open_disk(context: TierContext) -> Link | None:
     )
     tier = DiskTier(
         disk,
-        capacity_bytes=config.disk_bytes,
         queue_bytes=context.queue_bytes,
         sync_interval_s=config.disk_sync_s,
         checkpoint_interval_s=config.disk_checkpoint_s,

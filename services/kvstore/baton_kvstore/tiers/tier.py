@@ -34,9 +34,9 @@ def no_next_tier(kind: KvFormat) -> AbstractContextManager[Offer | None]:
     return contextlib.nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierStats:
-    """A moment's view of a tier; counts since start, of blocks unless a name says otherwise.
+    """A moment's view of a tier, or its counters; since start, of blocks unless a name says otherwise.
 
     Attributes:
         capacity_bytes: What ``used_bytes`` may reach; 0: unknown.

@@ -41,6 +41,7 @@ class DiskLog:
         direct: Go around the page cache where blocks are whole pages.
 
     Attributes:
+        max_bytes: As given.
         index: What can be found.
         leaving: Where blocks go that are dropped to make room.
 
@@ -51,7 +52,7 @@ class DiskLog:
 
     def __init__(self, path: str, *, max_bytes: int, segment_bytes: int, direct: bool = True) -> None:
         self._directory = Directory(path)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._segment_bytes = min(segment_bytes, max(2 * PAGE, max_bytes // 8 // PAGE * PAGE))
         self._direct = direct
         self.index = DiskIndex()
@@ -88,7 +89,7 @@ class DiskLog:
             OSError: Those that cannot be found were not written.
         """
         size = disk_bytes(kind)
-        if 4 * (size + PAGE) > self._max_bytes:
+        if 4 * (size + PAGE) > self.max_bytes:
             return [False] * len(hashes)
         # A second record of a block would be the one that counts, and be lost if it is torn: the first is good.
         new = [i for i, name in enumerate(hashes) if self.index.find(kind, name) is None]
@@ -241,7 +242,7 @@ class DiskLog:
     def _make_room(self, size: int) -> None:
         """Drop oldest segments; leaves room for what :meth:`_retire` may copy, so that the bound always holds."""
         slack = self._segment_bytes // 2 + 2 * PAGE
-        while self._segments and self.used_bytes + size + slack > self._max_bytes:
+        while self._segments and self.used_bytes + size + slack > self.max_bytes:
             oldest = self._segments[min(self._segments)]
             before = len(self.index)
             with self.leaving(oldest.kind) as offer:

@@ -27,7 +27,6 @@ class DiskTier(LowerTier):
 
     Args:
         disk: The log; closed with this.
-        capacity_bytes: What the log was bounded to.
         queue_bytes: Blocks that may wait to be written.
         sync_interval_s: Longest time that a written block may be lost to a loss of power.
         checkpoint_interval_s: Between two checkpoints of the index.
@@ -42,7 +41,6 @@ class DiskTier(LowerTier):
         self,
         disk: DiskLog,
         *,
-        capacity_bytes: int,
         queue_bytes: int,
         sync_interval_s: float,
         checkpoint_interval_s: float,
@@ -50,7 +48,6 @@ class DiskTier(LowerTier):
         super().__init__(queue_bytes)
         self._log = disk
         disk.leaving = lambda kind: self.leaving(kind)
-        self._capacity = capacity_bytes
         self._sync_interval_s, self._checkpoint_interval_s = sync_interval_s, checkpoint_interval_s
         self._dirty_since: float | None = None
         self._checkpoint_due: float | None = time.monotonic() + checkpoint_interval_s
@@ -77,7 +74,7 @@ class DiskTier(LowerTier):
 
     def takes(self, kind: KvFormat) -> bool:
         """Whether blocks of this size can be kept at all."""
-        return kind.block_bytes <= min(MAX_BLOCK_BYTES, self._capacity // 8)
+        return kind.block_bytes <= min(MAX_BLOCK_BYTES, self._log.max_bytes // 8)
 
     def delete(
         self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
@@ -106,7 +103,7 @@ class DiskTier(LowerTier):
         return TierStats(
             num_blocks=len(self._log.index),
             used_bytes=self._log.used_bytes,
-            capacity_bytes=self._capacity,
+            capacity_bytes=self._log.max_bytes,
             num_segments=self._log.num_segments,
             queued_bytes=self._jobs.queued_bytes,
             read_bytes=counters.read_bytes,

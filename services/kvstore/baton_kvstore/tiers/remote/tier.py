@@ -7,6 +7,7 @@ are there is known from a scan at the start, from what this node writes, reads a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -55,18 +56,6 @@ class RemoteOptions:
     max_block_bytes: int = MAX_BLOCK_BYTES
     max_bytes: int = 0
     absent_s: float = 1.0
-
-
-@dataclass
-class RemoteCounters:
-    """Since start; blocks unless a name says otherwise."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    errors: int = 0
-    damaged: int = 0
-    refused: int = 0
-    evictions: int = 0
 
 
 class RemoteIndex:
@@ -209,7 +198,7 @@ class RemoteTier(LowerTier):
     def __init__(self, backend: Backend, options: RemoteOptions) -> None:
         super().__init__(options.queue_bytes)
         self.name, self.durable = options.name, options.durable
-        self.counters = RemoteCounters()
+        self.counters = TierStats()
         self.index = RemoteIndex(options.name, options.index_blocks, absent_s=options.absent_s)
         self.breaker = CircuitBreaker(_FAILURES, _COOLDOWN_S)
         self._backend, self._options = backend, options
@@ -291,16 +280,11 @@ class RemoteTier(LowerTier):
 
     def stats(self) -> TierStats:
         """Return what metrics show."""
-        counters = self.counters
-        return TierStats(
+        return dataclasses.replace(
+            self.counters,
             num_blocks=len(self.index),
             used_bytes=self.index.num_bytes,
             queued_bytes=self._jobs.queued_bytes,
-            read_bytes=counters.read_bytes,
-            written_bytes=counters.written_bytes,
-            errors=counters.errors,
-            damaged=counters.damaged,
-            evictions=counters.evictions,
             resting=self.resting,
         )
 
@@ -350,12 +334,10 @@ class RemoteTier(LowerTier):
             wanted = [i for i in at if job.hashes[i] not in job.unwanted]
         names = [job.hashes[i] for i in wanted]
         if not names or not self._make_room(len(names) * (kind.block_bytes + HEADER_BYTES)):
-            self.counters.refused += len(names)
             return [False] * len(at)
         values = [encode_header(kind, job.hashes[i], job.views[i]) + job.views[i] for i in wanted]
         taken = self._ask(functools.partial(self._backend.put, kind, names, values))
         right = {name for name, ok in zip(names, taken or (), strict=False) if ok}
-        self.counters.refused += len(names) - len(right)
         self.counters.written_bytes += len(right) * kind.block_bytes
         with self._jobs.changed:  # so that a deletion comes before, and is seen here, or after, and drops them
             self.index.add(kind, [name for name in names if name in right], unless=job.unwanted)
