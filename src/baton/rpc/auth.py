@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from baton.config.pipes import clear_pipes
 from baton.errors import ConfigError
@@ -80,16 +81,8 @@ class PipeFields(Protocol):
         """Whether KV may travel in the clear."""
 
 
-class Admits(Protocol):
-    """Says who may make a call."""
-
-    def __call__(self, method: str, header: str | bytes | None) -> bool:
-        """Whether a call goes on.
-
-        Args:
-            method: ``/package.Service/Method``.
-            header: Its ``authorization``.
-        """
+Admits: TypeAlias = Callable[[str, str | bytes | None], bool]
+"""Says whether a call goes on, by its method (``/package.Service/Method``) and its header ``authorization``."""
 
 
 def admits_services(token: str | None, *, open_to_all: frozenset[str] = frozenset()) -> Admits:

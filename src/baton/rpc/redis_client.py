@@ -8,7 +8,7 @@ import json
 import logging
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from baton.errors import ConfigError
@@ -37,22 +37,7 @@ def open_redis(url: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> Redis:
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
     """
-    try:
-        from redis.asyncio import Redis
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-    except ImportError as error:
-        raise _not_installed() from error
-    try:
-        return Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-    except ValueError as error:
-        raise ConfigError(f"the URL of Redis cannot be read: {error}", field="redis") from error
+    return cast("Redis", _open("Redis", url, timeout_s, retries=0))
 
 
 def open_redis_cluster(url: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> RedisCluster:
@@ -65,32 +50,35 @@ def open_redis_cluster(url: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> Red
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
     """
+    # One retry is for a slot that has moved.
+    return cast("RedisCluster", _open("RedisCluster", url, timeout_s, retries=1))
+
+
+def _open(kind: str, url: str, timeout_s: float, *, retries: int) -> object:
     try:
-        from redis.asyncio.cluster import RedisCluster
+        import redis.asyncio
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
     except ImportError as error:
-        raise _not_installed() from error
+        message = "this needs the Python package redis: pip install 'baton-serve[redis]'"
+        raise ConfigError(message, field="redis") from error
     try:
-        return RedisCluster.from_url(
+        opened: object = getattr(redis.asyncio, kind).from_url(
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 1),  # the one time is for a slot that has moved
+            retry=Retry(NoBackoff(), retries),
             protocol=2,
         )
     except ValueError as error:
         raise ConfigError(f"the URL of Redis cannot be read: {error}", field="redis") from error
+    return opened
 
 
 def shown_url(url: str) -> str:
     """Return a URL without user and password, for logs and traces."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
-def _not_installed() -> ConfigError:
-    return ConfigError("this needs the Python package redis: pip install 'baton-serve[redis]'", field="redis")
 
 
 def redis_errors() -> tuple[type[Exception], ...]:

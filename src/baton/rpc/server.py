@@ -200,17 +200,10 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None or not handler_call_details.method.startswith("/baton."):
             return handler
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-            )
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
-            )
-        if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(
-                _guard_stream(handler.stream_stream), handler.request_deserializer, handler.response_serializer
-            )
+            return handler._replace(unary_unary=_guard_unary(handler.unary_unary))
+        for kind in ("unary_stream", "stream_stream"):
+            if behavior := getattr(handler, kind):
+                return handler._replace(**{kind: _guard_stream(behavior)})
         return handler
 
 

@@ -1,21 +1,67 @@
-"""How the process of a service logs, is asked to stop, shows its metrics and ends."""
+"""The process of a service: its flags, how it logs, is asked to stop, shows its metrics and ends."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from baton.errors import ConfigError
+from baton.config import add_flags, from_flags
+from baton.errors import BatonError, ConfigError
+from baton.version import __version__
 
 log = logging.getLogger(__name__)
+
+
+def run_service(
+    name: str,
+    description: str,
+    configs: Sequence[type],
+    serve: Callable[..., Coroutine[Any, Any, int]],
+    argv: Sequence[str] | None,
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
+    """Run the process of a service from its flags to its end.
+
+    Args:
+        name: Of the service; its command is ``baton-<name>``.
+        description: For ``--help``.
+        configs: Dataclasses that its flags are made of; the first one has ``log_level``.
+        serve: Gets one of each and serves until it is told to end; returns the exit status.
+        argv: Command line; ``None``: the process's.
+        loop_factory: Makes the event loop.
+
+    Returns:
+        The exit status: what ``serve`` returned, 2 for a configuration that cannot work, 1 for any other failure. With
+        the process's own command line it does not return: the process ends with that status.
+    """
+    command = f"baton-{name}"
+    parser = argparse.ArgumentParser(prog=command, description=description)
+    parser.add_argument("--version", action="version", version=__version__)
+    for config in configs:
+        add_flags(parser, config)
+    args = parser.parse_args(argv)
+    try:
+        given: list[Any] = [from_flags(config, args) for config in configs]
+        set_up_logging(given[0].log_level, getattr(given[0], "instance_id", "") or name)
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            code = runner.run(serve(*given))
+    except BatonError as error:
+        unusable = isinstance(error, ConfigError)
+        print(f"{command}: {'error' if unusable else 'failed'}: {error.message}", file=sys.stderr)  # noqa: T201
+        code = 2 if unusable else 1
+    if argv is None:
+        leave(code)
+    return code
 
 
 def set_up_logging(level: str, name: str) -> None:

@@ -387,9 +387,9 @@ async def test_an_engine_whose_requests_all_wait_for_kv_does_not_spin(cluster):
         async with asyncio.timeout(30):
             while not decode.context.engine.stats.num_loading:
                 await asyncio.sleep(0.01)
-        before = decode.context.engine.num_steps
+        before = decode.context.engine.steps
         await asyncio.sleep(0.3)
-        assert decode.context.engine.num_steps - before <= 2
+        assert decode.context.engine.steps - before <= 2
         call.cancel()
         await asyncio.wait([reading])
     silent.close()
