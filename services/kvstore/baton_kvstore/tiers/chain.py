@@ -67,21 +67,21 @@ class Move:
         return [i for i, name in enumerate(hashes) if not self.cleared and name not in self.unwanted]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Write(Move):
     """Blocks from memory.
 
     Attributes:
         done: Told in the end which of them some tier has got.
         got: Indices of those.
-        pending: Answers that are still to come.
+        pending: Answers that are still to come; one is the caller's, when all tiers were given theirs.
     """
 
-    hashes: Sequence[BlockHash] = ()
-    views: Sequence[memoryview] = ()
-    done: Callable[[list[bool]], None] = lambda results: None
+    hashes: Sequence[BlockHash]
+    views: Sequence[memoryview]
+    done: Callable[[list[bool]], None]
     got: set[int] = field(default_factory=set)
-    pending: int = 0
+    pending: int = 1
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Chain:
         num_bytes = len(hashes) * kind.block_bytes
         if not all(self.tiers[at].room(num_bytes) for at in targets):
             return False
-        write = _Write(kind, hashes=hashes, views=views, done=done, pending=1)
+        write = _Write(kind, hashes=hashes, views=views, done=done)
         with self._lock:
             self._moves.append(write)
         everything = list(range(len(hashes)))
