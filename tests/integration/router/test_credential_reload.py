@@ -53,7 +53,7 @@ async def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, monkeypatch
     def unforeseen() -> bool:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(accounts, "refresh", unforeseen)
+    monkeypatch.setattr(accounts, "renew", unforeseen)
     put(first.cert, first.key)
     await renewal.look()
     assert renewal._shown == shown.generation

@@ -176,25 +176,25 @@ def test_any_table_is_read_or_refused(tenants: dict[str, object]) -> None:
         entries_of_tenants({"tenants": tenants})
 
 
-def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
+async def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
     path, secret = tmp_path / "keys", tmp_path / "secret"
     path.write_text("one\n")
     secret.write_bytes(SECRET)
     file = FileAccounts(str(path), str(secret), shared=True)
     before = file.accounts.identify("Bearer one")
     assert before is not None
-    assert not file.refresh()
+    assert not await file.renew()
     path.write_text("one\ntwo\n")
-    assert file.refresh()
+    assert await file.renew()
     after = file.accounts.identify("Bearer one")
     assert after is not None
     assert after.salt("") == before.salt("")
     assert file.accounts.identify("Bearer two") is not None
     path.write_text("# broken\n")
-    assert not file.refresh()
+    assert not await file.renew()
     assert file.accounts.identify("Bearer two") is not None
     path.write_text("two\n")
-    assert file.refresh()
+    assert await file.renew()
     assert file.accounts.identify("Bearer one") is None
 
 

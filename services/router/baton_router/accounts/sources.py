@@ -51,14 +51,10 @@ class FileAccounts:
     async def start(self) -> None:
         """Do nothing: the file was read when this was made."""
 
-    async def renew(self) -> None:
-        """See :meth:`refresh`."""
-        self.refresh()
-
     async def close(self) -> None:
         """Do nothing: no connection is open."""
 
-    def refresh(self) -> bool:
+    async def renew(self) -> bool:
         """Read the file again if it changed; a broken one is reported and changes nothing. Blocks for a moment."""
         stamp = self._stamp()
         if stamp == self._seen:

@@ -280,7 +280,9 @@ class EventStream:
             "model": prepared[0].info.name,
         }
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
-        self._before_text = b',"delta":{"content":' if request.chat else b',"text":'
+        before_text = b',"delta":{"content":' if request.chat else b',"text":'
+        indices = range(request.n * len(prepared))
+        self._before_text = [self._head + b'{"index":%d' % index + before_text for index in indices]
         self._after_text = b'},"logprobs":' if request.chat else b',"logprobs":'
         # With include_usage every event has the field: null up to the last one.
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
@@ -347,9 +349,7 @@ class EventStream:
         request = self._request
         finish = delta.finish_reason
         parts = [
-            self._head,
-            b'{"index":%d' % (at * request.n + delta.index),
-            self._before_text,
+            self._before_text[at * request.n + delta.index],
             orjson.dumps(delta.text),
             self._after_text,
             self._logprobs(at, delta) if request.logprobs else _NULL,
