@@ -19,16 +19,18 @@ import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 from tests.chaos.deployment import SHAPES, Clocks, Deployment
 from tests.chaos.faults import BYTES, DEATHS, NETWORK, SHM, Fault
-from tests.chaos.workload import ROOT, Case, Request, cases
+from tests.chaos.workload import MODEL, ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
-from baton.client import AsyncClient
-from baton.errors import BatonError
+from baton.client import AsyncClient, Choice, Generation
+from baton.errors import BatonError, DeadlineError, UnavailableError, all_errors
 
 LOG = Path(__file__).with_name("log.jsonl")
 GROUP = 50
@@ -105,8 +107,10 @@ class Seed:
     async def _ask(self, client: AsyncClient, request: Request, delay: float, *, close: bool) -> None:
         """Send a request; note its answer or its error."""
         await asyncio.sleep(delay)
-        stream = None
         try:
+            if request.kind == "http":
+                request.answer = await self._ask_http(request)
+                return
             stream = await client.generate(request.case.prompt, stream=True, **request.options)
             seen = 0
             async for chunk in stream:
@@ -124,6 +128,41 @@ class Seed:
             self._moved.set()
             if close:
                 await client.close()
+
+    async def _ask_http(self, request: Request) -> Generation:
+        """Send a request to ``/v1/completions`` as clients of OpenAI's do, and read its events."""
+        options = {name: value for name, value in request.options.items() if name not in ("request_id",)}
+        body = {"model": MODEL.name, "prompt": request.case.prompt, "stream": True, "return_token_ids": True, **options}
+        address = self._deployment.routers[request.router].listens[0][1]
+        choices = {i: Choice(i, "", [], None) for i in range(len(request.expected))}
+        headers = {"x-request-id": request.options["request_id"]}
+        try:
+            async with (
+                httpx.AsyncClient(timeout=ANSWER_S) as http,
+                http.stream("POST", f"http://{address}/v1/completions", json=body, headers=headers) as answer,
+            ):
+                if answer.status_code != 200:
+                    raise _http_error(json.loads(await answer.aread()))
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _http_error(event)
+                    for part in event["choices"]:
+                        choice = choices[part["index"]]
+                        token_ids = part.get("token_ids", [])
+                        choice.token_ids.extend(token_ids)
+                        self._tokens += len(token_ids)
+                        self._moved.set()
+                        choices[part["index"]] = replace(choice, finish_reason=part["finish_reason"])
+        except httpx.TimeoutException as error:
+            raise DeadlineError(f"HTTP: {error!r}") from error
+        except httpx.TransportError as error:
+            raise UnavailableError(f"HTTP: {error!r}") from error
+        if any(choice.finish_reason is None for choice in choices.values()):
+            raise UnavailableError("HTTP: the events ended before the answer did")
+        return Generation(request.options["request_id"], list(choices.values()))
 
     async def _strike(self, fault: Fault) -> None:
         total = sum(len(tokens) for request in self.outcome.requests for tokens in request.expected)
@@ -174,6 +213,11 @@ class Seed:
             return True
         decodes = {name for name in deployment.names if deployment.role(name) == "decode"}
         return decodes <= dead | cut and request.error.code in ("unavailable", "overloaded")
+
+
+def _http_error(body: dict[str, Any]) -> BatonError:
+    said = body["error"]
+    return all_errors().get(said["code"], BatonError)(said["message"])
 
 
 def groups(seeds: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -242,9 +286,11 @@ def _version() -> str:
     return done.stdout.strip() or "unknown"
 
 
-async def run(seeds: Sequence[int], folder: Path, *, private: bool, limit_s: float, longest_s: float) -> Tally:
+async def run(
+    seeds: Sequence[int], folder: Path, tally: Tally, *, private: bool, limit_s: float, longest_s: float
+) -> None:
     """Run seeds, group by group, until the time is up."""
-    catalogue, tally, begun = cases(), Tally(), time.monotonic()
+    begun, catalogue = time.monotonic(), cases()
     clocks = Clocks(folder)
     os.environ.update(clocks.env)
     starter = WarmStarter(*_WARM)
@@ -259,7 +305,7 @@ async def run(seeds: Sequence[int], folder: Path, *, private: bool, limit_s: flo
                         await _warm_up(deployment, catalogue)
                         while left:
                             if time.monotonic() - begun > limit_s and tally.seeds:
-                                return tally
+                                return
                             outcome = await Seed(left.popleft(), deployment, catalogue, longest_s=longest_s).run()
                             tally.add(outcome, shape.name)
                             _tell(outcome, shape.name)
@@ -268,7 +314,6 @@ async def run(seeds: Sequence[int], folder: Path, *, private: bool, limit_s: flo
                                 path.write_text("\n".join(deployment.lines), encoding="utf-8")
                                 _say(f"  log lines: {path}")
                                 break
-        return tally
     finally:
         starter.close()
 
@@ -338,12 +383,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if private:
         _mount(SHM)
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
-    tally = asyncio.run(run(seeds, folder, private=private, limit_s=options.limit_s, longest_s=options.longest_s))
-    record = tally.record()
-    _say(json.dumps(record))
-    if options.log:
-        with LOG.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    tally = Tally()
+    bounds = {"limit_s": options.limit_s, "longest_s": options.longest_s}
+    try:
+        asyncio.run(run(seeds, folder, tally, private=private, **bounds))
+    finally:  # Ctrl-C too: what was run counts
+        record = tally.record()
+        _say(json.dumps(record))
+        if options.log and tally.seeds:
+            with LOG.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
     if not tally.failed:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if tally.failed else 0

@@ -148,7 +148,7 @@ class Request:
 
     Attributes:
         router: Which router it goes to.
-        kind: ``whole``, ``streamed``, ``stop``, ``logprobs`` or ``cancelled``.
+        kind: ``streamed``, ``http``, ``stop``, ``logprobs`` or ``cancelled``.
         options: For ``AsyncClient.generate``.
         length: Tokens asked for.
         leave_after: Tokens after which a client that leaves does so.
@@ -169,7 +169,7 @@ class Request:
     def drawn(cls, rng: random.Random, catalogue: Sequence[Case], name: str) -> Request:
         """Draw one."""
         case = rng.choice(catalogue)
-        kind = rng.choices(("whole", "streamed", "stop", "logprobs", "cancelled"), (3, 4, 1, 1, 1))[0]
+        kind = rng.choices(("streamed", "http", "stop", "logprobs", "cancelled"), (4, 3, 1, 1, 1))[0]
         length = rng.choice((NEW_TOKENS, NEW_TOKENS, 16, 4))
         options: dict[str, Any] = {
             **case.options,
