@@ -23,8 +23,7 @@ from baton.hashing import HASH_BYTES, HashChain, hash_chain, root_hash
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import EventApplier
-from baton_router.indexer.pending_blocks import PendingBlocks
-from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
+from baton_router.indexer.prefix_index import PendingBlocks, PendingChain, PrefixIndex
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import InstanceCapacity
 from baton_router.replication.pending_sync import MAX_ENTRY_CHAIN_BYTES, PendingPublisher, RemotePending

@@ -33,6 +33,11 @@ _LEAST_TOKENS = 4096.0
 """Two of the steps that an engine makes by default: less could leave it idle between two of them."""
 _SLACK = 8
 """A decode instance gets an eighth more than it can batch, so that another is there when a sequence ends."""
+_FADE_S = 20.0
+"""What left so long ago counts 1/e."""
+_PRIOR_S = 1.0
+"""Seconds of draining from which more is believed of what was seen than of what requests in flight suggest."""
+_KEEP = 0.95
 
 
 class Ready(Protocol):
@@ -137,13 +142,6 @@ class Room:
             slopes = [fit.slope if fit is not None else 0.0 for fit in fits]
             limits = [max(_LEAST_TOKENS, _QUEUE_MS / slope) if slope > 0 else math.inf for slope in slopes]
         return sum(max(0.0, limit - busy) for limit, busy in zip(limits, work, strict=True))
-
-
-_FADE_S = 20.0
-"""What left so long ago counts 1/e."""
-_PRIOR_S = 1.0
-"""Seconds of draining from which more is believed of what was seen than of what requests in flight suggest."""
-_KEEP = 0.95
 
 
 class DrainRate:

@@ -30,6 +30,11 @@ from baton_router.types import Account, RoutedRequest
 _MINUTE_S = 60.0
 _BUSY_S = 1.0
 """After which a tenant with too many requests at once may try again: when one of them ends is not known."""
+_TICK_S = 0.01
+"""How often the queue looks for room that it is not told of: reports of instances, instances that come back."""
+_MAX_RETRY_S = 300.0
+_NEVER_RETRY_S = 60.0
+"""After which slow speeds are forgotten, and a request that no instance could serve in time is worth another try."""
 
 
 @dataclass(slots=True)
@@ -54,7 +59,10 @@ class _Use:
 
 
 class TenantLimits:
-    """The books of tenants that have limits.
+    """What a tenant may do, however idle the cluster is: requests at once, requests and tokens a minute.
+
+    Rates are token buckets that hold a minute's worth, so a tenant may spend it in a burst. A request that costs more
+    than a whole minute is let in when the bucket is full, and leaves it in debt.
 
     Args:
         now: Monotonic clock, in seconds.
@@ -100,13 +108,6 @@ class TenantLimits:
     def end(self, account: Account) -> None:
         """A request of a tenant is over, or was not let in after all."""
         self._uses[account.name].running -= 1
-
-
-_TICK_S = 0.01
-"""How often the queue looks for room that it is not told of: reports of instances, instances that come back."""
-_MAX_RETRY_S = 300.0
-_NEVER_RETRY_S = 60.0
-"""After which slow speeds are forgotten, and a request that no instance could serve in time is worth another try."""
 
 
 class Ticket(msgspec.Struct, eq=False):

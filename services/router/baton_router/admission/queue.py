@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton_router.types import RoutedRequest
 
+QUANTUM = 512.0
+"""Tokens per turn of a tenant of weight 1."""
+
 
 @dataclass(eq=False, slots=True)
 class Waiting:
@@ -48,10 +51,6 @@ class Waiting:
     def order(self) -> tuple[float, int]:
         """Its place among those of its tenant: by deadline, then by arrival."""
         return self.deadline, self.number
-
-
-QUANTUM = 512.0
-"""Tokens per turn of a tenant of weight 1."""
 
 
 class TenantLine:

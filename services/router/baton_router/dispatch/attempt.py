@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -38,6 +39,9 @@ _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
 """Trying elsewhere would give the same answer, or there is no time left for it."""
 _BROKEN = frozenset({"unavailable", "cancelled", "broken", "lost", "short", "draining"})
 _ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
+_END_GRACE_S = 1.0
+"""How long an instance may take to end its call after the last token."""
+_SUMS = ("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
 
 
 class WorkerStreams:
@@ -137,11 +141,6 @@ def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instanc
     )
 
 
-_END_GRACE_S = 1.0
-"""How long an instance may take to end its call after the last token."""
-_SUMS = ("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
-
-
 class Sequence(msgspec.Struct):
     """One of the request's sequences: what was handed on of it."""
 
@@ -182,6 +181,16 @@ class Group(msgspec.Struct):
     def started(self) -> bool:
         """Whether anything was handed on."""
         return any(s.token_ids or s.finished for s in self.sequences)
+
+    def may_retry(self, failure: AttemptFailed, max_retries: int, budget: Callable[[str], bool]) -> bool:
+        """Whether another try may be made; asks the budget where that applies."""
+        if self.failures > max_retries:
+            return False
+        if isinstance(failure.error, QueueFullError) and self.started:
+            return True  # a stream that has begun waits for room, with pauses
+        if failure.broken and self.failures == 1:
+            return True  # its load went away with the instance
+        return budget(failure.reason)
 
 
 class AttemptOwner(Protocol):

@@ -75,7 +75,7 @@ class Expiring(Protocol):
 
 
 class Deadlines:
-    """Calls :meth:`Expiring.expire` of what was added so many seconds ago and not taken out again. For one event loop.
+    """Calls :meth:`Expiring.expire` of what was added so many seconds ago and not taken out again: one timer for all.
 
     Args:
         seconds: How long everybody has.

@@ -20,6 +20,10 @@ from baton.types import TokenLogprob
 from baton_router.scheduler.decision import Decision
 from baton_router.types import ModelInfo, RoutedRequest
 
+T = TypeVar("T")
+_HELD_FROM = 8
+"""Chunks that may wait here; what comes after them waits where it came from."""
+
 
 class RoutedChunk(msgspec.Struct):
     """What one message of the decode instance brought.
@@ -79,12 +83,6 @@ class Dispatcher(Protocol):
 
     async def route(self, request: RoutedRequest) -> Decision:
         """Say where the request would go, and reserve nothing."""
-
-
-T = TypeVar("T")
-
-_HELD_FROM = 8
-"""Chunks that may wait here; what comes after them waits where it came from."""
 
 
 class ChunkQueue(Generic[T]):

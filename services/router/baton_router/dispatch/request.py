@@ -38,7 +38,7 @@ from baton_router.dispatch.event_loop import PLACE, SEND, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
-from baton_router.dispatch.retry import Breakers, RetryBudget, may_retry
+from baton_router.dispatch.retry import Breakers, RetryBudget
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision, DecisionLog
@@ -481,7 +481,7 @@ class RequestRun:
             group.failures += 1
             group.last = failure
             self._context.breakers.failed(instance)
-        may_go_on = may_retry(group, failure, self._context.config.max_retries, self._context.budget)
+        may_go_on = group.may_retry(failure, self._context.config.max_retries, self._context.budget.take)
         log.warning(
             "request %s: %s failed (%s: %s), %s",
             *(self._request.request_id, instance.instance_id, failure.reason, error.message),

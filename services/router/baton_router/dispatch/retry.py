@@ -20,8 +20,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.errors import QueueFullError
-from baton_router.dispatch.attempt import AttemptFailed, Group
 from baton_router.metrics.fast_metrics import Counter
 from baton_router.registry.instance import Instance
 
@@ -180,14 +178,3 @@ class RetryBudget:
             return False
         self._retries += 1.0
         return True
-
-
-def may_retry(group: Group, failure: AttemptFailed, max_retries: int, budget: RetryBudget) -> bool:
-    """Whether a group that failed may be tried again; counts it against the budget where that applies."""
-    if group.failures > max_retries:
-        return False
-    if isinstance(failure.error, QueueFullError) and group.started:
-        return True  # a stream that has begun waits for room, with pauses
-    if failure.broken and group.failures == 1:
-        return True  # its load went away with the instance
-    return budget.take(failure.reason)

@@ -15,6 +15,13 @@ from baton.api.v1 import events_pb2
 from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.metrics.fast_metrics import Counter
 
+log = logging.getLogger(__name__)
+
+_SILENT_BEATS = 3.5
+"""Heartbeats that may be missing before an event stream counts as cut."""
+_LOST_BEATS = 20
+"""Heartbeats that may be missing before another stream is opened in its place."""
+
 
 class IndexMetrics:
     """Counts what event streams bring, per instance or KV store.
@@ -31,14 +38,6 @@ class IndexMetrics:
         """Remove the series of an instance that left."""
         for counter in (self.events, self.gaps):
             counter.remove(instance)
-
-
-log = logging.getLogger(__name__)
-
-_SILENT_BEATS = 3.5
-"""Heartbeats that may be missing before an event stream counts as cut."""
-_LOST_BEATS = 20
-"""Heartbeats that may be missing before another stream is opened in its place."""
 
 
 class _Answer(Protocol):

@@ -20,6 +20,8 @@ from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.registry.load import LoadTracker
 
+log = logging.getLogger(__name__)
+
 
 class Status(enum.StrEnum):
     """Whether an instance can be used."""
@@ -174,11 +176,8 @@ def epochs_by_applier(instances: Iterable[Instance]) -> dict[EventApplier, Epoch
     return {x.events: x.info.epoch for x in instances if x.info is not None}
 
 
-log = logging.getLogger(__name__)
-
-
 class IdentityCheck:
-    """Compares instances with the router and with the first of them that is there.
+    """Compares instances with the router and with the first of them, before they get a request or feed the index.
 
     Args:
         tokenizer: Digest of the router's own tokenizer; empty: the instances' is used.

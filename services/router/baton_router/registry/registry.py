@@ -29,6 +29,11 @@ from baton_router.registry.load import Waiters
 from baton_router.registry.metrics import RegistryMetrics
 from baton_router.types import ModelInfo
 
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_STALL_S = 0.5
+
 
 @dataclass(slots=True)
 class Lease:
@@ -40,7 +45,7 @@ class Lease:
 
 
 class Leases:
-    """Who registered, and until when.
+    """Who registered, and until when: heartbeats keep a lease.
 
     Args:
         ttl_s: Life of a lease after registration and after each heartbeat.
@@ -101,12 +106,6 @@ class Leases:
         """Remove the leases that ran out and return their addresses."""
         now = self._now()
         return [self.end(x.lease_id) or "" for x in list(self._by_id.values()) if x.ends_at <= now]
-
-
-log = logging.getLogger(__name__)
-
-_TICK_S = 0.25
-_STALL_S = 0.5
 
 
 class Registry:

@@ -24,6 +24,10 @@ from baton_router.replication.wire import Entry, Registered, Totals
 
 MAX_PEERS = 256
 
+LEASE_S = 10.0
+_NO_ROUTER = "\x00"
+"""Sorts before every name; stands for replicas that are expected but not there."""
+
 
 @dataclass(slots=True)
 class Peer:
@@ -45,7 +49,7 @@ class Peer:
 
 
 class Peers:
-    """Applies entries.
+    """The other replicas, as far as they are known by their entries.
 
     Args:
         name: This replica's: its own entries come back and are passed over.
@@ -109,11 +113,6 @@ class Peers:
                 requests += totals.requests
                 tokens += totals.tokens
         return requests, tokens
-
-
-LEASE_S = 10.0
-_NO_ROUTER = "\x00"
-"""Sorts before every name; stands for replicas that are expected but not there."""
 
 
 def replica_name(config: RouterConfig) -> str:

@@ -24,6 +24,12 @@ from baton.rpc.convert import path_to_pb, role_to_pb
 from baton.types import PrefillPath, Role
 from baton_router.scheduler.policy import Choice, Ratings, Side, best_option, relative_loads
 
+RUNNING = "running"
+_MAX_RECORDS = 1000
+_MAX_NUMBERS = 500_000
+"""What the policies said of candidates and pairs, in all decisions kept; some 30 bytes each. With hundreds of instances
+there are fewer decisions."""
+
 
 class Term(NamedTuple):
     """A named part of a score."""
@@ -203,13 +209,6 @@ class Decision(msgspec.Struct, eq=False):
 
 def _named(terms: dict[str, float]) -> list[Term]:
     return [Term(name, value) for name, value in terms.items()]
-
-
-RUNNING = "running"
-_MAX_RECORDS = 1000
-_MAX_NUMBERS = 500_000
-"""What the policies said of candidates and pairs, in all decisions kept; some 30 bytes each. With hundreds of instances
-there are fewer decisions."""
 
 
 class Clock(Protocol):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
 from baton.types import PrefillPath
-from baton_router.indexer.pending_blocks import PendingChain
+from baton_router.indexer.prefix_index import PendingChain
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import LoadReservation
 from baton_router.scheduler.decision import Decision

@@ -27,6 +27,8 @@ KvCompat = list[list[bool]]
 """``compat[d][p]``: whether decode instance ``d`` takes the KV of prefill instance ``p``."""
 REFUSED = {"kv_dtype": -math.inf}
 """The term of a pair whose KV dtypes do not fit."""
+_WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
+_TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class RoleCandidates:
 
 
 class Candidates:
-    """The instances that a request can be placed on.
+    """The instances that a request can be placed on, gathered once for as long as they stay the same.
 
     Args:
         prefills: Ready prefill instances; those whose KV no decode instance takes are left out.
@@ -137,10 +139,6 @@ def _block_format(instance: Instance) -> BlockFormat:
     info = instance.info
     assert info is not None  # it is ready
     return BlockFormat(info.content_key, info.fingerprint.block_size, info.fingerprint.block_bytes)
-
-
-_WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
-_TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
 
 
 class Fleet(Protocol):

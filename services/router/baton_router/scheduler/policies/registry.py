@@ -23,6 +23,23 @@ from baton_router.config import RouterConfig
 from baton_router.scheduler.policy import Policy
 from baton_router.scheduler.speeds import Speeds
 
+GROUP = "baton.router_policies"
+_POLICIES = "baton_router.scheduler.policies"
+_BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "match_minus_load": f"{_POLICIES}.match_minus_load:MatchMinusLoad",
+        "cost_ms": f"{_POLICIES}.cost_ms:CostMs",
+        "round_robin": f"{_POLICIES}.round_robin:RoundRobin",
+        "random": f"{_POLICIES}.uniform:Uniform",
+        "least_loaded": f"{_POLICIES}.least_loaded:LeastLoaded",
+        "power_of_two": f"{_POLICIES}.power_of_two:PowerOfTwo",
+        "session": f"{_POLICIES}.session:Session",
+    }
+)
+"""``module:class`` by name: a new policy is a file and a line here."""
+POLICIES = tuple(_BUILT_IN)
+"""Names of Baton's own policies."""
+
 
 @dataclass(frozen=True)
 class PolicyContext:
@@ -52,26 +69,6 @@ class BuiltInPolicy(Policy):
     def make(cls, context: PolicyContext) -> Self:
         """Build it for a router; by default it needs nothing."""
         return cls()
-
-
-GROUP = "baton.router_policies"
-
-
-_POLICIES = "baton_router.scheduler.policies"
-_BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        "match_minus_load": f"{_POLICIES}.match_minus_load:MatchMinusLoad",
-        "cost_ms": f"{_POLICIES}.cost_ms:CostMs",
-        "round_robin": f"{_POLICIES}.round_robin:RoundRobin",
-        "random": f"{_POLICIES}.uniform:Uniform",
-        "least_loaded": f"{_POLICIES}.least_loaded:LeastLoaded",
-        "power_of_two": f"{_POLICIES}.power_of_two:PowerOfTwo",
-        "session": f"{_POLICIES}.session:Session",
-    }
-)
-"""``module:class`` by name: a new policy is a file and a line here."""
-POLICIES = tuple(_BUILT_IN)
-"""Names of Baton's own policies."""
 
 
 def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
