@@ -26,9 +26,8 @@ from baton.kv_transfer.connector.offload.block_folder import BlockFolder
 from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
 from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
 from baton.kv_transfer.connector.staging import StagingArena
-from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
-from baton.kv_transfer.connector.store.backend import LocalOptions, StoreUse
-from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
+from baton.kv_transfer.connector.store.backend import LocalOptions, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.connector import BackedConnector, SavedPool, StoreConnector
 from baton.types import BlockHash, BlockId, InstanceId, RequestId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

@@ -24,7 +24,8 @@ from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.kv_transfer.connector.multi import MultiConnector
-from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
+from baton.kv_transfer.connector.store.backend import StoreOptions
+from baton.kv_transfer.connector.store.connector import StoreConnector
 from baton.rpc.server import free_port
 from baton.types import BlockHash, BlockId, InstanceId, PrefillPath, RequestId, SamplingParams, TokenLogprob
 from baton_kvstore.config import KVStoreConfig

@@ -25,8 +25,8 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreUse
-from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions, open_store
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.connector import StoreConnector, open_store
 from baton.types import BlockHash, BlockId, InstanceId, RequestId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer

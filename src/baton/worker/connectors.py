@@ -18,9 +18,8 @@ from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadC
 from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
 from baton.kv_transfer.connector.registry import ConnectorContext, make_connector
 from baton.kv_transfer.connector.staging import StagingArena
-from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
-from baton.kv_transfer.connector.store.backend import LocalOptions, StoreUse
-from baton.kv_transfer.connector.store.connector import StoreConnector, StoreOptions
+from baton.kv_transfer.connector.store.backend import LocalOptions, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.connector import BackedConnector, SavedPool, StoreConnector
 from baton.types import InstanceId
 from baton.worker.context import InstanceContext, InstanceRole
 

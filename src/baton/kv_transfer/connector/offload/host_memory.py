@@ -13,9 +13,9 @@ from baton.kv_cache.connector import LoadPlan, LoadRequest
 from baton.kv_cache.events import HOST, BlocksRemoved, BlocksStored, KVEvent
 from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.staging import StagingArena
-from baton.kv_transfer.connector.store.backed import BackedConnector, SavedPool
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.client import leading
+from baton.kv_transfer.connector.store.connector import BackedConnector, SavedPool
 from baton.types import BlockHash, BlockId
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
@@ -231,17 +231,19 @@ class StoreBackend(Protocol):
 class FollowingBackend(StoreBackend, Protocol):
     """A store that can also take blocks while they are computed."""
 
-    async def save_computing(
+    follows: ClassVar[bool]
+
+    async def save(
         self,
         source: BlockSource,
         part: ChainPart,
         block_ids: Sequence[BlockId],
         generations: Sequence[int],
-        ready: int,
         *,
         deadline: float,
+        ready: int | None = None,
     ) -> tuple[int, int]:
-        """Let the store take blocks layer by layer, as a step of the source computes them; see :meth:`save`.
+        """Let the store take blocks, layer by layer as a step of the source computes them if ``ready`` says so.
 
         It may decline, and then says that it does not hold them. If the step fails the blocks' generations have to be
         raised before the progress goes on: what was copied is not stored then.
@@ -251,11 +253,13 @@ class FollowingBackend(StoreBackend, Protocol):
             part: Which blocks, at most ``blocks_per_call``.
             block_ids: Parallel to the part.
             generations: Parallel to the part.
-            ready: The pool's progress before the step's first layer: layer ``i`` is there at ``ready + i + 1``.
             deadline: ``time.monotonic()`` seconds.
+            ready: The pool's progress before the step's first layer: layer ``i`` is there at ``ready + i + 1``.
+                ``None``: they are complete.
 
         Returns:
-            Blocks that the store holds now, everywhere where they should be, and bytes that moved.
+            Blocks that the store holds now (of those that are being computed: everywhere where they should be), and
+            bytes that moved.
 
         Raises:
             BatonError: The store refused or was not reached.

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -142,6 +142,8 @@ class StoreClient:
         blocks_per_call: Blocks in one call; longer chains take several.
     """
 
+    follows: ClassVar[bool] = True
+
     def __init__(
         self,
         address: str,
@@ -168,24 +170,9 @@ class StoreClient:
         generations: Sequence[int],
         *,
         deadline: float,
+        ready: int | None = None,
     ) -> tuple[int, int]:
-        """Let the store pull blocks; see :meth:`StoreBackend.save`."""
-        stored, num_bytes = await self.put(
-            source, part.wanted, block_ids, generations, deadline=deadline, tenant=part.tenant
-        )
-        return sum(stored), num_bytes
-
-    async def save_computing(
-        self,
-        source: BlockSource,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        ready: int,
-        *,
-        deadline: float,
-    ) -> tuple[int, int]:
-        """Let the store pull blocks while they are computed; see :meth:`FollowingBackend.save_computing`."""
+        """Let the store pull blocks; see :meth:`FollowingBackend.save`."""
         stored, num_bytes = await self.put(
             source, part.wanted, block_ids, generations, deadline=deadline, tenant=part.tenant, ready=ready
         )

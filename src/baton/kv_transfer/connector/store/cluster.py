@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,8 @@ class StoreCluster:
         segment_blocks: Unit of placement, in blocks; the same at every client.
     """
 
+    follows: ClassVar[bool] = True
+
     def __init__(
         self,
         membership: Membership,
@@ -85,32 +87,17 @@ class StoreCluster:
         generations: Sequence[int],
         *,
         deadline: float,
+        ready: int | None = None,
     ) -> tuple[int, int]:
-        """Let each block's owners pull it; see :meth:`StoreBackend.save`. A node that fails costs its copy, no more."""
-        held = np.zeros(len(part), np.bool_)
-        moved = 0
-        for at, answer in await self._put(source, part, block_ids, generations, None, deadline=deadline):
-            if not isinstance(answer, BatonError):
-                held[at] |= answer[0]
-                moved += answer[1]
-        return int(held.sum()), moved
+        """Let each block's owners pull it; see :meth:`FollowingBackend.save`. A node that fails costs its copy alone.
 
-    async def save_computing(
-        self,
-        source: BlockSource,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        ready: int,
-        *,
-        deadline: float,
-    ) -> tuple[int, int]:
-        """Let owners pull blocks while they are computed; see :meth:`FollowingBackend.save_computing`."""
-        held = np.ones(len(part), np.bool_)
-        moved = 0
+        Of blocks that are being computed all owners must have taken their copy: they are told of the others again.
+        """
+        held, moved = np.full(len(part), ready is not None), 0
         for at, answer in await self._put(source, part, block_ids, generations, ready, deadline=deadline):
-            held[at] &= False if isinstance(answer, BatonError) else answer[0]
-            moved += 0 if isinstance(answer, BatonError) else answer[1]
+            there, num_bytes = (False, 0) if isinstance(answer, BatonError) else answer
+            held[at] = held[at] | there if ready is None else held[at] & there
+            moved += num_bytes
         return int(held.sum()), moved
 
     async def _put(

@@ -276,7 +276,7 @@ class StoreSaver:
         async with self._early_turns:
             if save.given_up:
                 return
-            work = client.save_computing(self._source(), part, batch.ids, batch.generations, ready, deadline=deadline)
+            work = client.save(self._source(), part, batch.ids, batch.generations, deadline=deadline, ready=ready)
             call = save.following = asyncio.ensure_future(work)
             try:
                 await asyncio.wait([call])
