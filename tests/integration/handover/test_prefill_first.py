@@ -16,7 +16,7 @@ from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import sampling_to_pb
+from baton.rpc.convert import fingerprint_to_pb, sampling_to_pb
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 from baton.worker.instance import WorkerInstance
@@ -123,6 +123,25 @@ async def test_a_key_of_another_prompt_is_refused(references, expected) -> None:
         result = await rig.generate(rig.decode[0], PROMPT, GREEDY, prefilled=where)  # it still waits for its reader
         assert (result.token_ids, result.trace.path) == (expected, common_pb2.PREFILL_PATH_REMOTE)
         await until_free(rig.prefill[0])
+        await rig.check_integrity()
+
+
+async def test_a_claim_that_cannot_be_right_takes_nothing(references, expected) -> None:
+    async with cluster(references, lease_s=60.0) as rig:
+        where = await first(rig, PROMPT)
+        request = worker_pb2.PrefillRequest(
+            request_id="it",
+            prompt_token_ids=pack_ids(PROMPT),
+            sampling=sampling_to_pb(GREEDY),
+            fingerprint=fingerprint_to_pb(rig.decode[0].context.executor.fingerprint),
+            num_held_tokens=len(PROMPT) + 1,
+            claim=worker_pb2.PrefillClaim(key=where.key),
+        )
+        async with open_channel(rig.prefill[0].address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="num_held_tokens"):
+                [x async for x in worker_pb2_grpc.WorkerServiceStub(channel).Prefill(request)]
+        result = await rig.generate(rig.decode[0], PROMPT, GREEDY, prefilled=where)
+        assert (result.token_ids, result.trace.path) == (expected, common_pb2.PREFILL_PATH_REMOTE)
         await rig.check_integrity()
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.support.transport_rig import soon
 
 from baton.errors import CancelledError, ConfigError
-from baton.kv_transfer.copy.dtype_cast import FORMATS, BlockCaster, convert
+from baton.kv_transfer.copy.block_copy import FORMATS, BlockCaster, convert
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.types import BlockReads
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from baton.bench.kv.specs import Ids, Shape
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
-from baton.kv_transfer.copy.dtype_cast import convert
+from baton.kv_transfer.copy.block_copy import convert
 from baton.kv_transfer.types import Bytes
 
 Words = npt.NDArray[np.uint64]

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -158,7 +158,7 @@ class BlockFetcher:
             valid=fetched.valid,
             fallback_reason=link.fallback_reason,
             waited_s=fetched.waited_s,
-            num_out_of_range=fetched.num_out_of_range(),
+            num_out_of_range=len(fetched.out_of_range),
         )
 
     async def fetch_async(
@@ -203,7 +203,7 @@ class BlockFetcher:
             raise
 
     def close(self) -> None:
-        """Close all connections; fetches under source_plan fail. Returns when their threads have ended."""
+        """Close all connections; fetches under way fail. Returns when their threads have ended."""
         self._closing.set()
         self._links.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -238,7 +238,7 @@ class BlockFetcher:
 
     def _copy(self, pipe: ReadPipe, source_plan: _SourcePlan, blocks: SequenceBlocks, wait: Wait) -> _Fetched:
         """Copy everything, or the layers as they are computed."""
-        fetched, plan = _Fetched.all_of(len(blocks)), source_plan.plan
+        fetched, plan = _Fetched(np.ones(len(blocks), dtype=np.bool_)), source_plan.plan
         if blocks.ready is None:
             self._copy_parts(pipe, source_plan, parts_of(plan, blocks), fetched, wait)
             return fetched
@@ -288,7 +288,7 @@ class BlockFetcher:
             else:
                 cast = source_plan.reader.read(pipe, part.reads, target, wait)
                 valid = cast.valid
-                fetched.mark_out_of_range(part.blocks[cast.out_of_range])
+                fetched.out_of_range.update(part.blocks[cast.out_of_range].tolist())
             fetched.take(part, valid, target.block_bytes)
 
 
@@ -308,12 +308,8 @@ class _Fetched:
     valid: Valid
     num_bytes: int = 0
     waited_s: float = 0.0
-    out_of_range: Valid | None = None
-
-    @classmethod
-    def all_of(cls, count: int) -> _Fetched:
-        """Of so many blocks nothing is known to be wrong."""
-        return cls(np.ones(count, dtype=np.bool_))
+    out_of_range: set[int] = field(default_factory=set)
+    """Blocks that have numbers out of range."""
 
     def take(self, part: Part, valid: Valid, block_bytes: int) -> None:
         """Note which blocks of a part are valid; ``block_bytes``: of whole blocks here."""
@@ -321,17 +317,6 @@ class _Fetched:
         if good < len(valid):
             self.valid[part.blocks] &= valid
         self.num_bytes += good * part.reads.bytes_per_block(block_bytes)
-
-    def mark_out_of_range(self, blocks: npt.NDArray[np.intp]) -> None:
-        """Note blocks that have numbers out of range."""
-        if len(blocks):
-            if self.out_of_range is None:
-                self.out_of_range = np.zeros(len(self.valid), dtype=np.bool_)
-            self.out_of_range[blocks] = True
-
-    def num_out_of_range(self) -> int:
-        """Blocks that have numbers out of range."""
-        return 0 if self.out_of_range is None else int(self.out_of_range.sum())
 
 
 class _Layers:

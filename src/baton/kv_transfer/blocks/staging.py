@@ -19,7 +19,7 @@ from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import BLOCK_ALIGNMENT, DTYPE_BYTES
 from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
+from baton.kv_transfer.copy.block_copy import BlockCaster, Cast
 from baton.kv_transfer.pipes.base import CastingReadPipe, ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, block_spans

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from baton.errors import PipeClosedError
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
+from baton.kv_transfer.copy.block_copy import BlockCaster, Cast
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.sockets import Stream

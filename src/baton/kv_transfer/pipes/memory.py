@@ -8,8 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.copy.block_copy import BlockReader, fence
-from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
+from baton.kv_transfer.copy.block_copy import BlockCaster, BlockReader, Cast, fence
 from baton.kv_transfer.pipes.base import (
     CastingReadPipe,
     MemoryNetwork,

@@ -19,8 +19,7 @@ from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError,
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
-from baton.kv_transfer.copy.block_copy import BlockReader, Line
-from baton.kv_transfer.copy.dtype_cast import BlockCaster, Cast
+from baton.kv_transfer.copy.block_copy import BlockCaster, BlockReader, Cast, Line
 from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeOptions, Served, SocketPipeServer
 from baton.kv_transfer.protocol.connect import connect_unix
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
