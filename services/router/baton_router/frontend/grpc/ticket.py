@@ -11,18 +11,21 @@ import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
-from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
+
+if TYPE_CHECKING:
+    from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
 
 START_S = 30.0
 """How long a ticket counts: the client asks for it when it is about to use it."""
