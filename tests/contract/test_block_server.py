@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 import threading
@@ -266,6 +267,42 @@ def test_steps_must_have_all_the_segments(tcp_rig: Rig) -> None:
             recv_control(bad.stream, FrameKind.WELCOME, Wait(soon()))
         bad.stream.close()
     assert tcp_rig.fetch([1], [1]).valid.all()
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_blocks_times_segments_of_a_request_are_bounded(tcp_rig: Rig, followed: bool) -> None:
+    pairs, count = 512, 60_000  # 700 KB of request for 30 million spans, which are 1.2 GB of addresses
+    segments = np.array([[8 * i, 0, 4] for i in range(pairs)])
+    steps = np.array([[0, 1]] * pairs) if followed else None
+    generations = np.full(count, tcp_rig.source_arena.generations[0])
+    payload = pack_request(
+        BlockReads(np.zeros(count, np.int64), generations, np.arange(count), segments, steps=steps), checksums=True
+    )
+    reader, before = BadRequest(tcp_rig), _peak_bytes()
+    reader.stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], Wait(soon()), "too many")
+    with pytest.raises(InvalidRequestError) as caught:
+        recv_control(reader.stream, FrameKind.WELCOME, Wait(soon()))
+    assert caught.value.field == "segments"
+    assert _peak_bytes() - before < 100 << 20
+    reader.stream.close()
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls", "gloo", "nixl"])
+def test_reads_of_many_segments_are_split_into_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.kv_transfer.types.MAX_SPANS_PER_READ", 100)
+    rig = Rig(kind)
+    rig.fetch([0], [0])
+    pipe = next(iter(rig.fetcher._links._links.values())).pipe
+    ids, size = np.arange(1, 51), LAYOUT.block_bytes // 8
+    segments = np.array([[at * size, at * size, size] for at in range(8)])
+    reads = BlockReads(ids, rig.source_arena.generations[ids], ids, segments)
+    assert pipe.read(reads, rig.target.blocks, Wait(soon())).all()
+    assert rig.same(ids, ids)
+    rig.close()
 
 
 def test_a_reader_that_leaves_while_its_requests_wait_is_noticed(tcp_rig: Rig) -> None:

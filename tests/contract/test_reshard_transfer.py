@@ -174,6 +174,14 @@ def test_layers_arrive_as_they_are_computed(kind: tuple[str, int], source: Shape
 
 
 @pytest.mark.parametrize("source", [(1, 1, 16), (2, 1, 16)])
+def test_layers_of_more_spans_than_a_request_takes_arrive_as_they_are_computed(
+    source: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kv_transfer.types.MAX_SPANS_PER_READ", 4)
+    test_layers_arrive_as_they_are_computed(("tcp", 1), source)
+
+
+@pytest.mark.parametrize("source", [(1, 1, 16), (2, 1, 16)])
 def test_blocks_recycled_between_two_layers_are_not_valid(kind: tuple[str, int], source: Shape) -> None:
     pair = Pair(*kind, source, (1, 1, 16))
     arena = pair.target.shards.arenas[0]

@@ -25,6 +25,8 @@ MAX_BLOCKS_PER_READ = 65_536
 """Blocks in one read request on the wire; longer reads are split."""
 MAX_SEGMENTS = 65_536
 """Segments per block in one read request: 128 layers with 256 heads."""
+MAX_SPANS_PER_READ = 1 << 18
+"""Blocks times segments in one read request, which both ends keep a few words of each for; larger reads are split."""
 MAX_STEPS = 1024
 """Steps in one read request; there are at most as many as layers."""
 Steps = npt.NDArray[np.int64]
@@ -133,6 +135,16 @@ class BlockReads:
             self.source_shard,
             self.steps,
         )
+
+    @property
+    def blocks_per_request(self) -> int:
+        """How many blocks one request may have."""
+        return min(MAX_BLOCKS_PER_READ, MAX_SPANS_PER_READ // max(1, self.num_segments))
+
+    @property
+    def num_segments(self) -> int:
+        """Segments per block."""
+        return 1 if self.segments is None else len(self.segments)
 
     def segments_of(self, block_bytes: int) -> Segments:
         """Return the segments, int64 [m, 3]; ``block_bytes``: of whole blocks."""

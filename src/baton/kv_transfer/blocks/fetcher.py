@@ -33,7 +33,7 @@ from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, ReadPipe
 from baton.kv_transfer.pipes.registry import resolve_kinds
 from baton.kv_transfer.protocol.deadline import EitherFlag, Flag, Wait
 from baton.kv_transfer.protocol.handshake import Facts
-from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockSource, FetchResult, Valid, bounds, require_below
+from baton.kv_transfer.types import BlockSource, FetchResult, Valid, bounds, require_below
 
 log = logging.getLogger(__name__)
 _PENDING_PER_THREAD = 64
@@ -243,28 +243,24 @@ class BlockFetcher:
             self._copy_parts(pipe, source_plan, parts_of(plan, blocks), fetched, wait)
             return fetched
         # What is staged is read group by group: a read that followed all layers would need room for all at once.
-        if source_plan.direct and isinstance(pipe, FollowingReadPipe) and len(blocks) <= MAX_BLOCKS_PER_READ:
-            self._follow(pipe, plan, blocks, blocks.ready, fetched, wait)
-            return fetched
+        if source_plan.direct and isinstance(pipe, FollowingReadPipe):
+            parts = self._followed(pipe, plan, blocks, blocks.ready)
+            if all(len(part.reads) <= part.reads.blocks_per_request for part in parts):
+                self._follow(pipe, parts, fetched, wait)
+                return fetched
         layers = _Layers(pipe, blocks.ready, self._group_of(pipe, len(blocks)), len(self._fingerprint.layer_shapes))
         while (some := layers.take(wait)) is not None:
             self._copy_parts(pipe, source_plan, parts_of(plan, blocks, some), fetched, wait)
         fetched.waited_s = layers.waited_s
         return fetched
 
-    def _follow(
-        self,
-        pipe: FollowingReadPipe,
-        plan: ReshardPlan,
-        blocks: SequenceBlocks,
-        ready: int,
-        fetched: _Fetched,
-        wait: Wait,
-    ) -> None:
-        """Have the source send the layers as it computes them."""
+    def _followed(self, pipe: ReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, ready: int) -> list[Part]:
+        """The reads that follow all layers."""
         count, group = len(self._fingerprint.layer_shapes), self._group_of(pipe, len(blocks))
-        ends = [*range(group, count, group), count]
-        parts = list(followed_parts(plan, blocks, ready, ends))
+        return list(followed_parts(plan, blocks, ready, [*range(group, count, group), count]))
+
+    def _follow(self, pipe: FollowingReadPipe, parts: Sequence[Part], fetched: _Fetched, wait: Wait) -> None:
+        """Have the source send the layers as it computes them."""
         reads = [LayerRead(part.reads, self._shards.arenas[part.target].blocks) for part in parts]
         start = time.perf_counter()
         valid, waited_s = pipe.follow(reads, wait)

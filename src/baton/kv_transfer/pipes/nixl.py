@@ -52,7 +52,7 @@ from baton.kv_transfer.protocol.frames import (
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.read_wire import pack_bits, pack_request, unpack_bits
 from baton.kv_transfer.protocol.sockets import Stream
-from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid, current
+from baton.kv_transfer.types import BlockReads, Bytes, Valid, current
 
 BATCH_ROWS = 16_384
 """Rows of one NIXL request at most."""
@@ -173,9 +173,8 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
 
     def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
         """Read layers as they are computed, those that are there by now at once; see the class above."""
-        most = max((len(each.reads) for each in reads), default=0)
-        if most > MAX_BLOCKS_PER_READ:
-            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
+        if any(len(each.reads) > each.reads.blocks_per_request for each in reads):
+            raise InvalidRequestError("the reads have too many blocks to be followed", field="reads")
         connection = self._take(wait)
         source = _SourceProgress(connection.stream, wait)
         try:

@@ -16,7 +16,7 @@ from baton.kv_transfer.pipes.base import ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header
 from baton.kv_transfer.protocol.sockets import Stream
-from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Valid
+from baton.kv_transfer.types import BlockReads, Bytes, Valid
 
 WORD = struct.Struct("<Q")
 """A progress, in WAIT and PROGRESS frames."""
@@ -55,7 +55,7 @@ class PooledReadPipe(ReadPipe, Generic[C]):
 
     @abstractmethod
     def request(self, connection: C, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Read at most ``MAX_BLOCKS_PER_READ`` blocks over one connection; see :meth:`ReadPipe.read`.
+        """Read at most ``reads.blocks_per_request`` blocks over one connection; see :meth:`ReadPipe.read`.
 
         Raises:
             InvalidRequestError: Refused as a whole, and the connection is in step; after other errors it is closed.
@@ -71,13 +71,13 @@ class PooledReadPipe(ReadPipe, Generic[C]):
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
-        connection = self._take(wait)
+        connection, most = self._take(wait), reads.blocks_per_request
         try:
             valid = np.concatenate(
                 [np.zeros(0, dtype=np.bool_)]
                 + [
-                    self.request(connection, reads.take(slice(at, at + MAX_BLOCKS_PER_READ)), local, wait)
-                    for at in range(0, len(reads), MAX_BLOCKS_PER_READ)
+                    self.request(connection, reads.take(slice(at, at + most)), local, wait)
+                    for at in range(0, len(reads), most)
                 ]
             )
         except InvalidRequestError:

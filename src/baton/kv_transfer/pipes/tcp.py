@@ -49,7 +49,7 @@ from baton.kv_transfer.protocol.read_wire import (
     unpack_bits,
 )
 from baton.kv_transfer.protocol.sockets import Stream, tls_from, tls_to
-from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, Bytes, Ids, Valid
+from baton.kv_transfer.types import BlockReads, Bytes, Ids, Valid
 from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -114,9 +114,9 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
 
     def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
         """Ask for several reads ahead; see :meth:`FollowingReadPipe.follow`."""
+        if any(len(each.reads) > each.reads.blocks_per_request for each in reads):
+            raise InvalidRequestError("the reads have too many blocks to be followed", field="reads")
         most = max((len(each.reads) for each in reads), default=0)
-        if most > MAX_BLOCKS_PER_READ:
-            raise InvalidRequestError(f"{most} blocks are too many to be followed", field="reads")
         size = sum(len(each.reads) * each.reads.bytes_per_block(each.local.shape[1]) for each in reads)
         parts = self._num_shares(self._streams_of_chunk(), most, size)
         if parts == 1:
@@ -294,7 +294,7 @@ def request_blocks(
     options: TcpOptions,
     recv: RecvData | None = None,
 ) -> Valid:
-    """Ask for blocks on one connection and receive them; at most ``MAX_BLOCKS_PER_READ``.
+    """Ask for blocks on one connection and receive them; at most ``reads.blocks_per_request``.
 
     ``recv``: another way for the blocks than the stream.
     """

@@ -73,7 +73,7 @@ class Request(NamedTuple):
 
 
 def pack_request(reads: BlockReads, *, checksums: bool, streams: int = 1) -> bytes:
-    """Write a request; at most ``MAX_BLOCKS_PER_READ`` blocks of ``MAX_SEGMENTS`` segments."""
+    """Write a request; at most :attr:`~BlockReads.blocks_per_request` blocks of ``MAX_SEGMENTS`` segments."""
     segments = np.empty((0, 3), np.int64) if reads.segments is None else reads.segments
     steps = np.empty((0, 2), np.int64) if reads.steps is None else reads.steps
     flags = (_CHECKSUMS if checksums else 0) | min(streams, _STREAMS_MASK) << _STREAMS_SHIFT
@@ -140,6 +140,10 @@ def check_request(reads: BlockReads, shards: KVShards) -> None:
     if reads.source_shard >= len(shards.arenas):
         raise InvalidRequestError(
             f"rank {reads.source_shard} is asked for, there are {len(shards.arenas)}", field="source_shard"
+        )
+    if len(reads) > reads.blocks_per_request:
+        raise InvalidRequestError(
+            f"{len(reads)} blocks of {reads.num_segments} segments are too many for one request", field="segments"
         )
     reads.check_range(shards.primary.num_blocks, len(reads))
     if reads.segments is not None:
