@@ -6,13 +6,12 @@ span is its parent; without one nothing is noted, and a caller's ``traceparent``
 
 from __future__ import annotations
 
-import random
 import re
+import secrets
 import time
 from typing import NamedTuple, Protocol
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
-_ids = random.Random()
 
 
 class TraceContext(NamedTuple):
@@ -88,9 +87,9 @@ class Span:
         self.events: list[Event] = []
         self.context = parent
         if exporter is not None:
-            trace_id = f"{_ids.getrandbits(128) or 1:032x}" if parent is None else parent.trace_id
+            trace_id = f"{secrets.randbits(128) or 1:032x}" if parent is None else parent.trace_id
             flags = "01" if parent is None else parent.flags
-            self.context = TraceContext(trace_id, f"{_ids.getrandbits(64) or 1:016x}", flags)
+            self.context = TraceContext(trace_id, f"{secrets.randbits(64) or 1:016x}", flags)
 
     def event(self, name: str, detail: str = "") -> None:
         """Note that something happened now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
+import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator
@@ -29,8 +29,6 @@ from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Pro
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.types import MAX_SALT_CHARS, ModelInfo, RoutedRequest
 
-_ids = random.Random()
-"""Of ids and seeds, which are to differ and are no secrets."""
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 4096
 MAX_REQUEST_ID_CHARS = 256
@@ -180,7 +178,7 @@ class InputProcessor:
         sampling = _complete(request, info, len(ids))
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
-            request_id=RequestId(f"{request.request_id or fallback_id}-{_ids.getrandbits(128).to_bytes(16).hex()}"),
+            request_id=RequestId(f"{request.request_id or fallback_id}-{secrets.token_hex(16)}"),
             prompt_token_ids=ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
@@ -355,7 +353,7 @@ def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> Samp
     complete = sampling.copy()
     complete.max_tokens = max_tokens
     if sampling.seed is None:
-        complete.seed = _ids.getrandbits(63)
+        complete.seed = secrets.randbits(63)  # who guessed it could draw the answer again
     if sampling.top_k > info.vocab_size:
         complete.top_k = info.vocab_size  # as good as off, and it fits the wire
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import random
+import secrets
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,8 +22,6 @@ from baton_router.types import Account
 log = logging.getLogger(__name__)
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
-_ids = random.Random()
-"""Of ids, which are to differ and are no secrets."""
 _ACCOUNT = "baton_account"
 _MAX_ID_CHARS = 128
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -108,7 +106,7 @@ def request_id(headers: Headers) -> str:
     given = _header(headers, b"x-request-id")
     if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given:
         return given
-    return _ids.getrandbits(128).to_bytes(16).hex()
+    return secrets.token_hex(16)
 
 
 def account_of(request: Request) -> Account | None:
