@@ -193,10 +193,12 @@ def require_request(request_id: str, num_tokens: int) -> RequestId:
     """Check what every call with a request carries.
 
     Raises:
-        InvalidRequestError: The id is missing or too long, or there are no tokens.
+        InvalidRequestError: The id is missing, too long or not printable, or there are no tokens.
     """
     if not 1 <= len(request_id) <= 256:
         raise InvalidRequestError("request_id must have 1 to 256 characters", field="request_id")
+    if not request_id.isprintable():
+        raise InvalidRequestError("request_id must have printable characters alone", field="request_id")
     if not 1 <= num_tokens <= MAX_PROMPT_TOKENS_PER_CALL:
         raise InvalidRequestError("prompt_token_ids must not be empty", field="prompt_token_ids")
     return RequestId(request_id)

@@ -73,10 +73,32 @@ def set_up_logging(level: str, name: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     form = f"%(asctime)s.%(msecs)03d %(levelname)s {name} %(name)s: %(message)s"
-    handler.setFormatter(logging.Formatter(form, datefmt="%Y-%m-%dT%H:%M:%S"))
+    handler.setFormatter(LineFormatter(form, datefmt="%Y-%m-%dT%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "urllib3", "filelock", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class LineFormatter(logging.Formatter):
+    """Keeps what others wrote from looking like lines of the log: one message is one line, without escape sequences.
+
+    Lines of a traceback are indented, so none of them begins like a message.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return a message's line."""
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """Return a traceback."""
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def _escaped(text: str) -> str:
+    """Write out what is not printable: control characters, line ends, those that change the order of writing."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class StopRequest:

@@ -110,6 +110,9 @@ async def test_prompt_is_tokenized_once_with_defaults_filled_in() -> None:
         ({"sampling": {"stop": ("a" * 5000,)}}, InvalidRequestError, "stop"),
         ({"priority": 2**31}, InvalidRequestError, "priority"),
         ({"cache_salt": "s" * 600}, InvalidRequestError, "cache_salt"),
+        ({"request_id": "x\n2026-01-01 INFO router: forged"}, InvalidRequestError, "request_id"),
+        ({"request_id": "x\x1b[2K"}, InvalidRequestError, "request_id"),
+        ({"request_id": "x\u202e"}, InvalidRequestError, "request_id"),
     ],
 )  # fmt: skip
 async def test_bad_input_is_named_before_anything_is_taken(

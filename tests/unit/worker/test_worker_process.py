@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.errors import ConfigError
 from baton.rpc.server import free_port
-from baton.worker.process import serve_metrics
+from baton.worker.process import serve_metrics, set_up_logging
 
 WAITS = """
 import asyncio
@@ -53,3 +55,26 @@ def test_metrics_are_served_until_their_end_and_a_taken_port_is_named() -> None:
     finally:
         close()
     serve_metrics("127.0.0.1", port, registry)()
+
+
+def test_what_clients_send_makes_no_lines_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, forged = io.StringIO(), "2026-01-01T00:00:00.000 INFO router app: all is well"
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    monkeypatch.setattr(sys, "stderr", written)
+    try:
+        root.handlers.clear()
+        set_up_logging("info", "router")
+        logging.warning("request %s failed", f"x\r\n{forged}\x1b[2K\u2028\u202e")
+        try:
+            raise ValueError(f"x\n{forged}\x1b[1A")
+        except ValueError:
+            logging.exception("request %s failed", "y")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    lines = written.getvalue().splitlines()
+    assert lines[0].endswith(f"request x\\r\\n{forged}\\x1b[2K\\u2028\\u202e failed")
+    assert lines[1].endswith("request y failed")
+    assert all(line.startswith("  ") for line in lines[2:])
+    assert "\x1b" not in written.getvalue()

@@ -318,6 +318,8 @@ def _check_bounds(request: TextRequest) -> None:
         _check_milliseconds("itl_ms", request.itl_ms)
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
+    if not request.request_id.isprintable():  # it stands in lines of logs and in operators' terminals
+        raise InvalidRequestError("request_id must have printable characters alone", field="request_id")
 
 
 def _check_milliseconds(name: str, value: float) -> None:

@@ -278,6 +278,8 @@ class Registry:
             raise InvalidRequestError(error.message, field="address") from error
         if not request.instance_id or len(request.instance_id) > 256:
             raise InvalidRequestError("instance_id must have 1 to 256 characters", field="instance_id")
+        if not request.instance_id.isprintable():
+            raise InvalidRequestError("instance_id must have printable characters alone", field="instance_id")
         role = role_from_pb(request.role)
         address = self._same_static(request) or request.address
         namesakes = self._namesakes(request, address)
