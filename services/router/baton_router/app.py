@@ -101,7 +101,13 @@ class RouterApp:
             lambda: self._tokenizers.num_slow,
         )
         self._preload = _TokenizerPreload(self._tokenizers, self.registry)
-        self.processor = InputProcessor(self.dispatcher, self._tokenizers, GenerationMetrics(self.metrics), decisions)
+        self.processor = InputProcessor(
+            self.dispatcher,
+            self._tokenizers,
+            GenerationMetrics(self.metrics),
+            decisions,
+            allow_special_tokens=config.allow_special_tokens,
+        )
         self.tickets = TicketDesk(
             read_ticket_key(config.ticket_key_file), self.processor, self.dispatcher, self.metrics
         )

@@ -63,6 +63,11 @@ class RouterConfig:
     )
     block_size: int | None = option(None, "tokens per block that instances must have; default: any sizes")
     strict_fields: bool = option(False, "refuse requests with unknown fields")
+    allow_special_tokens: bool = option(
+        False,
+        "read names of special tokens in chat messages as those tokens; default: as text; the "
+        "request's allow_special_tokens goes before it",
+    )
     api_keys: str = option(
         "",
         "file with the API keys that clients must show: .toml or .json with tenants, else one key per line; "

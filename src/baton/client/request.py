@@ -43,6 +43,8 @@ class Options(TypedDict, total=False):
     sampling: SamplingParams
     """Starting point; keywords beside it win."""
     include_stop_in_output: bool
+    allow_special_tokens: bool
+    """Names of special tokens in the prompt are such tokens; default: in a text, and not in messages."""
     cache_salt: str
     """Keeps this tenant's prefix cache apart from others'."""
     priority: int
@@ -63,6 +65,7 @@ class Options(TypedDict, total=False):
 _SAMPLING_FIELDS = {item.name: item for item in dataclasses.fields(SamplingParams)}
 _REQUEST_KINDS: dict[str, type] = {
     "include_stop_in_output": bool,
+    "allow_special_tokens": bool,
     "cache_salt": str,
     "priority": int,
     "ttft_ms": float,

@@ -33,6 +33,7 @@ class ChatTemplate:
     """A compiled chat template.
 
     Attributes:
+        source: The template.
         variables: Names that the template reads from outside; others passed to it have no effect.
     """
 
@@ -46,6 +47,7 @@ class ChatTemplate:
         Raises:
             ConfigError: The template is not valid.
         """
+        self.source = source
         environment = _environment(lambda: datetime.now().astimezone())
         try:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))

@@ -6,8 +6,8 @@ import asyncio
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import tokenizers
 from baton.errors import ConfigError, InvalidRequestError
 from baton.token_ids import TokenIds
 from baton.tokenizer.chat_template import ChatTemplate
+from baton.tokenizer.control_tokens import ControlTokens, new_mark
 from baton.tokenizer.fast_encoder import fast_encoder
 from baton.tokenizer.model_files import (
     ByteScheme,
@@ -120,6 +121,10 @@ class Tokenizer:
             raise InvalidRequestError(message, field="prompt") from error
         return array("I", encoding.ids)
 
+    def control_tokens(self, template: str) -> ControlTokens:
+        """Return what keeps text from becoming control tokens, with a chat template of this source."""
+        return ControlTokens(self._backend, template)
+
     def fewest_tokens(self, text: str) -> int:
         """Return a number of tokens that a text has at least, without tokenizing it; 0 if nothing is known."""
         return -(-len(text) // self._most_chars) if self._most_chars else 0
@@ -192,6 +197,19 @@ def _configured_eos(directory: Path) -> frozenset[int] | None:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt's text, and which names in it are control tokens.
+
+    Attributes:
+        text: As the model is to read it.
+        private: The same, with private names for control tokens, where not all names in ``text`` are some.
+    """
+
+    text: str
+    private: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TextModel:
     """Tokenizer and chat template of one model.
 
@@ -202,6 +220,11 @@ class TextModel:
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
+    _control: ControlTokens = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        template = self.chat_template.source if self.chat_template is not None else ""
+        object.__setattr__(self, "_control", self.tokenizer.control_tokens(template))
 
     @classmethod
     def load(cls, path: str | Path) -> TextModel:
@@ -213,6 +236,65 @@ class TextModel:
         directory = model_directory(path)
         tokenizer = Tokenizer.load(directory)
         return cls(tokenizer, ChatTemplate.load(directory, tokenizer.special_tokens))
+
+    def prompt_text(self, text: str, *, allow_special_tokens: bool = True) -> PromptText:
+        """Return a prompt of a text.
+
+        Args:
+            text: The text.
+            allow_special_tokens: Names of special tokens in it are such tokens.
+        """
+        return PromptText(text, None if allow_special_tokens or not self._control.finds(text) else text)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        allow_special_tokens: bool = False,
+    ) -> PromptText:
+        """Return the prompt of a conversation; see :meth:`ChatTemplate.render`.
+
+        Args:
+            messages: The messages.
+            add_generation_prompt: End with what begins the assistant's answer.
+            continue_final_message: Leave the last message open.
+            variables: More names for the template.
+            allow_special_tokens: Names of special tokens in messages are such tokens; else only the template's are.
+
+        Raises:
+            InvalidRequestError: The model has no chat template, or that refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError("the model has no chat template: send a prompt instead", field="messages")
+        extra = variables or {}
+        mark = "" if allow_special_tokens or not self._control.in_conversation(messages, extra) else new_mark()
+        if mark:
+            messages = [self._control.hide(message, mark) for message in messages]
+            extra = self._control.hide(extra, mark)
+        text = self.chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=extra,
+        )
+        return PromptText(*self._control.private(text, mark)) if mark else PromptText(text)
+
+    def encode(self, prompt: PromptText, add_special_tokens: bool = True) -> TokenIds:
+        """Return the ids of a prompt.
+
+        Args:
+            prompt: The prompt.
+            add_special_tokens: Let the tokenizer add what it adds to a text; a conversation has it already.
+
+        Raises:
+            InvalidRequestError: The text has a lone surrogate, which is no character.
+        """
+        if prompt.private is not None:
+            return self._control.encode(prompt.private, add_special_tokens)
+        return self.tokenizer.encode_array(prompt.text, add_special_tokens)
 
 
 class TextModelCache:

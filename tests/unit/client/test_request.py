@@ -76,7 +76,14 @@ def test_every_field_arrives() -> None:
         "prompt_logprobs": 0,
         "n": 2,
     }
-    extra = {"include_stop_in_output": True, "cache_salt": "t", "priority": -3, "request_id": "r", "session_id": "s"}
+    extra = {
+        "include_stop_in_output": True,
+        "allow_special_tokens": True,
+        "cache_salt": "t",
+        "priority": -3,
+        "request_id": "r",
+        "session_id": "s",
+    }
     extra |= {"ttft_ms": 250, "itl_ms": 12.5, "user": "u"}
     request = build_generate("hi", "m", {**options, **extra})
     expected = SamplingParams(**{**options, "stop": ("a", "b"), "stop_token_ids": (5, 6)})

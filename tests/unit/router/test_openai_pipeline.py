@@ -28,6 +28,7 @@ from baton.token_ids import TokenIds, token_ids
 from baton.tokenizer import TextModel, TextModelCache, TokenDelta
 from baton.types import FinishReason, SamplingParams
 from baton_router.dispatch.interface import RoutedChunk
+from baton_router.frontend.grpc.servicer import text_request
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics, cached_tokens
 from baton_router.processor.text_request import ChatPrompt, TextChunk, TextRequest
@@ -164,6 +165,23 @@ async def test_a_model_without_chat_template() -> None:
     with pytest.raises(InvalidRequestError, match="chat template") as caught:
         await InputProcessor(ScriptedDispatcher(), Bare(), GenerationMetrics(CollectorRegistry())).prepare(request)
     assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("given", [True, False, None])
+@pytest.mark.parametrize("router", [True, False])
+async def test_special_tokens_in_messages(router: bool, given: bool | None) -> None:
+    text = pipeline(ScriptedDispatcher(), allow_special_tokens=router)
+    messages = [{"role": "user", "content": "<|im_end|>"}]
+    allowed = router if given is None else given
+    for fill in ("", "x" * 5000):  # at once, and in a thread
+        messages[0]["content"] = f"<|im_end|>{fill}"
+        request = TextRequest(ChatPrompt(messages), GREEDY, allow_special_tokens=given)
+        ids = await text.tokenize(request, text.model_info())
+        assert list(ids).count(EOS) == (2 if allowed else 1)
+    asked = router_pb2.RouterGenerateRequest(allow_special_tokens=given)
+    asked.chat.messages.add(role="user", content="<|im_end|>")
+    prepared = await text.prepare(text_request(asked, None))
+    assert list(prepared.routed.prompt_token_ids).count(EOS) == (2 if allowed else 1)
 
 
 @pytest.mark.parametrize("per_chunk", [1, 4, 1000])

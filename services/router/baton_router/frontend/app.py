@@ -187,6 +187,7 @@ class TokenizerEndpoints:
             prompt_field=field,
             # As the completion endpoints do it: a rendered conversation has its special tokens already.
             add_special_tokens=(body.messages is None if body.add_special_tokens is None else body.add_special_tokens),
+            allow_special_tokens=body.allow_special_tokens,
         )
         ids = list(await self._processor.tokenize(text_request, info))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}

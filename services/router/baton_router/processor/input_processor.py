@@ -19,7 +19,7 @@ from baton.errors import (
     shown,
 )
 from baton.token_ids import TokenIds, max_id, token_ids
-from baton.tokenizer import StopStrings, TextModel
+from baton.tokenizer import PromptText, StopStrings, TextModel
 from baton.tracing import UNTRACED, Span, SpanExporter, parse_traceparent
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Tenants
@@ -66,7 +66,10 @@ class InputProcessor:
         metrics: GenerationMetrics,
         decisions: DecisionLog | None = None,
         exporter: SpanExporter | None = None,
+        *,
+        allow_special_tokens: bool = False,
     ) -> None:
+        self._allow_special_tokens = allow_special_tokens
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._metrics = metrics
@@ -113,6 +116,7 @@ class InputProcessor:
             UnavailableError: Others have long texts tokenized.
         """
         num_chars = count_chars(request.prompt)
+        self._decide_special_tokens(request)
         model = await self.text_model(info)
         if num_chars <= _INLINE_CHARS:
             return _tokenize(model, request, info, limit)
@@ -160,11 +164,17 @@ class InputProcessor:
         arrived = time.perf_counter()
         info = self.model_info(request.model)
         _check_bounds(request)
+        self._decide_special_tokens(request)
         text_model = self._tokenizers.loaded(info.path)
         if text_model is None or count_chars(request.prompt) > _INLINE_CHARS:
             return None
         ids = _tokenize(text_model, request, info, info.max_model_len)
         return self._prepared(request, info, text_model, ids, fallback_id, arrived)
+
+    def _decide_special_tokens(self, request: TextRequest) -> None:
+        if request.allow_special_tokens is None:
+            # Who sends a text as prompt has put a template's markers into it; messages are what users say.
+            request.allow_special_tokens = self._allow_special_tokens or not isinstance(request.prompt, ChatPrompt)
 
     def _prepared(
         self,
@@ -264,24 +274,29 @@ def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: in
         if max_id(ids) >= info.vocab_size:
             raise InvalidRequestError(bounds, field=request.prompt_field)
         return ids
-    text = prompt if isinstance(prompt, str) else _render(model, prompt, request.prompt_field)
-    fewest = model.tokenizer.fewest_tokens(text)
+    text = _prompt_text(model, request, prompt)
+    fewest = model.tokenizer.fewest_tokens(text.text)
     if limit is not None and fewest >= limit:
         raise ContextLengthError(
             f"this model's context is {limit} tokens and {request.prompt_field} has {fewest} or more",
             field=request.prompt_field,
         )
-    return model.tokenizer.encode_array(text, request.add_special_tokens)
+    return model.encode(text, request.add_special_tokens)
 
 
-def _render(model: TextModel, prompt: ChatPrompt, field: str) -> str:
+def _prompt_text(model: TextModel, request: TextRequest, prompt: str | ChatPrompt) -> PromptText:
+    allow = bool(request.allow_special_tokens)
+    if isinstance(prompt, str):
+        return model.prompt_text(prompt, allow_special_tokens=allow)
     if model.chat_template is None:
-        raise InvalidRequestError("the model has no chat template: send a prompt instead", field=field)
-    return model.chat_template.render(
+        message = "the model has no chat template: send a prompt instead"
+        raise InvalidRequestError(message, field=request.prompt_field)
+    return model.chat_text(
         prompt.messages,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         variables=prompt.variables,
+        allow_special_tokens=allow,
     )
 
 

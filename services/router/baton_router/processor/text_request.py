@@ -47,6 +47,8 @@ class TextRequest(msgspec.Struct):
         default_max_tokens: Where ``sampling`` has none; ``None``: what is left of the context.
         add_special_tokens: Let the tokenizer add what it adds to a text (the begin token); a rendered conversation
             has its special tokens already.
+        allow_special_tokens: Names of special tokens in the prompt are such tokens; ``None``: as the router does it,
+            by default in a text and not in messages.
         include_stop: Whether the stop string or token that ended a sequence belongs to its text.
         cache_salt: Separates the prefix caches of tenants.
         session: Whose conversation it belongs to; empty: it has none.
@@ -71,6 +73,7 @@ class TextRequest(msgspec.Struct):
     model: str = ""
     default_max_tokens: int | None = None
     add_special_tokens: bool = True
+    allow_special_tokens: bool | None = None
     skip_special_tokens: bool = True
     include_stop: bool = False
     cache_salt: str = ""

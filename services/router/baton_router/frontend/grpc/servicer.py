@@ -132,6 +132,7 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
         model=request.model,
         add_special_tokens=kind == "text",
+        allow_special_tokens=request.allow_special_tokens if request.HasField("allow_special_tokens") else None,
         include_stop=request.include_stop_in_output,
         account=account,
         cache_salt=_salt(request.cache_salt, account),

@@ -157,6 +157,7 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
     return TextRequest(
         sampling=sampling,
         model=body.model or "",
+        allow_special_tokens=body.allow_special_tokens,
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",

@@ -1,0 +1,227 @@
+"""Keeps the text of messages from becoming control tokens, such as the ``<|im_end|>`` that ends a turn.
+
+Control tokens are the *special* added tokens of a tokenizer, and those others that the chat template writes out
+(DeepSeek's ``<|User|>``, Qwen's ``<tool_call>``). The latter stay tokens in messages of the assistant, where clients
+give back what the model said, such as its ``<think>``.
+
+A chat template makes one text of its own markers and of the messages'. So names of control tokens in messages are
+replaced by random digits before it runs. In its result, the names that are left are the template's: they get private
+names, and the messages' own come back. A second tokenizer over the same model, which knows control tokens by their
+private names alone, makes ids of that text. So all of a text around a name is tokenized as if the name were any word,
+as transformers does it with ``split_special_tokens``. Texts without such names never come here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from baton.errors import InvalidRequestError
+from baton.token_ids import TokenIds
+
+_MARKER = re.compile(r"[^\w\s].+[^\w\s]")
+"""What an added token looks like that is a marker rather than a word or a run of spaces."""
+_ASSISTANT = frozenset({"assistant", "model"})
+_INDEX_DIGITS = 6
+
+
+class _Finder:
+    """Finds any of some names in texts."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        ordered = sorted(names, key=len, reverse=True)  # the longest wins, as in tokenizers
+        self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._beginnings = sorted({name[:2] for name in ordered})
+
+    def finds(self, text: str) -> bool:
+        """Whether a name is in a text."""
+        # Nearly no text has even the beginning of a name, and to look for that is several times as fast.
+        return (
+            self._pattern is not None
+            and any(beginning in text for beginning in self._beginnings)
+            and self._pattern.search(text) is not None
+        )
+
+    def replace(self, text: str, names: Mapping[str, str]) -> str:
+        """Return a text with other names."""
+        return text if self._pattern is None else self._pattern.sub(lambda match: names[match[0]], text)
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer and a chat template. Safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str = "") -> None:
+        """Look for them.
+
+        Args:
+            backend: The tokenizer.
+            template: Source of the chat template.
+        """
+        self._backend = backend
+        added = backend.get_added_tokens_decoder().items()
+        special = [token.content for _, token in added if token.special]
+        written = [
+            token.content
+            for _, token in added
+            if not token.special and _MARKER.fullmatch(token.content) and token.content in template
+        ]
+        self._names = [name for name in (*special, *written) if name]
+        self._any, self._special = _Finder(self._names), _Finder(filter(None, special))
+        # Such as fullwidth letters under NFKC: what becomes a name is not looked for, all texts count as having one.
+        self._in_all = _rewrites(backend.normalizer) and any(
+            token.normalized for _, token in added if token.content in self._names
+        )
+
+    def finds(self, text: str) -> bool:
+        """Whether the name of a control token is in a text, as far as that can be seen."""
+        return self._in_all or self._any.finds(text)
+
+    def in_conversation(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bool:
+        """Whether the name of a control token is in any string of messages and template variables."""
+        return self._in_all or any(
+            self._finder(part).finds(text) for part in (*messages, variables) for text in _strings(part)
+        )
+
+    def _finder(self, part: Mapping[str, Any]) -> _Finder:
+        role = part.get("role")
+        return self._special if isinstance(role, str) and role in _ASSISTANT else self._any
+
+    def hide(self, value: Any, mark: str) -> Any:
+        """Return a message or variables with ``mark`` and a number for each name; see :meth:`private`."""
+        hidden = {name: f"{mark}{at:0{_INDEX_DIGITS}}" for at, name in enumerate(self._names)}
+        try:
+            return _replace(value, self._finder(value), hidden)
+        except RecursionError as error:
+            raise InvalidRequestError("a message is nested too deeply", field="messages") from error
+
+    def private(self, rendered: str, mark: str) -> tuple[str, str]:
+        """Take a rendered conversation apart from the names that were hidden in it.
+
+        Returns:
+            The text with all names, and the text where only hidden names are spelt and others are private ones.
+        """
+        hidden = re.compile(f"{mark}([0-9]{{{_INDEX_DIGITS}}})")
+        private = self._any.replace(rendered, dict(zip(self._names, self._literal.private, strict=True)))
+        plain, private = (hidden.sub(lambda match: self._names[int(match[1])], text) for text in (rendered, private))
+        return plain, private
+
+    def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
+        """Return the ids of a text in which only private names are control tokens.
+
+        Raises:
+            InvalidRequestError: The tokenizer cannot do that, or the text has a lone surrogate.
+        """
+        return self._literal.encode(text, add_special_tokens)
+
+    @functools.cached_property
+    def _literal(self) -> _LiteralTokenizer:
+        return _LiteralTokenizer(self._backend, self._names)
+
+
+class _LiteralTokenizer:
+    """A tokenizer over the same model that knows some of the added tokens by private names.
+
+    Attributes:
+        private: The names, parallel to those it was made for. A few characters for private use each, which no client
+            can guess.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, names: Sequence[str]) -> None:
+        self.private = [_private_name() for _ in names]
+        private = dict(zip(names, self.private, strict=True))
+        self._tokenizer = tokenizers.Tokenizer(backend.model)  # shares the vocabulary
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if getattr(backend, part) is not None:
+                setattr(self._tokenizer, part, getattr(backend, part))
+        self._ids: dict[int, int] = {}
+        """From ids of added tokens, where they differ from the model's."""
+        self._spelt: dict[int, str] = {}
+        """Control tokens that are words of the model as well."""
+        self._works = True
+        for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
+            name, own = private.get(token.content), token.content in private
+            added = tokenizers.AddedToken(
+                name or token.content,
+                single_word=token.single_word and not own,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized and not own,
+                special=token.special or own,
+            )
+            (self._tokenizer.add_special_tokens if added.special else self._tokenizer.add_tokens)([added])
+            here = self._tokenizer.token_to_id(added.content)
+            if here is None:  # without content: such a token is never added
+                continue
+            word = backend.model.id_to_token(here)
+            self._works = self._works and word in (None, added.content)  # else: a vocabulary with holes in it
+            if here != token_id:
+                self._ids[here] = token_id
+            if own and backend.model.id_to_token(token_id) is not None:
+                self._spelt[token_id] = token.content
+
+    def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
+        if not self._works:
+            message = "this model's tokenizer cannot take the name of a control token as text"
+            raise InvalidRequestError(message, field="prompt")
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            message = "the text has a lone surrogate, which is no character"
+            raise InvalidRequestError(message, field="prompt") from error
+        ids = encoding.ids
+        if self._spelt and not self._spelt.keys().isdisjoint(ids):
+            # The model itself made control tokens of words, as Unigram does; those that were added are marked.
+            mask = encoding.special_tokens_mask
+            ids = [part for at, token_id in enumerate(ids) for part in (self._parts(token_id, bool(mask[at])))]
+        return array("I", [self._ids.get(token_id, token_id) for token_id in ids])
+
+    def _parts(self, token_id: int, added: bool) -> list[int]:
+        name = None if added else self._spelt.get(token_id)
+        if name is None:
+            return [token_id]
+        return [part for char in name for part in self._tokenizer.encode(char, add_special_tokens=False).ids]
+
+
+def _rewrites(normalizer: Any) -> bool:
+    if normalizer is None:
+        return False
+    state = json.loads(normalizer.__getstate__())
+    steps = state["normalizers"] if state["type"] == "Sequence" else [state]
+    return any(step["type"] not in ("Prepend", "Replace") for step in steps)
+
+
+def new_mark() -> str:
+    """Return digits that stand in no text but by intent."""
+    return str(10**29 + secrets.randbelow(9 * 10**29))
+
+
+def _private_name() -> str:
+    return "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(6))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            left.extend(item)
+            left.extend(item.values())
+        elif isinstance(item, list | tuple):
+            left.extend(item)
+
+
+def _replace(value: Any, finder: _Finder, names: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return finder.replace(value, names) if finder.finds(value) else value
+    if isinstance(value, Mapping):
+        return {_replace(key, finder, names): _replace(item, finder, names) for key, item in value.items()}
+    return [_replace(item, finder, names) for item in value] if isinstance(value, list | tuple) else value
