@@ -58,6 +58,11 @@ def write_until_killed(path: str, seed: int, news: Connection, synced_to: str) -
         kind = KINDS[number]
         labels = rng.sample(range(LABELS), rng.randint(1, 16))
         hashes = [name_of(label) for label in labels]
+        if rng.random() < 0.03:  # everything of a kind, and with it its files
+            tell(news, "deleting", number, [*range(LABELS)])
+            if wait(lambda done, kind=kind: tier.delete(kind, None, done)):
+                tell(news, "deleted", number, [*range(LABELS)])
+            continue
         if rng.random() < 0.2:
             tell(news, "deleting", number, labels)
             if wait(lambda done, kind=kind, hashes=hashes: tier.delete(kind, hashes, done)):

@@ -223,6 +223,45 @@ def test_clear_drops_a_kinds_files_and_no_others(opened: Any) -> None:
     assert read(log, 1, kind=OTHER) == [True]
 
 
+@pytest.mark.parametrize("starts", [1, 2])
+def test_what_was_written_after_a_deletion_and_a_crash_survives_another_one(opened: Any, starts: int) -> None:
+    """The checkpoint of before the deletion is still there: a new segment must not be taken for one that it knows."""
+    log = opened()
+    write(log, *range(10))
+    log.sync()
+    log.checkpoint()
+    log.index.hide(KIND, None, [])
+    log.clear(KIND)
+    for _ in range(starts):
+        log = opened()  # without another checkpoint: as after a crash
+        assert len(log.index) == 0
+    write(log, *range(100, 140))
+    log.sync()
+    log = opened()
+    assert read(log, *range(100, 140)) == [True] * 40
+    assert read(log, *range(10)) == [False] * 10
+    assert len(log.index) == 40
+
+
+def test_no_segment_takes_the_number_of_one_that_a_checkpoint_knows(opened: Any) -> None:
+    """Also not when the checkpoint fits the other segments no more, or another kind has the newest."""
+    log = opened()
+    write(log, 1, kind=OTHER)
+    write(log, 1, 2)
+    log.sync()
+    log.checkpoint()
+    log.index.hide(KIND, None, [])
+    log.clear(KIND)
+    (file,) = segments(opened.path)
+    opened.close()
+    os.truncate(file, PAGE)
+    log = opened()
+    write(log, 3)
+    log.sync()
+    assert [path.name[-1] for path in segments(opened.path)] == ["1", "3"]
+    assert read(opened(), 1, 2, 3) == [False, False, True]
+
+
 def test_size_is_bounded_and_what_was_read_outlives_what_was_not(opened: Any) -> None:
     log = opened(max_bytes=64 * 3 * PAGE, segment_bytes=8 * 3 * PAGE)
     for label in range(200):

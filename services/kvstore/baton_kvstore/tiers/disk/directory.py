@@ -192,11 +192,14 @@ class Recovered:
 
     Attributes:
         sequence: The next record's.
+        next_segment: Above every number in use, and above those that the checkpoint knows: it outlives a crash, and
+            would take a new segment of such a number for the one that it knew.
         blocks: By kind and hash.
         cut_bytes: Torn ends that were thrown away.
     """
 
     sequence: int = 1
+    next_segment: int = 1
     segments: list[Segment] = field(default_factory=list)
     blocks: dict[bytes, dict[BlockHash, Location]] = field(default_factory=dict)
     cut_bytes: int = 0
@@ -215,6 +218,7 @@ def recover(directory: Directory, *, direct: bool) -> Recovered:
     if data is not None and checkpoint is None:
         log.warning("the index checkpoint is damaged; reading every record's header instead")
     sequence, known = checkpoint or (1, {})
+    found.next_segment = max((*known, *directory.segments()), default=0) + 1
     if not all(_covers(directory, number, known[number]) for number in directory.segments() if number in known):
         log.warning("the index checkpoint does not fit the segments; reading every record's header instead")
         known = {}  # for all: a deletion may lie in one segment and what it deletes in another

@@ -64,7 +64,7 @@ class DiskLog:
             raise
         self._sequence = found.sequence
         self._segments = {segment.segment_id: segment for segment in found.segments}
-        self._next_segment = max(self._segments, default=0) + 1
+        self._next_segment = found.next_segment
         self._active = {segment.kind.key: segment for segment in found.segments}
         self.index.counters.cut_bytes = found.cut_bytes
         for kind in {segment.kind for segment in found.segments}:
