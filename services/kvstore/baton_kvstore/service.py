@@ -141,7 +141,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             return kvstore_pb2.ContainsResponse(num_blocks=found)
 
     async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
-        """Forget blocks."""
+        """Forget blocks; those that are named twice count once."""
         with self._counted("Delete"):
             if bool(request.all) + bool(request.block_hashes) + bool(request.tenant) > 1:
                 raise InvalidRequestError("name blocks, set all, or name a tenant: one of them", field="all")

@@ -262,6 +262,23 @@ async def test_contains_delete_and_info() -> None:
         assert (await instance.get(1)).lease_id == 0
 
 
+@pytest.mark.parametrize("behind", ["memory", "disk", "object"])
+async def test_a_deletion_may_name_a_block_twice(behind: str, tmp_path: Path) -> None:
+    options = {
+        "memory": {},
+        "disk": {"disk_path": str(tmp_path / "kv"), "disk_write": "all"},
+        "object": {"object_url": f"file://{tmp_path}/objects", "object_write": "all"},
+    }[behind]
+    async with store(**options) as server, connected(server) as instance:
+        await instance.put(1, 2, 3)
+        await eventually(lambda: all(tier.stats().num_blocks == 3 for tier in server.tiers.chain.tiers))
+        request = kvstore_pb2.DeleteRequest(fingerprint=fingerprint_to_pb(KIND), block_hashes=names(1, 1, 2, 9, 9, 1))
+        assert (await instance.stub.Delete(request, timeout=WAIT_S)).num_deleted == 2
+        assert (await instance.get(1)).lease_id == 0
+        assert len((await instance.get(3)).block_ids) == 1
+        assert await instance.put(1, 2, 3) == [True] * 3
+
+
 async def test_other_kinds_of_kv_are_apart_and_share_the_budget() -> None:
     other = replace(KIND, model_digest="d2")
     async with store(max_fingerprints=2) as server, connected(server) as a, connected(server, other) as b:

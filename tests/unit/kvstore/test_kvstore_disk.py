@@ -210,6 +210,16 @@ def test_compaction_of_deletions_ends(opened: Any) -> None:
     assert read(log, *range(10), *range(100, 200)) == [True] * 10 + [False] * 100
 
 
+def test_a_block_that_a_deletion_names_twice_is_hidden_once(opened: Any) -> None:
+    log = opened()
+    write(log, 1, 2, 3)
+    heard: list[Any] = []
+    log.index.listen(lambda kind, hashes, tier, present: None if present else heard.extend(hashes))
+    assert log.index.hide(KIND, [name_of(1), name_of(2), name_of(1)], []) == [name_of(1), name_of(2)]
+    assert heard == [name_of(1), name_of(2)]
+    assert log._segments[1].live_bytes == PAGE + BLOCK
+
+
 def test_clear_drops_a_kinds_files_and_no_others(opened: Any) -> None:
     log = opened()
     write(log, 1, 2)

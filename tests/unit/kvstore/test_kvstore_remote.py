@@ -331,6 +331,23 @@ async def test_deleted_blocks_are_gone_for_everybody(place: Place) -> None:
     await asyncio.to_thread(work)
 
 
+async def test_a_block_may_be_named_twice(place: Place) -> None:
+    def work() -> None:
+        one, two = place.tier(), place.tier()
+        write(one, 1, 2, 3)
+        two.find(KIND, names(1, 2, 3))
+        assert delete(one, names(1, 2, 1))
+        assert held(one, 1, 2, 3) == [False, False, True]
+        assert read(two, 1, 1) == [False, False]
+        assert held(two, 1, 2) == [False, True]
+        assert two.find(KIND, names(2, 2), again=True) == set()
+        assert two.find(KIND, names(3, 3), again=True) == set(names(3))
+        assert held(two, 2, 3) == [False, True]
+        assert two.index.num_bytes == BLOCK
+
+    await asyncio.to_thread(work)
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "swap", "empty", "noise"])
 async def test_a_damaged_value_is_a_miss_forgotten_and_deleted(place: Place, damage: str) -> None:
     def work() -> None:

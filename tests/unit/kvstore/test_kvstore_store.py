@@ -152,6 +152,18 @@ def test_a_deleted_block_is_not_found_but_its_slot_waits_for_the_lease() -> None
     store.check()
 
 
+def test_a_block_that_a_deletion_names_twice_gives_its_slot_back_once() -> None:
+    store, _ = make()
+    put(store, KIND, 1, 2)
+    lease = store.lease(KIND, names(2), 5.0)
+    assert lease is not None
+    assert store.delete(KIND, names(1, 1, 2, 2, 9, 9)) == 2
+    store.release(lease.lease_id)
+    store.check()
+    assert put(store, KIND, 3, 4, 5, 6) == [True] * 4
+    store.check()
+
+
 def test_a_block_deleted_while_it_is_put_is_not_stored() -> None:
     store, _ = make(2)
     reservation = store.reserve(KIND, names(1, 2))

@@ -322,7 +322,7 @@ class BlockStore:
         pool = self._kinds.get(fingerprint.digest())
         if pool is None:
             return 0
-        names = list(pool.index) if hashes is None else hashes
+        names = list(pool.index) if hashes is None else dict.fromkeys(hashes)
         found = [entry for name in names if (entry := pool.index.get(name)) is not None]
         for entry in found:
             self._hide(entry)

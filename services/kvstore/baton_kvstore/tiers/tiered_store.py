@@ -133,6 +133,7 @@ class TieredStore:
             InternalError: Some may be found again.
         """
         kind = kv_format_of(fingerprint)
+        hashes = None if hashes is None else list(dict.fromkeys(hashes))
         there = self.store.hashes(kind.key)
         gone = there if hashes is None else there & set(hashes)
         self.store.delete(fingerprint, hashes)

@@ -125,7 +125,7 @@ class DiskIndex:
             gone = list(known) if hashes is None else hashes
             for names in unwanted:
                 names.update(gone)
-            found = [name for name in gone if name in known]
+            found = [name for name in dict.fromkeys(gone) if name in known]  # a caller may name a block twice
             for name in found:
                 known.pop(name).segment.live_bytes -= disk_bytes(kind)
             self._listeners.tell(kind, found, False)

@@ -131,7 +131,7 @@ class RemoteIndex:
             if hashes is None:
                 size = len(kind.key)
                 hashes = [BlockHash(key[size:]) for key, other in self._blocks.items() if other.key == kind.key]
-            found = [name for name in hashes if kind.key + name in self._blocks]
+            found = [name for name in dict.fromkeys(hashes) if kind.key + name in self._blocks]
             for name in found:
                 self._bytes -= self._blocks.pop(kind.key + name).block_bytes
             self._listeners.tell(kind, found, False)
