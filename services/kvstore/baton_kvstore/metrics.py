@@ -57,7 +57,7 @@ _TIER_GAUGES: Final = {
     "num_blocks": "Blocks that this store knows of",
     "used_bytes": "Bytes of them; on disk: of files",
     "queued_bytes": "Bytes of blocks that wait to be written",
-    "resting": "Whether the tier is left alone after failures",
+    "resting": "Whether the tier is left alone after failures, or its disk is full",
 }
 _TIER_COUNTERS: Final = {
     "read_bytes": "Bytes of blocks read",

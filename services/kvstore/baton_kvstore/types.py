@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +22,7 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 MAX_BLOCK_BYTES = 1 << 32
 """Of a block in a tier behind memory."""
+_LINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,24 @@ def pages(num_bytes: int) -> int:
 def digest_of(payload: memoryview) -> bytes:
     """XXH3-128 of a block's bytes."""
     return bytes(xxhash.xxh3_128_digest(payload))
+
+
+class LogLimit:
+    """Lets one line of a kind into the log per minute, for what may go wrong with every block. Thread safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._next, self._held_back = -math.inf, 0
+
+    def due(self) -> str | None:
+        """Return what to end the line with, which tells how many were held back; ``None``: this one is, too."""
+        with self._lock:
+            if self._clock() < self._next:
+                self._held_back += 1
+                return None
+            before, self._held_back = self._held_back, 0
+            self._next = self._clock() + _LINE_S
+            return f" ({before} like it since the last line)" if before else ""
 
 
 @dataclass

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from baton.errors import UnavailableError
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.connector.breaker import CircuitBreaker
@@ -87,4 +91,50 @@ async def test_blocks_that_become_complete_while_a_task_ends_are_saved() -> None
     assert backend.saved == list(HASHES)
     assert not made.finished(REQUEST)
     assert not made.pending
+    arena.close()
+
+
+async def test_a_store_that_is_away_is_told_once_and_once_that_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    loop, backend, arena, now, use = asyncio.get_running_loop(), Backend(), HostArena(4, 4096), [0.0], StoreUse()
+    away = True
+    save = backend.save
+
+    async def maybe(*args: Any, **more: Any) -> tuple[int, int]:
+        if away:
+            raise UnavailableError("nobody is there")
+        return await save(*args, **more)
+
+    backend.save = maybe  # type: ignore[method-assign]
+    saver = StoreSaver(
+        LocalOptions("test"),
+        arena=arena,
+        client=backend,
+        breaker=CircuitBreaker(3, 5.0, lambda: now[0]),
+        use=use,
+        spawn=lambda call: loop.call_soon_threadsafe(call) and None,
+        wake=lambda: None,
+        source=lambda: None,  # type: ignore[arg-type, return-value]
+    )
+
+    async def save_all(first: int) -> None:
+        for number in range(first, first + 40):
+            request = RequestId(str(number))
+            now[0] += 10.0
+            saver.computed(request, IDS, HASHES)
+            saver.finished(request)
+            async with asyncio.timeout(WAIT_S):
+                while saver.pending:
+                    saver.releases()
+                    await asyncio.sleep(0)
+
+    await save_all(0)
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    assert use.save_failures == 40
+    assert lines == ["the KV store is left alone for a while: nobody is there"]
+    away = False
+    await save_all(100)
+    assert use.saves == 40
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO][1:] == [
+        "the KV store answers again"
+    ]
     arena.close()

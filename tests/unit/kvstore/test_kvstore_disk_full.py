@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import multiprocessing
 import os
 import queue
@@ -55,6 +56,11 @@ def read(tier: DiskTier, *labels: int) -> list[bool]:
     return results
 
 
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what an operator reads."""
+    return [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+
+
 def fill(tier: DiskTier, labels: Iterator[int]) -> list[int]:
     """Write until something was refused; return what was taken."""
     taken: list[int] = []
@@ -79,42 +85,109 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     assert libc.umount2(bytes(folder), 0) == 0
 
 
-def test_a_full_disk_takes_nothing_more_and_is_used_again_when_there_is_room(small_disk: Path) -> None:
+def test_a_full_disk_drops_its_oldest_and_is_used_whole_again_when_there_is_room(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(2 << 20))
     tier = open_tier(small_disk)
+    for first in range(0, 2000, 8):
+        assert write(tier, *range(first, first + 8)) == [True] * 8
+        assert synced(tier)
+    assert tier.stats().resting
+    assert not tier.resting  # it takes what comes
+    assert tier.counters.write_errors > 0
+    assert tier.counters.evictions > 1000
+    newest = [*range(1950, 2000)]
+    assert read(tier, *newest) == [True] * 50
+    assert read(tier, 0) == [False]
+    assert len(lines(caplog)) == 1, lines(caplog)
+    assert "full" in lines(caplog)[0]
+    held = len(tier._log.index)
+    ballast.unlink()
+    for first in range(2000, 2128, 8):
+        assert write(tier, *range(first, first + 8)) == [True] * 8
+    assert not tier.stats().resting
+    assert len(tier._log.index) > held + 100
+    assert len(lines(caplog)) == 2
+    tier.close()
+    tier = open_tier(small_disk)
+    assert read(tier, *newest, *range(2000, 2128)) == [True] * (50 + 128)
+    tier.close()
+
+
+def test_a_full_disk_on_which_there_is_nothing_to_drop_keeps_what_it_has(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(3500 << 10))
+    tier = open_tier(small_disk)
     labels = iter(range(10_000))
     taken = fill(tier, labels)
-    assert 100 < len(taken) < 300
-    assert tier.counters.write_errors > 0
+    assert len(taken) < 60
+    for _ in range(100):
+        fill(tier, labels)
     assert read(tier, *taken) == [True] * len(taken)
-    fill(tier, labels)  # refused again, and nothing breaks
+    assert tier.resting
+    assert tier.stats().resting
+    assert tier.counters.write_errors > 100
+    assert len(lines(caplog)) == 1, lines(caplog)
     ballast.unlink()
-    later = [next(labels) for _ in range(8)]
-    assert write(tier, *later) == [True] * 8
+    assert write(tier, 20_000) == [True]
     assert synced(tier)
+    assert not tier.stats().resting
+    assert len(lines(caplog)) == 2, lines(caplog)
     tier.close()
     tier = open_tier(small_disk)
-    assert read(tier, *taken, *later) == [True] * (len(taken) + 8)
+    assert read(tier, *taken, 20_000) == [True] * (len(taken) + 1)
     tier.close()
 
 
-def test_deletions_on_a_full_disk_are_not_promised_and_free_room(small_disk: Path) -> None:
+def test_deletions_on_a_full_disk_are_promised_and_free_room(small_disk: Path) -> None:
     tier = open_tier(small_disk)
-    taken = fill(tier, iter(range(10_000)))
+    for first in range(0, 1000, 8):
+        assert write(tier, *range(first, first + 8)) == [True] * 8
     answers: queue.Queue[bool] = queue.Queue()
-    tier.delete(KIND, [name_of(taken[0])], answers.put)
-    promised = answers.get(timeout=WAIT_S)
-    assert read(tier, taken[0]) == [False]
+    tier.delete(KIND, [name_of(999)], answers.put)
+    assert answers.get(timeout=WAIT_S)
+    assert read(tier, 999, 998) == [False, True]
     tier.close()
     tier = open_tier(small_disk)
-    assert not (promised and read(tier, taken[0])[0])
+    assert read(tier, 999, 998) == [False, True]
     tier.delete(KIND, None, answers.put)
     assert answers.get(timeout=WAIT_S)
     assert write(tier, 20_000) == [True]
     tier.close()
     tier = open_tier(small_disk)
-    assert read(tier, 20_000, *taken) == [True] + [False] * len(taken)
+    assert read(tier, 20_000, *range(1000)) == [True] + [False] * 1000
+    tier.close()
+
+
+def test_a_disk_that_fails_says_so_once_and_once_that_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier(tmp_path)
+    assert write(tier, 1, 2, 3, 4) == [True] * 4
+    assert synced(tier)
+
+    def fails(*args: Any) -> int:
+        raise OSError(errno.EIO, "gone")
+
+    with monkeypatch.context() as patch:
+        for call in ("pwritev", "preadv", "fdatasync"):
+            patch.setattr(os, call, fails)
+        for label in range(100, 200):
+            assert write(tier, label) == [False]
+        for label in (1, 2, 3):
+            assert read(tier, label) == [False]
+        assert tier.resting
+        assert tier.stats().errors >= 103
+    assert len(lines(caplog)) == 2, lines(caplog)  # of writing and of reading
+    for label in range(200, 210):
+        assert write(tier, label) == [True]
+        assert synced(tier)
+    assert not tier.stats().resting
+    assert len(lines(caplog)) == 3, lines(caplog)
     tier.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import mmap
 import os
 import queue
@@ -568,6 +569,28 @@ async def test_a_redis_that_dies_gives_misses_is_left_alone_and_is_used_again(tm
         assert await asyncio.to_thread(write, tier, 5) == [True]
         assert await asyncio.to_thread(read, tier, 5) == [True]
         assert held(tier, 2, 5) == [False, True]
+
+
+@needs_redis
+async def test_a_redis_that_is_away_for_long_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with place_of("redis", tmp_path) as place:
+        tier = await asyncio.to_thread(place.tier)
+        now = [0.0]
+        tier.breaker._clock = lambda: now[0]
+        await place.servers[0].kill()
+        for _ in range(50):
+            now[0] += 60.0
+            await asyncio.to_thread(tier.find, KIND, names(4), True)
+        assert tier.counters.errors == 50
+        lines = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+        assert len(lines) == 1, lines
+        assert "tier redis is left alone" in lines[0]
+        now[0] += 60.0
+        await place.servers[0].start()
+        for label in range(50):
+            assert await asyncio.to_thread(write, tier, label) == [True]
+        lines = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+        assert [line.split()[-1] for line in lines[1:]] == ["again", "back"], lines  # it was started anew, and answers
 
 
 @needs_redis

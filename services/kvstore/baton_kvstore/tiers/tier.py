@@ -41,7 +41,7 @@ class TierStats:
     Attributes:
         capacity_bytes: What ``used_bytes`` may reach; 0: unknown.
         num_segments: Files, of a disk.
-        resting: Left alone after failures in a row.
+        resting: Left alone after failures in a row, or held below its size by a full disk.
     """
 
     num_blocks: int = 0

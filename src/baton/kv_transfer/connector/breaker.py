@@ -41,15 +41,18 @@ class CircuitBreaker:
             self._closed_again_at = now + self._cooldown_s
             return True
 
-    def succeeded(self) -> None:
-        """Tell that an ask was answered."""
+    def succeeded(self) -> bool:
+        """Tell that an ask was answered; ``True``: the first one since the breaker tripped, worth a line in the log."""
         with self._lock:
-            self._failures = 0
+            tripped, self._failures = self._failures >= self._limit, 0
+            return tripped
 
-    def failed(self) -> None:
-        """Tell that an ask was not answered, or not in time."""
+    def failed(self) -> bool:
+        """Tell that an ask was not answered, or not in time; ``True``: the breaker tripped by this one."""
         with self._lock:
             self._failures += 1
             if self._failures >= self._limit:
-                self.num_opened += self._failures == self._limit
                 self._closed_again_at = self._clock() + self._cooldown_s
+            trips = self._failures == self._limit
+            self.num_opened += trips
+            return trips

@@ -116,6 +116,11 @@ class Directory:
         """Replace the checkpoint at once and for good."""
         self._replace(_CHECKPOINT, data)
 
+    def free_bytes(self) -> int:
+        """Return what the file system has left for this process."""
+        found = os.fstatvfs(self._fd)
+        return found.f_bavail * found.f_frsize
+
     def sync(self) -> None:
         """Make names that came and went survive a loss of power."""
         os.fsync(self._fd)
@@ -157,10 +162,15 @@ class Directory:
 
     def _replace(self, name: str, data: bytes) -> None:
         fd = self._open(f"{name}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+        except OSError:
+            with contextlib.suppress(OSError):  # a part of it would take room on a full disk
+                os.unlink(f"{name}.new", dir_fd=self._fd)
+            raise
         os.rename(f"{name}.new", name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self.sync()
 

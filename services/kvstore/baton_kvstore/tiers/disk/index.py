@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.segment import Segment, disk_bytes
-from baton_kvstore.types import PAGE, KvFormat, Listeners, TierListener, by_kind, digest_of, pages
+from baton_kvstore.types import PAGE, KvFormat, Listeners, LogLimit, TierListener, by_kind, digest_of, pages
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class DiskIndex:
         self._kinds: dict[bytes, dict[BlockHash, Location]] = {}
         self._mutex = threading.Lock()
         self._listeners = Listeners("disk")
+        self._unreadable, self._broken = LogLimit(), LogLimit()
         self._damaged: list[tuple[KvFormat, BlockHash, Location]] = []
 
     def __len__(self) -> int:
@@ -191,7 +192,8 @@ class DiskIndex:
                 start.segment.read(start.offset + PAGE, buffers[:-1])
             except OSError as error:
                 counters.read_errors += 1
-                log.error("reading %d blocks from disk failed: %s", len(blocks), error)
+                if (more := self._unreadable.due()) is not None:
+                    log.error("reading %d blocks from disk failed: %s%s", len(blocks), error, more)
                 self._damaged += [(kind, name, place) for name, place, _ in blocks]
                 return [False] * len(blocks)
             finally:
@@ -207,7 +209,8 @@ class DiskIndex:
                 counters.read_bytes += size
             else:
                 counters.checksum_failures += 1
-                log.error("a block on disk is damaged: %s", name.hex())
+                if (more := self._broken.due()) is not None:
+                    log.error("a block on disk is damaged: %s%s", name.hex(), more)
                 self._damaged.append((kind, name, place))
             results.append(right)
         return results

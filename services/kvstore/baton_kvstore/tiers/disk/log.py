@@ -1,7 +1,8 @@
 """The disk tier's log of segments: one thread appends, deletes, moves and checkpoints; any thread reads.
 
 Room is made by dropping the oldest segment, of whatever kind: blocks in it that were read since they were written move
-to the log's end first, up to half of it. Segments of which most is garbage are emptied the same way. A moved record
+to the log's end first, up to half of it. A disk that is full before the bound is reached bounds it lower, until
+others have freed room. Segments of which most is garbage are emptied the same way. A moved record
 keeps its sequence number, so wherever a block's records lie, the highest number counts. A tombstone may be forgotten
 when no segment older than its own is left: what it deleted lies before it.
 """
@@ -9,19 +10,25 @@ when no segment older than its own is left: what it deleted lies before it.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.directory import Covered, Directory, Known, encode_checkpoint, recover
 from baton_kvstore.tiers.disk.index import DiskIndex, Location
 from baton_kvstore.tiers.disk.segment import EMPTY, Record, RecordType, Segment, disk_bytes, encode_segment, scan
 from baton_kvstore.tiers.tier import Leaving, Offer, no_next_tier
-from baton_kvstore.types import PAGE, KvFormat, digest_of, pages
+from baton_kvstore.types import PAGE, KvFormat, LogLimit, digest_of, pages
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _COPY_BYTES = 8 << 20
 """Of blocks that are moved or offered at once."""
@@ -43,6 +50,7 @@ class DiskLog:
     Attributes:
         max_bytes: As given.
         index: What can be found.
+        full: Whether the disk was full before ``max_bytes`` were used, and has no more room since.
         leaving: Where blocks go that are dropped to make room.
 
     Raises:
@@ -53,6 +61,9 @@ class DiskLog:
     def __init__(self, path: str, *, max_bytes: int, segment_bytes: int, direct: bool = True) -> None:
         self._directory = Directory(path)
         self.max_bytes = max_bytes
+        self.full = False
+        self._limit = self._room_when_full = 0
+        self._unreadable = LogLimit()
         self._segment_bytes = min(segment_bytes, max(2 * PAGE, max_bytes // 8 // PAGE * PAGE))
         self._direct = direct
         self.index = DiskIndex()
@@ -95,13 +106,20 @@ class DiskLog:
         new = [i for i, name in enumerate(hashes) if self.index.find(kind, name) is None]
         done = 0
         while done < len(new):
-            self._make_room(min((len(new) - done) * size, max(size, self._segment_bytes)))
-            segment = self._segment_for(kind, size)
-            count = max(1, (self._segment_bytes - segment.end) // size)
-            batch = new[done : done + count]
-            self._append(segment, [hashes[i] for i in batch], [views[i] for i in batch], unwanted)
-            done += len(batch)
+            names, left = [hashes[i] for i in new[done:]], [views[i] for i in new[done:]]
+            done += self._on_disk(size, functools.partial(self._write_some, kind, names, left, unwanted))
         return [self.index.find(kind, name) is not None for name in hashes]
+
+    def _write_some(
+        self, kind: KvFormat, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
+    ) -> int:
+        """Append as many blocks as fit into one segment, and return how many."""
+        size = disk_bytes(kind)
+        self._make_room(min(len(hashes) * size, max(size, self._segment_bytes)))
+        segment = self._segment_for(kind, size)
+        count = min(len(hashes), max(1, (self._segment_bytes - segment.end) // size))
+        self._append(segment, hashes[:count], views[:count], unwanted)
+        return count
 
     def _append(
         self, segment: Segment, hashes: Sequence[BlockHash], views: Sequence[memoryview], unwanted: set[BlockHash]
@@ -130,13 +148,14 @@ class DiskLog:
         step = max(1, min(_TOMBSTONES, self._segment_bytes // 4 // PAGE))
         for at in range(0, len(hashes), step):
             names = hashes[at : at + step]
-            self._make_room(len(names) * PAGE)
-            segment = self._segment_for(kind, len(names) * PAGE)
-            records = [
-                Record(RecordType.TOMBSTONE, self._sequence + i, name, 0, bytes(16)) for i, name in enumerate(names)
-            ]
-            self._sequence += len(names)
-            segment.append([(record, EMPTY) for record in records], self._directory.secret)
+            self._on_disk(len(names) * PAGE, functools.partial(self._bury_some, kind, names))
+
+    def _bury_some(self, kind: KvFormat, names: Sequence[BlockHash]) -> None:
+        self._make_room(len(names) * PAGE)
+        segment = self._segment_for(kind, len(names) * PAGE)
+        records = [Record(RecordType.TOMBSTONE, self._sequence + i, name, 0, bytes(16)) for i, name in enumerate(names)]
+        self._sequence += len(names)
+        segment.append([(record, EMPTY) for record in records], self._directory.secret)
 
     def clear(self, kind: KvFormat) -> None:
         """Delete a kind's files; its blocks were hidden before.
@@ -242,12 +261,47 @@ class DiskLog:
     def _make_room(self, size: int) -> None:
         """Drop oldest segments; leaves room for what :meth:`_retire` may copy, so that the bound always holds."""
         slack = self._segment_bytes // 2 + 2 * PAGE
-        while self._segments and self.used_bytes + size + slack > self.max_bytes:
+        if self.full and self.used_bytes + self._directory.free_bytes() > self._room_when_full + self._segment_bytes:
+            self.full = False
+            log.warning("the disk of the disk tier has room again")
+        limit, least = (self._limit, 1) if self.full else (self.max_bytes, 0)
+        while len(self._segments) > least and self.used_bytes + size + slack > limit:
             oldest = self._segments[min(self._segments)]
-            before = len(self.index)
-            with self.leaving(oldest.kind) as offer:
-                self._retire(oldest, lambda place: place.hot, min(oldest.end, self._segment_bytes) // 2, offer)
-            self.index.counters.evictions += before - len(self.index)
+            self._evict(oldest, lambda place: place.hot, min(oldest.end, self._segment_bytes) // 2)
+
+    def _on_disk(self, size: int, work: Callable[[], T]) -> T:
+        """Do what needs so much room on disk; while the disk is full, drop the oldest segments for it.
+
+        Raises:
+            OSError: It failed for another reason, or that gave no room.
+        """
+        freed = 0
+        while True:
+            try:
+                return work()
+            except OSError as error:
+                if error.errno not in _FULL or len(self._segments) < 2 or freed > size + self._segment_bytes:
+                    raise
+                if not self.full:
+                    log.warning(
+                        "the disk of the disk tier is full at %d bytes of %d (%s): its oldest blocks make room",
+                        self.used_bytes,
+                        self.max_bytes,
+                        error,
+                    )
+                self.full = True
+                self.index.counters.write_errors += 1
+                self._limit = self.used_bytes
+                self._room_when_full = self.used_bytes + self._directory.free_bytes()
+                oldest = self._segments[min(self._segments)]
+                freed += oldest.end
+                self._evict(oldest, lambda place: False, 0)  # there is no room for what was read, either
+
+    def _evict(self, oldest: Segment, keep: Callable[[Location], bool], max_bytes: int) -> None:
+        before = len(self.index)
+        with self.leaving(oldest.kind) as offer:
+            self._retire(oldest, keep, max_bytes, offer)
+        self.index.counters.evictions += before - len(self.index)
 
     def _retire(
         self, segment: Segment, keep: Callable[[Location], bool], max_bytes: int, offer: Offer | None = None
@@ -258,7 +312,7 @@ class DiskLog:
         with self._directory.reading(segment.segment_id) as fd:
             result = scan(fd, segment.segment_id, self._directory.secret)
         records = [] if result is None else result[1]
-        is_first = self._is_first(segment)
+        is_first, carried = self._is_first(segment), False
         kept: list[tuple[Record, Location]] = []
         gone: list[tuple[Record, Location]] = []
         for offset, record in records:
@@ -266,6 +320,7 @@ class DiskLog:
                 if not is_first:
                     target = self._segment_for(kind, PAGE)
                     target.append([(record, EMPTY)], self._directory.secret)
+                    carried = True
                 continue
             if record.type is not RecordType.BLOCK:
                 continue
@@ -274,7 +329,8 @@ class DiskLog:
                 continue
             stays = keep(place) and (len(kept) + 1) * size <= max_bytes
             (kept if stays else gone).append((record, place))
-        self._copy(kind, kept)
+        if kept or carried:
+            self._copy(kind, kept)
         if offer is not None:
             wanted = offer.wanted([record.block_hash for record, _ in gone])
             for found in self._read_batches(kind, [item for item in gone if item[0].block_hash in wanted]):
@@ -318,7 +374,8 @@ class DiskLog:
                     place.segment.read(place.offset + PAGE, [view])
                 except OSError as error:
                     counters.read_errors += 1
-                    log.error("a block of a segment that goes cannot be read: %s", error)
+                    if (more := self._unreadable.due()) is not None:
+                        log.error("a block of a segment that goes cannot be read: %s%s", error, more)
                     continue
                 if digest_of(view) == record.digest:
                     found.append((record, place, view))

@@ -2,7 +2,8 @@
 
 Writes and deletions are taken in order, many at a time, appended together and synced together: at the latest
 ``sync_interval_s`` after they were written, at once if a caller waits for it. The queue is bounded by bytes; who finds
-it full comes back later. Readers never wait for the queue.
+it full comes back later. Readers never wait for the queue. A disk that fails is given nothing to write for a few
+seconds at a time; what lies there is read all the same.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write
-from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, TierListener
+from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, LogLimit, TierListener
 
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
+_COOLDOWN_S = 5.0
 
 
 class DiskTier(LowerTier):
@@ -52,8 +55,16 @@ class DiskTier(LowerTier):
         self._dirty_since: float | None = None
         self._checkpoint_due: float | None = time.monotonic() + checkpoint_interval_s
         self.counters = disk.index.counters
+        self.breaker = CircuitBreaker(1, _COOLDOWN_S)
+        self._written = False  # something, since the last failure
+        self._upkeep = LogLimit()
         self._thread = threading.Thread(target=self._run, name="kvstore disk", daemon=True)
         self._thread.start()
+
+    @property
+    def resting(self) -> bool:
+        """Whether nothing is given to the disk to write for a while, because that failed."""
+        return self.breaker.open
 
     def listen(self, listener: TierListener) -> None:
         """Tell a listener what is there, and then every change."""
@@ -111,6 +122,7 @@ class DiskTier(LowerTier):
             errors=counters.read_errors + counters.write_errors,
             damaged=counters.checksum_failures,
             evictions=counters.evictions,
+            resting=self.breaker.tripped or self._log.full,
         )
 
     def close(self) -> None:
@@ -157,10 +169,11 @@ class DiskTier(LowerTier):
 
     def _write(self, job: Write) -> list[bool]:
         try:
-            return self._log.write(job.kind, job.hashes, job.views, job.unwanted)
+            results = self._log.write(job.kind, job.hashes, job.views, job.unwanted)
+            self._written = True
+            return results
         except OSError as error:
-            self.counters.write_errors += 1
-            log.error("writing %d blocks to disk failed: %s", len(job.hashes), error)
+            self._failed("writing blocks", error)
             return [self.holds(job.kind, name) for name in job.hashes]
 
     def _bury(self, job: Bury) -> bool:
@@ -170,8 +183,7 @@ class DiskTier(LowerTier):
             else:
                 self._log.bury(job.kind, job.hashes)
         except OSError as error:
-            self.counters.write_errors += 1
-            log.error("a deletion could not be written to disk: %s", error)
+            self._failed("writing a deletion", error)
             return False
         return True
 
@@ -179,14 +191,21 @@ class DiskTier(LowerTier):
         try:
             self._log.sync()
         except OSError as error:
-            self.counters.write_errors += 1
-            log.error("syncing the disk tier failed: %s", error)
+            self._failed("syncing", error)
             self._dirty_since = time.monotonic()  # again after another interval
             return False
         self._dirty_since = None
         if self._checkpoint_due is None:
             self._checkpoint_due = time.monotonic() + self._checkpoint_interval_s
+        if self._written and self.breaker.succeeded():
+            log.warning("the disk tier works again")
         return True
+
+    def _failed(self, what: str, error: OSError) -> None:
+        self.counters.write_errors += 1
+        self._written = False
+        if self.breaker.failed():
+            log.error("the disk tier fails, and is left alone for a while (%s: %s)", what, error)
 
     def _keep_up(self, now: float) -> None:
         if self._checkpoint_due is None or now < self._checkpoint_due:
@@ -198,7 +217,8 @@ class DiskTier(LowerTier):
             self._log.checkpoint()
         except OSError as error:
             self.counters.write_errors += 1
-            log.error("upkeep of the disk tier failed: %s", error)
+            if (more := self._upkeep.due()) is not None:
+                log.error("upkeep of the disk tier failed: %s%s", error, more)
 
     def _end(self) -> None:
         self._sync()

@@ -21,7 +21,7 @@ from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, Backend, RemoteError, decode_block, encode_header
 from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write
-from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, Listeners, TierListener, by_kind
+from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, Listeners, LogLimit, TierListener, by_kind
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -202,6 +202,7 @@ class RemoteTier(LowerTier):
         self.index = RemoteIndex(options.name, options.index_blocks, absent_s=options.absent_s)
         self.breaker = CircuitBreaker(_FAILURES, _COOLDOWN_S)
         self._backend, self._options = backend, options
+        self._unexpected, self._broken = LogLimit(), LogLimit()
         self.scanned = threading.Event()
         """Set when the last scan that was asked for has ended, whatever with."""
         self._scan_wanted = threading.Event()
@@ -421,10 +422,10 @@ class RemoteTier(LowerTier):
             self._failed(error)
             return None
         except Exception as error:  # of a client's library: no reason to lose the thread, or a Get
-            log.exception("tier %s: a call failed unexpectedly", self.name)
             self._failed(error)
             return None
-        self.breaker.succeeded()
+        if self.breaker.succeeded():
+            log.warning("tier %s is back", self.name)
         return answer
 
     def _bury(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> bool:
@@ -442,15 +443,18 @@ class RemoteTier(LowerTier):
         return self._ask(call, always=always) or False
 
     def _failed(self, error: Exception) -> None:
+        """Count a failure; the log gets a line when the tier is left alone, and one when it is back."""
         self.counters.errors += 1
-        before = self.breaker.open
-        self.breaker.failed()
-        if not before:
-            log.warning("tier %s: %s%s", self.name, error, "; left alone for a while" if self.breaker.open else "")
+        expected = isinstance(error, RemoteError)
+        if self.breaker.failed():
+            log.warning("tier %s is left alone: %s", self.name, error, exc_info=None if expected else error)
+        elif not expected and (more := self._unexpected.due()) is not None:
+            log.error("tier %s: a call failed unexpectedly%s", self.name, more, exc_info=error)
 
     def _damaged(self, kind: KvFormat, name: BlockHash) -> None:
         self.counters.damaged += 1
-        log.error("tier %s: a block is damaged: %s", self.name, name.hex())
+        if (more := self._broken.due()) is not None:
+            log.error("tier %s: a block is damaged: %s%s", self.name, name.hex(), more)
         self._jobs.add(Bury(kind, [name], lambda right: None))
 
     def _batches(self, kind: KvFormat, count: int) -> Iterator[slice]:

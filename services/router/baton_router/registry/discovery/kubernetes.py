@@ -86,17 +86,26 @@ class KubernetesDiscovery:
         await self._http.aclose()
 
     async def _run(self) -> None:
-        backoff = Backoff(_LONGEST_PAUSE_S, random.Random())
+        backoff, away = Backoff(_LONGEST_PAUSE_S, random.Random()), False
         while True:
             try:
                 if not self._version:
                     await self._list()
+                    away = False
                 await self._watch(backoff)
+                away = False
             except _GoneError:
                 log.info("Kubernetes: too old a resource version, listing anew")
                 self._version = ""
             except (httpx.HTTPError, ValueError, KeyError, ConfigError) as error:
-                log.warning("Kubernetes: %s: %s", type(error).__name__, error)
+                # Once per absence, not once per try.
+                log.log(
+                    logging.DEBUG if away else logging.WARNING,
+                    "Kubernetes does not answer, the instances found so far are kept: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+                away = True
             await asyncio.sleep(backoff.next_s())
 
     async def _list(self) -> None:

@@ -35,7 +35,7 @@ from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, S
 from baton.kv_transfer.connector.store.client import StoreClient
 from baton.kv_transfer.connector.store.cluster import StoreCluster
 from baton.kv_transfer.connector.store.nodes import FixedMembership, Membership, RedisMembership
-from baton.kv_transfer.connector.store.saver import StoreSaver
+from baton.kv_transfer.connector.store.saver import StoreSaver, store_answered, store_failed
 from baton.kv_transfer.connector.store.values import MooncakeValues, RedisValues, Values, ValueStore
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId, Tenant
 
@@ -228,12 +228,11 @@ class BackedConnector(LoadingConnector):
         if ended.unwanted or ended.cancelled:
             error = "cancelled"
         elif error is None:
-            self._breaker.succeeded()
+            store_answered(self._breaker)
         else:
             self.use.load_failures += 1
             if not isinstance(ended.failure, QueueFullError):
-                self._breaker.failed()
-                self.use.times_left_alone = self._breaker.num_opened
+                store_failed(self._breaker, self.use, error)
         self.use.loads += 1
         self.use.load_hits += load.progress.num_blocks > 0
         self.use.loaded_tokens += load.progress.num_blocks * self._block_size

@@ -450,7 +450,7 @@ class Copies:
             except BatonError as error:
                 self._use.skipped_copies += 1
                 self.forget(copy.key, copy.target)
-                log.info("a segment was not copied from %s to %s: %s", copy.source.name, copy.target.name, error)
+                log.debug("a segment was not copied from %s to %s: %s", copy.source.name, copy.target.name, error)
 
     async def _copy(self, copy: Copy) -> None:
         deadline = time.monotonic() + _COPY_S

@@ -32,6 +32,19 @@ from baton.types import BlockHash, BlockId, RequestId, Tenant
 log = logging.getLogger(__name__)
 
 
+def store_failed(breaker: CircuitBreaker, use: StoreUse, why: str) -> None:
+    """Take note of a failure; the log gets one line when the store is left alone, however many follow."""
+    if breaker.failed():
+        log.warning("the KV store is left alone for a while: %s", why)
+    use.times_left_alone = breaker.num_opened
+
+
+def store_answered(breaker: CircuitBreaker) -> None:
+    """Take note of an answer; the log gets one line when that ends an absence."""
+    if breaker.succeeded():
+        log.warning("the KV store answers again")
+
+
 class StoreSaver:
     """Puts blocks, one call per request at a time and ``max_puts`` in all, and as many early.
 
@@ -289,13 +302,13 @@ class StoreSaver:
         if (error := call.exception()) is not None:
             if not isinstance(error, BatonError):
                 raise error
-            log.info("%d blocks of %s were not saved early: %s", len(part), save.request_id, error.message)
+            log.debug("%d blocks of %s were not saved early: %s", len(part), save.request_id, error.message)
             return
         held, num_bytes = call.result()
         self._use.saved_bytes += num_bytes
         if held < len(part):
             return
-        self._breaker.succeeded()
+        store_answered(self._breaker)
         self._use.saves += 1
         self._use.saved_blocks += held
         self._use.followed_blocks += held
@@ -318,12 +331,11 @@ class StoreSaver:
             )
         except BatonError as error:
             if not isinstance(error, QueueFullError):
-                self._breaker.failed()
-                self._use.times_left_alone = self._breaker.num_opened
+                store_failed(self._breaker, self._use, error.message)
             return self._not_saved(save, part, error)
         finally:
             self._turns.release()
-        self._breaker.succeeded()
+        store_answered(self._breaker)
         self._use.saves += 1
         self._use.saved_blocks += held
         self._use.saved_bytes += num_bytes
@@ -331,8 +343,7 @@ class StoreSaver:
 
     def _not_saved(self, save: Save, part: ChainPart, error: BatonError) -> bool:
         self._use.save_failures += 1
-        level = logging.INFO if isinstance(error, QueueFullError) else logging.WARNING
-        log.log(level, "%d blocks of %s were not saved: %s", len(part), save.request_id, error.message)
+        log.debug("%d blocks of %s were not saved: %s", len(part), save.request_id, error.message)
         return False
 
     def _end(self, save: Save) -> None:
