@@ -173,7 +173,13 @@ def save_model(out: Path, model: Any, tokenizer: Any) -> dict[str, int]:
     weights.chmod(0o644)
     # Readers that predate `rope_parameters` and `dtype` look for these two names.
     _amend(out / "config.json", rope_theta=config.rope_parameters["rope_theta"], torch_dtype="bfloat16")
-    _amend(out / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    # transformers 4 takes a list under this name alone: under `extra_special_tokens` it wants an object, and fails.
+    file = out / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    more = settings.pop("extra_special_tokens", [])
+    settings.pop("backend", None)
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    _amend(file, tokenizer_class="PreTrainedTokenizerFast", additional_special_tokens=more)
     return {
         "parameters": model.num_parameters(),
         "weights_bytes": weights.stat().st_size,

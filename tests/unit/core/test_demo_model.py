@@ -108,6 +108,15 @@ def test_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(with_bos, skip_special_tokens=True) == text
 
 
+def test_tokenizer_files_are_what_transformers_4_reads_too(tokenizer: Any) -> None:
+    settings = json.loads((MODEL / "tokenizer_config.json").read_text("utf-8"))
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    # There it is an object of named tokens, whose keys are read; a list is what the older name is for.
+    assert isinstance(settings.get("extra_special_tokens", {}), dict)
+    assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
+    assert {"<|endoftext|>", "<|im_start|>"} <= set(tokenizer.all_special_tokens)
+
+
 def test_special_tokens_in_text_are_single_tokens(tokenizer: Any) -> None:
     ids = tokenizer.encode(RENDERED, add_special_tokens=False)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 4
