@@ -28,6 +28,11 @@ from baton.rpc.tls import read_tls
 HOST = "127.0.0.1"
 MAX_INSTANCES = 64
 
+_OWNED = {
+    "router": ("host", "port", "grpc-port", "token-file"),
+    **dict.fromkeys(("prefill", "decode"), ("host", "port", "metrics-port", "instance-id", "routers", "token-file")),
+}
+"""Flags that are given to services here, so that they find each other."""
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
 
 
@@ -237,10 +242,19 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
 
 
 def _role_args(args: argparse.Namespace, role: str) -> tuple[str, ...]:
+    field = f"{role}_args"
     try:
-        return tuple(shlex.split(getattr(args, f"{role}_args")))
+        words = tuple(shlex.split(getattr(args, field)))
     except ValueError as error:
-        raise ConfigError(f"--{role}-args: {error}", field=f"{role}_args") from None
+        raise ConfigError(f"--{role}-args: {error}", field=field) from None
+    parser = argparse.ArgumentParser(add_help=False)
+    for flag in _OWNED[role]:
+        parser.add_argument(f"--{flag}", nargs="?", const="", default=argparse.SUPPRESS)
+    for name in vars(parser.parse_known_args(words)[0]):
+        flag = f"--{name.replace('_', '-')}"
+        instead = "; give it to baton up" if hasattr(args, name) else ""
+        raise ConfigError(f"--{role}-args: {flag} is set by baton up itself{instead}", field=field)
+    return words
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:

@@ -34,3 +34,18 @@ def test_a_benchmark_is_named_with_its_group(capsys):
 def test_flags_for_a_role_that_cannot_be_split_are_named(flag, capsys):
     assert main(["up", flag, "--api-keys 'one"]) == 2
     assert capsys.readouterr().err == f"baton up: error: {flag}: No closing quotation\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "words", "told"),
+    [
+        ("--prefill-args", "--max-num-seqs 2 --port 9", "--port is set by baton up itself; give it to baton up"),
+        ("--decode-args", "--metrics-port=9", "--metrics-port is set by baton up itself"),
+        ("--decode-args", "--instance x", "--instance-id is set by baton up itself"),
+        ("--router-args", "--grpc-port 0", "--grpc-port is set by baton up itself; give it to baton up"),
+        ("--router-args", "--token-file", "--token-file is set by baton up itself; give it to baton up"),
+    ],
+)
+def test_flags_that_the_supervisor_owns_are_refused_by_name(flag, words, told, capsys):
+    assert main(["up", f"{flag}={words}"]) == 2
+    assert capsys.readouterr().err == f"baton up: error: {flag}: {told}\n"
