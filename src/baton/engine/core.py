@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out, one step at a time.
 
 One thread owns an :class:`EngineCore` and calls all of its methods. A step polls the connector, schedules, runs one
-forward pass over all chosen tokens, samples, and returns what each sequence got.
+forward pass over all chosen tokens, samples, and returns what each sequence got. Tokens that a load brought are
+returned at once, by a step of their own.
 """
 
 from __future__ import annotations
@@ -237,6 +238,9 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Do one step and return what sequences got; an empty list if there was nothing to do or to report.
 
+        A step that finds tokens which came with their KV returns them and computes nothing, so that they do not wait
+        for a forward pass; the next step computes. That cannot go on for long: loads begin in steps that compute.
+
         A failure of the model or the sampler ends the sequences of that step with ``FinishReason.ERROR``; the engine
         goes on.
 
@@ -247,7 +251,7 @@ class EngineCore:
         loads = self._bridge.poll()
         for sequence, update in loads:
             self._finish_load(sequence, update, outputs)
-        plan = self._scheduler.schedule()
+        plan = StepPlan() if loads and outputs else self._scheduler.schedule()
         if plan.counts:
             try:
                 self._run(plan, outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from tests.support.servers.cluster import LocalCluster
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, sampling_to_pb
 from baton.token_ids import pack_ids
@@ -61,6 +63,40 @@ async def test_an_unclaimed_prompt_goes_by_its_lease_and_decode_computes_it(refe
         result = await rig.generate(rig.decode[0], PROMPT, GREEDY, prefilled=prefilled)
         assert result.token_ids == expected
         assert (result.trace.path, result.trace.local_reason) == (common_pb2.PREFILL_PATH_LOCAL, "lease_over")
+        await rig.check_integrity()
+
+
+@pytest.mark.parametrize("prefill_first", [False, True])
+async def test_the_first_token_does_not_wait_for_a_step_of_decode(references, expected, *, prefill_first: bool) -> None:
+    async with cluster(references) as rig:
+        executor, may_compute = rig.decode[0].context.executor, threading.Event()
+        forward = executor.forward
+
+        def held_back(batch: ForwardBatch) -> ForwardOutput:
+            assert may_compute.wait(30)
+            return forward(batch)
+
+        executor.forward = held_back  # type: ignore[method-assign]
+        request = worker_pb2.GenerateRequest(
+            request_id="r",
+            prompt_token_ids=pack_ids(PROMPT),
+            sampling=sampling_to_pb(GREEDY.replace(logprobs=1)),
+            prefill_candidates=rig.candidates,
+            remote_prefill_threshold=1,
+            prefilled=await first(rig, PROMPT) if prefill_first else None,
+        )
+        try:
+            async with open_channel(rig.decode[0].address) as channel:
+                messages = aiter(worker_pb2_grpc.WorkerServiceStub(channel).Generate(request))
+                response = await asyncio.wait_for(anext(messages), 20)
+                (delta,) = response.deltas
+                assert (list(delta.token_ids), delta.logprobs[0].token_id) == (expected[:1], expected[0])
+                assert (response.trace.path, response.trace.ttft_us > 0) == (common_pb2.PREFILL_PATH_REMOTE, True)
+                may_compute.set()
+                rest = [token async for message in messages for delta in message.deltas for token in delta.token_ids]
+                assert rest == expected[1:]
+        finally:
+            may_compute.set()
         await rig.check_integrity()
 
 

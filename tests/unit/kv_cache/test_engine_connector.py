@@ -305,6 +305,39 @@ def test_first_token_that_ends_the_request(pair: tuple[Engine, Engine]) -> None:
     prefill.assert_empty()
 
 
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"n": 2}, {"max_tokens": 1}])
+def test_first_token_of_a_load_is_given_out_before_the_next_is_computed(
+    pair: tuple[Engine, Engine], fields: dict[str, int], *, busy: bool
+) -> None:
+    _, decode = pair
+    if busy:
+        decode.link.threshold = 1000
+        decode.add("busy", sampling=GREEDY.replace(max_tokens=40, ignore_eos=True))
+        decode.step()
+        decode.link.threshold = 4
+    decode.add("a", [8, *PROMPT], GREEDY.replace(**fields))
+    decode.step()
+    decode.link.finish("a")
+    computed, at = decode.runner.num_tokens, len(decode.outputs)
+    decode.step()
+    (output,) = decode.outputs[at:]
+    first = expected(decode, [8, *PROMPT])[0]
+    assert (output.request_id, output.token_ids, decode.runner.num_tokens) == ("a", [first], computed)
+    assert output.metrics is not None
+    assert 0 < output.metrics.ttft_us
+    assert [x.token_id for x in output.logprobs or []] == ([first] if "logprobs" in fields else [])
+    assert output.finish_reason == (FinishReason.LENGTH if "max_tokens" in fields else None)
+    if busy or "max_tokens" not in fields:
+        assert decode.core.made_progress  # the next step comes at once
+        decode.step()
+        assert decode.runner.num_tokens > computed
+    decode.run()
+    for index in range(fields.get("n", 1)):
+        found = [t for o in decode.outputs if (o.request_id, o.index) == ("a", index) for t in o.token_ids]
+        assert found == expected(decode, [8, *PROMPT])[: fields.get("max_tokens", 10)]
+
+
 def test_first_token_outside_the_vocabulary_is_sampled_anew(pair: tuple[Engine, Engine]) -> None:
     _, decode = pair
     decode.add("a")
