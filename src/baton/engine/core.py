@@ -272,28 +272,40 @@ class EngineCore:
         logits = self.executor.forward(batch.forward).logits
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
+        # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
+        sampled = self._sample(batch, logits, outputs)
         for sequence, count in plan.counts.items():
             prompt = sequence.num_computed < sequence.num_prompt
             if prompt:
                 self._prefill_tokens += min(count, sequence.num_prompt - sequence.num_computed)
+            if sequence.state is SequenceState.FINISHED:
+                continue
             sequence.advance(count)
             self._scheduler.commit(sequence)
             if prompt or sequence.pinned:
                 self._bridge.progress(sequence)
-        self._sample(batch, logits, outputs)
+        for sequence, token, logprob in sampled:
+            if sequence.state is not SequenceState.FINISHED:
+                self._accept(sequence, token, logprob, outputs)
 
-    def _sample(self, batch: StepBatch, logits: torch.Tensor, outputs: list[SequenceOutput]) -> None:
+    def _sample(
+        self, batch: StepBatch, logits: torch.Tensor, outputs: list[SequenceOutput]
+    ) -> list[tuple[Sequence, int, TokenLogprob | None]]:
+        """Return a token per sequence that gets one, and end those whose logits are not finite."""
         if not batch.sampled:
-            return
+            return []
         if len(batch.sample_rows) != len(logits):
             logits = logits[batch.sample_rows]
         found = sample(logits, [sequence.sampler for sequence in batch.sampled])
         logprobs = found.logprobs or [None] * len(batch.sampled)
-        for i, sequence in enumerate(batch.sampled):
-            if i in found.bad_rows:
-                self._fail(sequence, "the model's logits are not finite", outputs)
-            else:
-                self._accept(sequence, found.token_ids[i], logprobs[i], outputs)
+        for i in found.bad_rows:
+            group = batch.sampled[i].group
+            for sequence in group.sequences:
+                self._pool.forget(sequence.block_ids)
+            self._fail(batch.sampled[i], "the model's logits are not finite", outputs)
+        bad = set(found.bad_rows)
+        chosen = zip(batch.sampled, found.token_ids, logprobs, strict=True)
+        return [one for i, one in enumerate(chosen) if i not in bad]
 
     def _score_prompt(self, rows: LogitRows, logits: torch.Tensor) -> None:
         group = rows.sequence.group

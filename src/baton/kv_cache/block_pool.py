@@ -236,6 +236,16 @@ class BlockPool:
             raise InternalError(f"block {block_id} is committed without being held")
         self._cache.put(block_id, block_hash, parent)
 
+    def forget(self, block_ids: Sequence[BlockId]) -> None:
+        """Take blocks that the caller holds out of the prefix cache: their KV is wrong. Who else holds them keeps them.
+
+        Args:
+            block_ids: The blocks; those that are not registered are skipped.
+        """
+        if not all(self._refs[block_id] for block_id in block_ids):
+            raise InternalError("blocks are forgotten without being held")
+        self._cache.drop(block_ids)
+
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Return the blocks of the longest cached prefix; :meth:`acquire` them before anything else is allocated."""
         return self._cache.match(hashes)

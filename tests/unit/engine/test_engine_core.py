@@ -305,6 +305,55 @@ def test_logits_that_are_not_finite_end_their_own_request(sampling: SamplingPara
     assert len(engine.tokens("good")) == 10
 
 
+@pytest.mark.parametrize("in_prompt", [True, False])
+def test_kv_that_led_to_bad_logits_is_not_found_again(*, in_prompt: bool) -> None:
+    engine = Engine()
+    prompt = (PROMPT * 2)[:20]
+    poison = prompt[-1] if in_prompt else engine.runner.greedy(prompt, 10)[5]
+    engine.add("warm", prompt[:9], GREEDY.replace(max_tokens=1))
+    engine.run()
+    engine.runner.poisoned = frozenset({poison})
+    engine.add("good", PROMPT[::-1], GREEDY.replace(logit_bias={poison: -100.0}))
+    engine.add("bad", prompt)  # its prompt takes several steps
+    engine.run()
+    assert engine.end("bad").finish_reason is FinishReason.ERROR
+    assert "not finite" in (engine.end("bad").error or "")
+    assert len(engine.tokens("good")) == 10
+    told: set[BlockHash] = set()
+    for event in engine.events:
+        if isinstance(event, BlocksStored):
+            told |= set(event.hashes)
+        elif isinstance(event, BlocksRemoved):
+            told -= set(event.hashes)
+    assert told == {block for run in engine.core.snapshot() for block in run.hashes}
+    engine.runner.poisoned = frozenset()
+    engine.add("again", prompt)
+    engine.run()
+    metrics = engine.end("again").metrics
+    assert metrics is not None
+    assert metrics.cached_tokens == 0
+    assert engine.tokens("again") == engine.runner.greedy(prompt, 10)
+
+
+def test_bad_logits_of_one_of_n_end_each_once() -> None:
+    engine = Engine()
+    sampling = SamplingParams(max_tokens=8, seed=99, n=3, ignore_eos=True)
+    engine.add("free", PROMPT, sampling)
+    engine.run()
+    free = [engine.tokens("free", index) for index in range(3)]
+    found = [
+        (t, at) for at, t in enumerate(free[1][:-1]) if not any(t in other[: at + 1] for other in (free[0], free[2]))
+    ]
+    engine.runner.poisoned = frozenset({found[0][0]})
+    engine.add("many", PROMPT, sampling)
+    engine.run()
+    assert [engine.end("many", index).finish_reason for index in range(3)] == [FinishReason.ERROR] * 3
+    assert engine.tokens("many", 1) == free[1][: found[0][1] + 1]
+    engine.add("next", PROMPT)
+    engine.run()
+    assert engine.end("next").metrics.cached_tokens == 0  # type: ignore[union-attr]
+
+
 def test_abort_while_waiting_and_while_running() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("running", PROMPT)

@@ -325,7 +325,7 @@ def test_first_token_of_a_load_is_given_out_before_the_next_is_computed(
     first = expected(decode, [8, *PROMPT])[0]
     assert (output.request_id, output.token_ids, decode.runner.num_tokens) == ("a", [first], computed)
     assert output.metrics is not None
-    assert 0 < output.metrics.ttft_us
+    assert output.metrics.ttft_us > 0
     assert [x.token_id for x in output.logprobs or []] == ([first] if "logprobs" in fields else [])
     assert output.finish_reason == (FinishReason.LENGTH if "max_tokens" in fields else None)
     if busy or "max_tokens" not in fields:
@@ -336,6 +336,16 @@ def test_first_token_of_a_load_is_given_out_before_the_next_is_computed(
     for index in range(fields.get("n", 1)):
         found = [t for o in decode.outputs if (o.request_id, o.index) == ("a", index) for t in o.token_ids]
         assert found == expected(decode, [8, *PROMPT])[: fields.get("max_tokens", 10)]
+
+
+def test_nobody_is_told_of_kv_that_led_to_bad_logits(pair: tuple[Engine, Engine]) -> None:
+    prefill, _ = pair
+    prefill.runner.poisoned = frozenset({PROMPT[7]})
+    prefill.add("a", PROMPT[:8], prefill_only=True)
+    prefill.run()
+    assert prefill.ends["a"].finish_reason is FinishReason.ERROR
+    assert [done for _, _, done in prefill.prefill_side.progress[RequestId("a")]] == [0]
+    assert prefill.core.snapshot() == []
 
 
 def test_first_token_outside_the_vocabulary_is_sampled_anew(pair: tuple[Engine, Engine]) -> None:
