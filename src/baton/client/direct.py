@@ -31,7 +31,7 @@ _NOTE_TIMEOUT_S = 5.0
 _CLOSE_S = 1.0
 _NOTE_EVERY_S = 5.0
 _MAX_GAPS = 4096
-"""Times between messages that a notice tells of: more than come in its interval."""
+"""Times between tokens that a notice tells of: more than come in its interval."""
 _CONTEXT_PROMPTS = frozenset({"text", "token_ids"})
 """Prompts whose text the answer's text goes on with; after a conversation it begins anew."""
 
@@ -102,7 +102,8 @@ class DirectAnswer:
         self._trace: common_pb2.RequestTrace | None = None
         self._prompt_logprobs = False
         self._noted_at = 0.0
-        self._last_at = self._routed_at = now()
+        self._routed_at = now()
+        self._last_at: dict[int, float] = {}  # of each sequence: when its latest tokens came
         self._first_token_us: int | None = None
         self._gaps_us: list[int] = []
         sampling = sampling_from_pb(self.message.sampling, stop=tuple(request.stop))
@@ -147,8 +148,7 @@ class DirectAnswer:
             )
             for item in response.deltas
         ]
-        if any(delta.token_ids for delta in deltas):
-            self._tick()
+        self._tick(deltas)
         if response.HasField("trace"):
             self._trace = response.trace
             self._trace.decode_instance = self._trace.decode_instance or self.address
@@ -208,13 +208,20 @@ class DirectAnswer:
 
     # --- inside ---
 
-    def _tick(self) -> None:
+    def _tick(self, deltas: list[TokenDelta]) -> None:
         """Note when tokens came: the router, which does not see them, is told."""
-        last, self._last_at = self._last_at, self._now()
-        if self._first_token_us is None:
-            self._first_token_us = _micros(self._last_at - self._routed_at)
-        elif len(self._gaps_us) < _MAX_GAPS:
-            self._gaps_us.append(_micros(self._last_at - last))
+        counts: dict[int, int] = {}
+        for delta in deltas:
+            if delta.token_ids:
+                counts[delta.index] = counts.get(delta.index, 0) + len(delta.token_ids)
+        now = self._now()
+        if counts and self._first_token_us is None:
+            self._first_token_us = _micros(now - self._routed_at)
+        for index, count in counts.items():
+            if (before := self._last_at.get(index)) is not None:
+                room = _MAX_GAPS - len(self._gaps_us)
+                self._gaps_us += [_micros((now - before) / count)] * min(count, room)
+            self._last_at[index] = now
 
     def _notice(self) -> router_pb2.NoteDirectRequest:
         gaps, self._gaps_us = self._gaps_us, []

@@ -535,6 +535,19 @@ def test_events_are_well_formed(api: Served) -> None:
         assert set(value) == {"id", "object", "created", "model", "choices"}
 
 
+def test_an_event_per_token_also_of_those_that_come_together(api: Served) -> None:
+    api.dispatcher.per_chunk = 5
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    options = {"max_tokens": 100, "return_token_ids": True, "stream_options": usage}
+    fields = {"prompt": "def", "temperature": 0, "stream": True, **options}
+    events = [event.removeprefix("data: ") for event in api.post("/v1/completions", fields).text.split("\n\n")]
+    choices = [(json.loads(event)["choices"], json.loads(event)["usage"]) for event in events[:-3]]
+    told = [(choice[0], usage["completion_tokens"]) for choice, usage in choices if "token_ids" in choice[0]]
+    assert [len(choice["token_ids"]) for choice, _ in told] == [1] * TOKENS
+    assert [count for _, count in told] == list(range(1, TOKENS + 1))
+    assert "".join(choice["text"] for choice, _ in told) == ANSWER
+
+
 def test_headers_tell_the_way(api: Served) -> None:
     for fields in ({}, {"stream": True}):
         response = api.post(

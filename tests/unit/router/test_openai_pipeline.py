@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,13 +26,20 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.token_ids import TokenIds, token_ids
-from baton.tokenizer import TextModel, TextModelCache, TokenDelta
+from baton.tokenizer import TextDelta, TextModel, TextModelCache, TokenDelta
 from baton.types import FinishReason, SamplingParams
-from baton_router.dispatch.interface import RoutedChunk
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.frontend.grpc.servicer import text_request
+from baton_router.processor import output_processor
 from baton_router.processor.input_processor import InputProcessor
-from baton_router.processor.output_processor import GenerationMetrics, cached_tokens
+from baton_router.processor.output_processor import (
+    GenerationClock,
+    GenerationMetrics,
+    OutputProcessor,
+    cached_tokens,
+)
 from baton_router.processor.text_request import ChatPrompt, TextChunk, TextRequest
+from baton_router.scheduler.decision import DecisionLog
 from baton_router.types import ModelInfo, RoutedRequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
@@ -67,6 +75,63 @@ async def test_text_without_broken_characters_and_without_the_end_token(per_chun
     end = last(chunks)
     assert (end.finish_reason, end.stop_reason, end.token_ids[-1]) == (FinishReason.STOP, None, EOS)
     assert (dispatcher.open_streams, dispatcher.closed_early) == (0, 0)
+
+
+@pytest.mark.parametrize("per_chunk", [1, 3, 1000])
+@pytest.mark.parametrize("stop", [(), ("return a",)])
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_text_of_each_token_by_itself(per_chunk: int, stop: tuple[str, ...], logprobs: int | None) -> None:
+    request = TextRequest("x", GREEDY.replace(stop=stop, logprobs=logprobs, n=2), per_token=True)
+    alone = await collect(ScriptedDispatcher(), msgspec.structs.replace(request, per_token=False))
+    chunks = await collect(ScriptedDispatcher(per_chunk=per_chunk), request)
+    for index in range(2):
+        expected, found = (
+            [delta for chunk in some for delta in chunk.deltas if delta.index == index] for some in (alone, chunks)
+        )
+        assert found == expected
+        assert {len(delta.token_ids) for delta in found} == {1}
+
+
+async def test_tokens_that_come_together_are_as_many_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(output_processor, "time", SimpleNamespace(perf_counter=lambda: now))
+    registry = CollectorRegistry()
+    clock = GenerationClock(GenerationMetrics(registry), arrived=0.0)
+    for at, *counts in ((1.0, (0, 1)), (1.5, (0, 2), (1, 1)), (1.9, (0, 1), (0, 1), (1, 1)), (2.0, (0, 0))):
+        now = at
+        clock.tokens([TextDelta(index, "", [7] * count) for index, count in counts])
+    assert registry.get_sample_value("baton_request_ttft_seconds_sum") == 1.0
+    assert registry.get_sample_value("baton_request_itl_seconds_count") == 5  # of seven tokens, without each first one
+    assert registry.get_sample_value("baton_request_itl_seconds_sum") == pytest.approx(0.9 + 0.4)
+    assert registry.get_sample_value("baton_request_itl_seconds_bucket", {"le": "0.25"}) == 4
+    assert registry.get_sample_value("baton_request_generated_tokens_total") == clock.generated == 7
+
+
+async def test_what_waited_for_a_slow_client_comes_together() -> None:
+    class Kept:
+        """Hands on a token at its start, and three when it is held no more."""
+
+        def start(self, request: RoutedRequest, sink: ChunkSink) -> Kept:
+            self.sink, self.ids = sink, encode("one two three four")
+            return self
+
+        def hold(self, held: bool) -> None:
+            if not held:
+                self.sink.on_chunk(RoutedChunk([TokenDelta(0, self.ids[:3])]))
+
+        def cancel(self) -> None:
+            pass
+
+    kept, chunks = Kept(), list[TextChunk]()
+    text = pipeline(ScriptedDispatcher())
+    prepared = await text.prepare(TextRequest("x", GREEDY, per_token=True))
+    sink = SimpleNamespace(on_chunk=chunks.append)
+    run = OutputProcessor(prepared, sink, text.clock(prepared), DecisionLog())
+    run.start(kept)  # type: ignore[arg-type]
+    run.hold(True)
+    run.hold(False)
+    kept.sink.on_chunk(RoutedChunk([TokenDelta(0, kept.ids[:3])]))
+    assert [[len(delta.token_ids) for delta in chunk.deltas] for chunk in chunks] == [[3], [1, 1, 1]]
 
 
 async def test_prompt_is_tokenized_once_with_defaults_filled_in() -> None:

@@ -50,10 +50,10 @@ class Distribution:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        """Take a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Take a value, or the same one several times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return how many values are at most as much as each bound."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -31,7 +31,7 @@ class GenerationMetrics:
         # Of those without labels their only series, which is quicker to count in than its family.
         self.ttft = Histogram(name + "ttft_seconds", "Arrival to first token", [], registry, buckets=_TTFT_S).labels()
         self.itl = Histogram(
-            name + "itl_seconds", "Between two messages with tokens", [], registry, buckets=_ITL_S
+            name + "itl_seconds", "Between two tokens of a sequence", [], registry, buckets=_ITL_S
         ).labels()
         self.e2e = Histogram(name + "e2e_seconds", "Arrival to last token", [], registry, buckets=_E2E_S).labels()
         self.prompt_tokens = Counter(name + "prompt_tokens", "Prompt tokens of placed requests", [], registry).labels()
@@ -58,33 +58,35 @@ class GenerationClock:
 
     def __init__(self, metrics: GenerationMetrics, arrived: float) -> None:
         self._metrics, self._arrived = metrics, arrived
-        self._last = 0.0
+        self._last: dict[int, float] = {}  # of each sequence: when its latest tokens came
         self.first_token_s: float | None = None
         self.generated = 0
 
     def tokens(self, deltas: list[TextDelta]) -> None:
-        """Count new tokens that arrived together."""
-        count = 0
+        """Count new tokens that arrived together: ``k`` of a sequence are ``k`` gaps of a ``k``-th of the time."""
+        counts: dict[int, int] = {}
         for delta in deltas:
-            count += len(delta.token_ids)
-        if count == 0:
+            if count := len(delta.token_ids):
+                counts[delta.index] = counts.get(delta.index, 0) + count
+        if not counts:
             return
-        now = time.perf_counter()
-        if self._last:
-            self._metrics.itl.observe(now - self._last)
-        else:
+        now, metrics, last = time.perf_counter(), self._metrics, self._last
+        if self.first_token_s is None:
             self.first_token_s = now - self._arrived
-            self._metrics.ttft.observe(self.first_token_s)
-        self._last = now
-        self.generated += count
-        self._metrics.generated_tokens.inc(count)
+            metrics.ttft.observe(self.first_token_s)
+        for index, count in counts.items():
+            if (before := last.get(index)) is not None:
+                metrics.itl.observe((now - before) / count, count)
+            last[index] = now
+            self.generated += count
+            metrics.generated_tokens.inc(count)
 
     def told(self, first_token_s: float | None, gaps_s: Iterable[float], generated: int) -> None:
         """Take what a client that has the tokens from an instance itself has measured.
 
         Args:
             first_token_s: Seconds from the request's arrival to its first token, if there is one; the first is taken.
-            gaps_s: Seconds between messages with tokens that have not been told yet.
+            gaps_s: Seconds between two tokens of a sequence, those that have not been told yet.
             generated: Tokens so far; fewer than before are passed over.
         """
         if first_token_s is not None and self.first_token_s is None:
@@ -122,6 +124,16 @@ def cached_tokens(trace: common_pb2.RequestTrace | None) -> int:
     return min(cached, trace.prompt_tokens)
 
 
+def _one_by_one(delta: TokenDelta) -> Iterator[TokenDelta]:
+    """Yield a delta's tokens each by itself; how the sequence ended comes with the last one."""
+    last = len(delta.token_ids) - 1
+    for at, token_id in enumerate(delta.token_ids):
+        part = TokenDelta(delta.index, [token_id], delta.logprobs[at : at + 1])
+        if at == last:
+            part.finish_reason, part.stop_token_id = delta.finish_reason, delta.stop_token_id
+        yield part
+
+
 class TextSink(Protocol):
     """Takes what a request brings, in order. It may cancel the request from inside of these calls."""
 
@@ -143,7 +155,7 @@ class OutputProcessor:
     """
 
     __slots__ = (
-        *("_clock", "_decisions", "_ended", "_generating", "_open", "_prepared", "_record", "_running"),
+        *("_clock", "_decisions", "_ended", "_generating", "_open", "_per_token", "_prepared", "_record", "_running"),
         *("_sequences", "_sink"),
     )
 
@@ -154,6 +166,7 @@ class OutputProcessor:
         self._sequences = [prepared.sequence() for _ in range(routed.sampling.n)]
         self._open = self._generating = len(self._sequences)
         """Sequences whose text has not ended; and those that the instance still runs, also behind a stop string."""
+        self._per_token = prepared.request.per_token
         self._running: Running | None = None
         self._ended = False
 
@@ -210,10 +223,12 @@ class OutputProcessor:
                 raise UnavailableError("the request was aborted by the instance that ran it", retry_after_s=1.0)
             if finish is _ERROR:
                 raise InternalError("the instance that ran the request failed it")
-            text = sequence.push(delta)
-            if text.finish_reason is not None:
-                self._open -= 1
-            texts.append(text)
+            for part in _one_by_one(delta) if self._per_token and len(delta.token_ids) > 1 else (delta,):
+                text = sequence.push(part)
+                texts.append(text)
+                if text.finish_reason is not None:
+                    self._open -= 1
+                    break
         return texts
 
     def on_end(self, error: Exception | None) -> None:
@@ -230,9 +245,17 @@ class OutputProcessor:
             self._leave("cancelled")
 
     def hold(self, held: bool) -> None:
-        """Keep what comes from now on, or go on handing it on."""
-        if self._running is not None and not self._ended:
+        """Keep what comes from now on, or go on handing it on; what was kept is handed on together."""
+        if self._running is None or self._ended:
+            return
+        if held:
             self._running.hold(held)
+            return
+        self._per_token = False
+        try:
+            self._running.hold(held)
+        finally:
+            self._per_token = self._prepared.request.per_token
 
     def _end(self, error: Exception | None) -> None:
         outcome = "done" if error is None else error.code if isinstance(error, BatonError) else InternalError.code

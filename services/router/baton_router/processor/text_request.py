@@ -61,6 +61,8 @@ class TextRequest(msgspec.Struct):
         order: In which it is to be served; ``None``: in the router's own.
         traceparent: W3C trace context of the caller; empty: none.
         output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
+        per_token: Whether the text of each token is wanted by itself, also of tokens that come together; as long as the
+            client keeps up.
         prompt_index: Which of its HTTP request's prompts it is.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -86,6 +88,7 @@ class TextRequest(msgspec.Struct):
     order: Order | None = None
     traceparent: str = ""
     output_token_ids: Sequence[int] = ()
+    per_token: bool = False
     prompt_index: int = 0
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"

@@ -395,7 +395,7 @@ class NoteDirectRequest(_message.Message):
 
     @_builtins.property
     def itl_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """between messages with tokens, since the notice before; at most 4096"""
+        """between tokens of a sequence, since the notice before; at most 4096"""
 
     def __init__(
         self,

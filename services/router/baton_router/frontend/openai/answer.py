@@ -294,10 +294,8 @@ class EventStream:
         request, at = self._request, chunk.prompt_index
         if chunk.trace is not None:
             self._cached[at] = chunk.cached_tokens
-        if not request.score_only:
-            for delta in chunk.deltas:
-                self._tokens += len(delta.token_ids)
-        if request.continuous_usage:
+        continuous = request.continuous_usage
+        if continuous:
             self._tail = self._with_usage() + b"}\n\n"
         events = []
         if not self._begun[at]:
@@ -308,7 +306,11 @@ class EventStream:
             if request.score_only:
                 if delta.finish_reason is not None:
                     events.append(self._piece(at, TextDelta(delta.index, "", [], finish_reason=FinishReason.LENGTH)))
-            elif delta.text or delta.finish_reason or (delta.token_ids and by_token):
+                continue
+            self._tokens += len(delta.token_ids)
+            if continuous:
+                self._tail = self._with_usage() + b"}\n\n"
+            if delta.text or delta.finish_reason or (delta.token_ids and by_token):
                 events.append(self._piece(at, delta))
         return b"".join(events)
 

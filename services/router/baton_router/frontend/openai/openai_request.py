@@ -167,6 +167,7 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
         itl_ms=body.itl_ms,
         user=body.user or "",
         request_id=body.request_id or "",
+        per_token=bool(body.stream),
         **more,
     )
 
