@@ -486,6 +486,24 @@ async def test_a_request_that_fails_everywhere_ends_with_its_error(world: World)
     router.assert_nothing_held()
 
 
+@pytest.mark.parametrize("retries", [0, 3])
+async def test_a_stream_whose_instances_are_all_dead_says_so(world: World, retries: int) -> None:
+    decodes = await world.decodes(2)
+    router = await world.cluster([], decodes, no_instance_wait_s=0.5, max_retries=retries)
+    for worker in decodes:
+        worker.state.pause_after = 3
+    answer, stream = Answer(), router.dispatcher.stream(make_request())
+    await read(stream, answer, 3)
+    idle, busy = sorted(decodes, key=lambda worker: len(worker.state.running))
+    await idle.stop()
+    await router.until(lambda: not router.instance(idle).ready)
+    await busy.stop()
+    with pytest.raises(UnavailableError, match="no decode instance is left that could go on: ") as caught:
+        await anext(stream)
+    assert caught.value.retry_after_s
+    router.assert_nothing_held()
+
+
 async def test_retries_are_bounded(world: World) -> None:
     decodes = await world.decodes(4)
     router = await world.cluster([], decodes, max_retries=2)
