@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.transport_rig import KINDS, LAYOUT, PRINT, Rig, connect_raw, lets_go, open_fds, soon
+from tests.support.transport_rig import KINDS, LAYOUT, PRINT, Rig, connect_raw, lets_go, open_fds, soon, tls_of
 
 from baton.errors import (
     BatonError,
@@ -167,6 +167,7 @@ def test_the_server_drops_idle_and_silent_peers_and_bounds_their_number() -> Non
     slow = [connect_raw("tcp", address) for _ in range(3)]  # slowloris: connected, and not a word
     for stream in slow:
         recv_control(stream, FrameKind.CHALLENGE, Wait(soon()))
+    readers = [reader_of(server) for _ in range(3)]  # none of whom is kept out by those
     extra = connect_raw("tcp", address)
     with pytest.raises(QueueFullError):
         recv_control(extra, FrameKind.CHALLENGE, Wait(soon()))
@@ -174,7 +175,8 @@ def test_the_server_drops_idle_and_silent_peers_and_bounds_their_number() -> Non
         with pytest.raises(BatonError):
             recv_control(stream, FrameKind.WELCOME, Wait(soon()))
         stream.close()
-    extra.close()
+    for stream in (extra, *readers):
+        stream.close()
     end = soon()
     while server.num_connections():
         assert time.monotonic() < end
@@ -186,6 +188,45 @@ def test_the_server_drops_idle_and_silent_peers_and_bounds_their_number() -> Non
             threading.Event().wait(0.005)
     server.close()
     rig.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tls"])
+def test_connections_that_say_nothing_keep_no_reader_out(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(kind)
+    server = BlockServer(
+        rig.source_arena,
+        rig.print,
+        InstanceId("p1"),
+        kinds=("shm", "tcp", *(("tls",) if kind == "tls" else ())),
+        options=ServerOptions(tls=tls_of(kind), handshake_s=60.0),
+    )
+    threads = threading.active_count()
+    silent = [
+        connect_raw(each.kind, each.address) for each in server.endpoints for _ in range(150)
+    ]  # and no token is needed for that
+    deadline = time.monotonic() + 20
+    while server.num_connections() > 64 * len(server.endpoints) or threading.active_count() > threads + 64 * len(
+        server.endpoints
+    ):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    generations = rig.source_arena.generations[:1]
+    assert rig.fetcher.fetch(server.source, [0], generations, [0], deadline=soon()).valid.all()
+    assert "were closed before their handshake" in caplog.text
+    assert len([record for record in caplog.records if record.name.endswith("blocks.server")]) == 1
+    for stream in silent:
+        stream.close()
+    rig.fetcher.close()
+    server.close()
+    rig.close()
+
+
+def reader_of(server: BlockServer) -> Stream:
+    stream: Stream = connect_raw("tcp", server.endpoints[0].address)
+    source = server.source
+    facts = Facts(source.epoch, source.fingerprint, source.num_blocks)
+    greet_as_client(stream, None, Wait(soon()), purpose=PURPOSE_READ, facts=facts)
+    return stream
 
 
 def _greet(stream: Stream, hello: bytes) -> None:
@@ -250,10 +291,7 @@ class BadRequest:
     """An authenticated connection whose next frame is up to the test."""
 
     def __init__(self, rig: Rig) -> None:
-        source = rig.server.source
-        self.stream = connect_raw("tcp", rig.server.endpoints[0].address)
-        facts = Facts(source.epoch, source.fingerprint, source.num_blocks)
-        greet_as_client(self.stream, None, Wait(soon()), purpose=PURPOSE_READ, facts=facts)
+        self.stream = reader_of(rig.server)
 
 
 def test_steps_must_have_all_the_segments(tcp_rig: Rig) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Iterator
@@ -118,6 +119,7 @@ class RouterApp:
             strict_fields=config.strict_fields,
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origins,
+            max_connections=_most_connections(),
         )
         http = create_app(
             self.processor,
@@ -226,6 +228,12 @@ class RouterApp:
         if self.replica is not None:
             await self.replica.close()
         await self.registry.close()
+
+
+def _most_connections() -> int:
+    """How many HTTP connections may be open at once: a part of the descriptors is for instances and files."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if most == resource.RLIM_INFINITY else max(16, most - max(96, most // 4))
 
 
 def _accounts(config: RouterConfig) -> FileAccounts | RedisAccounts | None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.errors import BatonError, ConfigError, UnauthenticatedError
+from baton.errors import BatonError, ConfigError, QueueFullError, UnauthenticatedError
 from baton.rpc.auth import HEADER, Admits, admits_services, require_safe_bind
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
 from baton.rpc.tls import Tls
@@ -35,7 +36,11 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_concurrent_streams", 4096),  # of one connection; its client keeps more waiting
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+_MAX_WATCHERS, _MAX_WATCHERS_PER_PEER = 128, 32
+"""Streams of ``Health.Watch``, which needs no token: of all clients, and from one address."""
 
 
 class GrpcServer:
@@ -69,7 +74,7 @@ class GrpcServer:
         if admits is not None or token is not None:
             interceptors.insert(0, _AuthInterceptor(admits or admits_services(token)))
         self.server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
@@ -165,6 +170,27 @@ def _bound(held: ExitStack, port: int) -> int | None:
             raise
         return None
     return int(sock.getsockname()[1])
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
+    """Health, whose watchers are bounded in number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watching: Counter[str] = Counter()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Tell of every change."""
+        peer = context.peer().rpartition(":")[0]
+        if self._watching.total() >= _MAX_WATCHERS or self._watching[peer] >= _MAX_WATCHERS_PER_PEER:
+            await abort_with(context, QueueFullError("too many watch this server's health: ask by Check"))
+        self._watching[peer] += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._watching[peer] -= 1
+            if not self._watching[peer]:
+                del self._watching[peer]
 
 
 class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -7,18 +7,30 @@ import asyncio
 import atexit
 import logging
 import os
+import resource
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from socketserver import ThreadingMixIn
 from typing import Any, NoReturn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.config import add_flags, from_flags
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
 
 log = logging.getLogger(__name__)
+
+_MOST_DESCRIPTORS = 1 << 20
+_FEW_DESCRIPTORS = 4096
+_MAX_SCRAPES = 16
+_SCRAPE_S = 5.0
 
 
 def run_service(
@@ -53,6 +65,7 @@ def run_service(
     try:
         given: list[Any] = [from_flags(config, args) for config in configs]
         set_up_logging(given[0].log_level, getattr(given[0], "instance_id", "") or name)
+        raise_descriptor_limit()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(serve(*given))
     except BatonError as error:
@@ -101,6 +114,28 @@ def _escaped(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files and connections as the hard limit allows, and say so in the log.
+
+    Returns:
+        How many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    now = soft
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            now = wanted
+        except (OSError, ValueError) as error:
+            log.warning("the limit of open files stays at %d: %s", soft, error)
+        else:
+            log.info("open files and connections: at most %d (the limit was %d)", now, soft)
+    if 0 <= now < _FEW_DESCRIPTORS:
+        log.warning("at most %d files and connections may be open: raise the hard limit (ulimit -Hn)", now)
+    return now
+
+
 class StopRequest:
     """SIGTERM and SIGINT ask for a drain; the second one ends the process at once. Made in the running event loop.
 
@@ -136,13 +171,21 @@ class StopRequest:
 def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:
     """Serve ``/metrics`` in a thread; returns what ends that, which blocks for up to half a second.
 
+    A connection has a few seconds for its request. Of more than some at once the oldest are closed, so that those that
+    say nothing keep neither threads nor scrapes.
+
     Raises:
         ConfigError: The port cannot be had.
     """
+    kind: type[WSGIServer] = (
+        type("Server", (_MetricsServer,), {"address_family": socket.AF_INET6}) if ":" in host else _MetricsServer
+    )
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server: WSGIServer = make_server(host.strip("[]"), port, make_wsgi_app(registry), kind, _MetricsHandler)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}", field="metrics_port") from error
+    thread = threading.Thread(target=server.serve_forever, name="baton-metrics", daemon=True)
+    thread.start()
 
     def close() -> None:
         server.shutdown()
@@ -150,6 +193,54 @@ def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> Callable
         thread.join(5.0)
 
     return close
+
+
+class _MetricsHandler(WSGIRequestHandler):
+    timeout = _SCRAPE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing about scrapes."""
+
+
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    """A thread per connection, for a bounded number of them."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Any, None] = {}
+        super().__init__(*args)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection."""
+        try:
+            return super().get_request()
+        except OSError:  # out of descriptors, as a rule: not in a hurry then
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread; the oldest gives way if there are too many."""
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > _MAX_SCRAPES else None
+            self._open.pop(oldest, None)
+        if oldest is not None:
+            with suppress(OSError):  # its thread wakes, and closes it
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say little of a connection that broke off."""
+        log.debug("a scrape from %s failed", client_address, exc_info=True)
 
 
 def leave(code: int) -> NoReturn:

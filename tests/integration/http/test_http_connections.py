@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from tests.integration.http.test_http_api import Served, raw
 from tests.support.scripted import ANSWER, ModelInfo, encode
@@ -187,6 +188,46 @@ def test_no_request_is_cut_off_because_the_one_before_is_long_ago(api: Served, n
         connection.loop.call_soon_threadsafe(connection.timeout_keep_alive_handler)
         api.wait_until(lambda: connection.timeout_keep_alive_task is None)
         assert not connection.transport.is_closing()
+
+
+def test_heads_that_do_not_come_keep_nobody_out(noted: type[Noted]) -> None:
+    noted.silence_s = 0.0
+    with Served(protocol=noted, max_connections=40) as api, contextlib.ExitStack() as stack:
+        half = [stack.enter_context(connect(api)) for _ in range(100)]
+        for client in half:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\nhost:")
+        assert httpx.get(f"{api.url}/health", timeout=20).status_code == 200
+        api.wait_until(lambda: len(noted.made[0].connections) <= 20)
+        assert api.registry.get_sample_value(
+            "baton_http_turned_away_connections_total", {"reason": "slow"}
+        ) == 101 - 20  # fmt: skip
+
+
+def test_idle_connections_give_way_and_where_there_are_none_the_client_is_told(noted: type[Noted]) -> None:
+    with Served(protocol=noted, max_connections=6) as api, contextlib.ExitStack() as stack:
+        generate_much(api)
+        busy = [stack.enter_context(connect(api, buffer=4096)) for _ in range(5)]
+        for at, client in enumerate(busy):
+            client.sendall(post({"prompt": "def", "stream": True, "max_tokens": 10**5}))
+            api.wait_until(lambda at=at: len(noted.made) > at and noted.made[at].flow.write_paused)
+        idle = stack.enter_context(connect(api))
+        idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        api.wait_until(lambda: noted.made[5].idle_since is not None)
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        sixth = stack.enter_context(connect(api, buffer=4096))
+        sixth.sendall(post({"prompt": "def", "stream": True, "max_tokens": 10**5}))
+        api.wait_until(lambda: len(noted.made) > 6 and noted.made[6].flow.write_paused)
+        assert not idle.recv(4096)
+        answer = httpx.get(f"{api.url}/health", timeout=20)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "overloaded"
+        for reason in ("idle", "full"):
+            name = "baton_http_turned_away_connections_total"
+            assert api.registry.get_sample_value(name, {"reason": reason}) == 1
+        busy[0].close()
+        api.wait_until(lambda: len(noted.made[1].connections) < 6)
+        assert httpx.get(f"{api.url}/health", timeout=20).status_code == 200
 
 
 def test_headers_behind_a_body_are_none() -> None:

@@ -145,6 +145,59 @@ async def test_life_of_a_router() -> None:
         assert "Traceback" not in output
 
 
+async def test_more_clients_than_the_soft_limit_of_open_files_are_served() -> None:
+    async with limited_router("-Sn 256") as process:
+        assert await asks_at_once(process.http, 400) == [b"HTTP/1.1 200 OK"] * 400
+        assert "open files and connections: at most" in "".join(process.lines)
+
+
+async def test_clients_above_the_hard_limit_of_open_files_are_told() -> None:
+    async with limited_router("-n 256") as process:
+        answers = await asks_at_once(process.http, 180)
+        assert set(answers) <= {b"HTTP/1.1 200 OK", b"HTTP/1.1 503 Service Unavailable"}
+        assert answers.count(b"HTTP/1.1 200 OK") >= 160
+        assert await asks_at_once(process.http, 1) == [b"HTTP/1.1 200 OK"]
+        host, port = process.http.split(":")
+        half = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
+        for _, writer in half:
+            writer.write(b"GET /health HTTP/1.1\r\nhost:")
+        await asyncio.sleep(1)
+        assert await asks_at_once(process.http, 10) == [b"HTTP/1.1 200 OK"] * 10
+        for _, writer in half:
+            writer.transport.abort()
+
+
+async def asks_at_once(address: str, count: int) -> list[bytes]:
+    """Connect so many times, then ask on all connections; returns the status lines."""
+    host, port = address.split(":")
+    opened = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
+    for _, writer in opened:
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    lines = []
+    async with asyncio.timeout(30):
+        for reader, writer in opened:
+            lines.append((await reader.readline()).strip())
+            writer.transport.abort()
+    return lines
+
+
+@contextlib.asynccontextmanager
+async def limited_router(limit: str) -> AsyncIterator[Process]:
+    flags = "-m baton_router.main --port 0 --grpc-port 0"
+    process = Process(
+        await asyncio.create_subprocess_exec(
+            *("bash", "-c", f"ulimit {limit} && exec {sys.executable} {flags}"), stderr=asyncio.subprocess.PIPE
+        )
+    )
+    try:
+        await process.serving()
+        yield process
+    finally:
+        if process.process.returncode is None:
+            process.process.kill()
+            await process.process.wait()
+
+
 async def test_drain_has_an_end() -> None:
     async with decode_worker() as worker, router("--drain-timeout-s", "0.2") as process:
         async with open_channel(process.grpc) as channel:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
@@ -128,6 +130,31 @@ async def test_health_follows_set_serving(server):
     assert await check_health(address)
     await made.set_serving(False)
     assert not await check_health(address)
+
+
+async def test_who_watches_health_is_bounded(server):
+    _, address, _ = server
+    request = health_pb2.HealthCheckRequest()
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Watch(request) for _ in range(32)]
+        for call in calls:
+            assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(stub.Watch(request).read(), 30)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        calls.pop().cancel()
+        async with asyncio.timeout(30):
+            while True:  # room again, as soon as the server has heard of it
+                calls.append(stub.Watch(request))
+                try:
+                    assert (await calls[-1].read()).status == health_pb2.HealthCheckResponse.SERVING
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
 
 
 async def test_reflection_lists_the_service(server):

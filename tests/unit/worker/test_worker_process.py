@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import logging
+import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.errors import ConfigError
 from baton.rpc.server import free_port
-from baton.worker.process import serve_metrics, set_up_logging
+from baton.worker.process import raise_descriptor_limit, serve_metrics, set_up_logging
 
 WAITS = """
 import asyncio
@@ -78,3 +83,35 @@ def test_what_clients_send_makes_no_lines_in_the_log(monkeypatch: pytest.MonkeyP
     assert lines[1].endswith("request y failed")
     assert all(line.startswith("  ") for line in lines[2:])
     assert "\x1b" not in written.getvalue()
+
+
+def test_connections_that_say_nothing_keep_neither_threads_nor_scrapes() -> None:
+    registry, port, threads = CollectorRegistry(), free_port(), threading.active_count()
+    Counter("seen", "Things", registry=registry).inc()
+    close = serve_metrics("127.0.0.1", port, registry)
+    try:
+        with ExitStack() as stack:
+            for number in range(200):
+                silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+                if number % 2:
+                    silent.sendall(b"GET /metrics HTTP/1.1\r\nhost:")
+            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+            assert "seen_total 1.0" in page
+            deadline = time.monotonic() + 20
+            while threading.active_count() > threads + 20:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        close()
+
+
+def test_a_process_may_open_what_the_hard_limit_allows(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        with caplog.at_level(logging.INFO):
+            most = raise_descriptor_limit()
+        assert most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+        assert f"at most {most} (the limit was 512)" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
+from baton.errors import BatonError, CancelledError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
@@ -37,6 +39,9 @@ _BACKLOG = 128
 _ACCEPT_BACKOFF_S = 0.1
 _LAST_STEPS_S = 5.0
 """Of a thread whose connection has ended."""
+_COMPLAINTS_S = 60.0
+"""Pause between two lines in the log about connections that had to give way."""
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,9 @@ class ServerOptions:
     Attributes:
         port: Port of the ``tls`` or ``tcp`` kind; 0: any free one. Other kinds always take free ones.
         advertise_host: Host that readers are told; default: the one bound.
-        max_connections: Connections at once; more are told to come later.
+        max_connections: Readers of one kind of pipe at once; more are told to come later.
+        max_handshakes: Connections of one kind that have not proved yet who they are. For one more, the oldest of the
+            peer that has most of them is closed: whoever says nothing keeps nobody out.
         handshake_s: Seconds a new connection has for its handshake.
         limits: Patience with readers.
         memory: Network of the ``memory`` kind.
@@ -56,10 +63,25 @@ class ServerOptions:
     port: int = 0
     advertise_host: str | None = None
     max_connections: int = 256
+    max_handshakes: int = 64
     handshake_s: float = HANDSHAKE_S
     limits: ServeLimits = field(default_factory=ServeLimits)
     memory: MemoryNetwork | None = None
     tls: Tls | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Greeting:
+    """A connection that has not proved yet who it is.
+
+    Attributes:
+        peer: Its address, or its process on this host.
+        evicted: Whether it had to give way to another.
+    """
+
+    kind: str
+    peer: str
+    evicted: threading.Event = field(default_factory=threading.Event)
 
 
 class BlockServer:
@@ -98,6 +120,9 @@ class BlockServer:
         self._facts = Facts(self._shards.primary.epoch, fingerprint, self._shards.primary.num_blocks)
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
+        self._greetings: dict[_Greeting, Stream] = {}
+        self._readers: Counter[str] = Counter()
+        self._num_evicted, self._complained_at = 0, -_COMPLAINTS_S
         self._threads: set[threading.Thread] = set()
         self._closed = threading.Event()
         self._kinds: list[PipeKind] = []
@@ -201,16 +226,52 @@ class BlockServer:
                 self._closed.wait(_ACCEPT_BACKOFF_S)
                 continue
             stream = Stream(sock, peer=f"{kind} reader {peer[0] if peer else ''}".strip())
-            with self._lock:
-                room = len(self._streams) < self._options.max_connections and not self._closed.is_set()
-                if room:
-                    self._streams.add(stream)
             try:
-                if not room:
-                    raise QueueFullError("the instance has all the readers it can take")
-                self._start(f"baton-kv-{kind}", self._serve, server, stream)
+                greeting = self._admit(kind, stream)
+                self._start(f"baton-kv-{kind}", self._serve, server, stream, greeting)
             except (QueueFullError, PipeClosedError) as error:
                 self._refuse(stream, error)
+
+    def _admit(self, kind: str, stream: Stream) -> _Greeting:
+        """Let a new connection shake hands; another one may have to give way.
+
+        Raises:
+            QueueFullError: There are all the readers of this kind that there may be.
+        """
+        greeting = _Greeting(kind, _peer_of(stream))
+        with self._lock:
+            self._require_room(kind)
+            oldest = self._longest_greeting(kind)
+            evicted = None if oldest is None else self._greetings.pop(oldest)
+            self._greetings[greeting] = stream
+            self._streams.add(stream)
+        if oldest is not None and evicted is not None:
+            oldest.evicted.set()
+            evicted.close()
+            self._complain(oldest)
+        return greeting
+
+    def _require_room(self, kind: str) -> None:
+        if self._readers[kind] >= self._options.max_connections:
+            raise QueueFullError("the instance has all the readers it can take")
+
+    def _longest_greeting(self, kind: str) -> _Greeting | None:
+        """Which connection gives way to a new one; ``None``: there is room."""
+        waiting = [each for each in self._greetings if each.kind == kind]
+        if len(waiting) < self._options.max_handshakes:
+            return None
+        ((busiest, _),) = Counter(each.peer for each in waiting).most_common(1)
+        return next(each for each in waiting if each.peer == busiest)
+
+    def _complain(self, greeting: _Greeting) -> None:
+        self._num_evicted += 1
+        if time.monotonic() >= self._complained_at + _COMPLAINTS_S:
+            self._complained_at = time.monotonic()
+            log.warning(
+                "%d connections were closed before their handshake, to make room for others: the latest %s from %s",
+                *(self._num_evicted, greeting.kind, greeting.peer),
+            )
+            self._num_evicted = 0
 
     def _refuse(self, stream: Stream, error: BatonError) -> None:
         with contextlib.suppress(BatonError):  # it fits the socket's empty buffer, so this never waits
@@ -218,15 +279,22 @@ class BlockServer:
         stream.close()
         with self._lock:
             self._streams.discard(stream)
+            self._greetings = {key: each for key, each in self._greetings.items() if each is not stream}
 
-    def _serve(self, server: SocketPipeServer, stream: Stream) -> None:
+    def _serve(self, server: SocketPipeServer, stream: Stream, greeting: _Greeting) -> None:
+        is_reader = False
         try:
-            wait = Wait(time.monotonic() + self._options.handshake_s)
-            stream = self._replace(stream, server.admit(stream, wait))
+            wait = Wait(time.monotonic() + self._options.handshake_s, greeting.evicted)
+            stream = self._replace(stream, server.admit(stream, wait), greeting)
             greet_as_server(stream, self._token, wait, purpose=PURPOSE_READ, facts=self._facts)
+            with self._lock:
+                self._require_room(greeting.kind)
+                self._greetings.pop(greeting, None)
+                self._readers[greeting.kind] += 1
+                is_reader = True
             server.serve(stream, wait)
-        except PipeClosedError:
-            log.debug("%s left", stream.peer)
+        except (PipeClosedError, CancelledError):
+            log.debug("%s left, or gave way", stream.peer)
         except BatonError as error:
             # As text: a handler that keeps the record would keep the exception's frames, and a gloo group in them.
             log.warning("%s was sent away: %s", stream.peer, str(error))
@@ -236,17 +304,32 @@ class BlockServer:
             stream.close()
             with self._lock:
                 self._streams.discard(stream)
+                self._greetings.pop(greeting, None)
+                self._readers[greeting.kind] -= is_reader
 
-    def _replace(self, old: Stream, new: Stream) -> Stream:
+    def _replace(self, old: Stream, new: Stream, greeting: _Greeting) -> Stream:
         """Go on with the stream that a connection was admitted as."""
         if new is not old:
             with self._lock:
                 self._streams.discard(old)
                 self._streams.add(new)
+                if greeting in self._greetings:
+                    self._greetings[greeting] = new
                 closed = self._closed.is_set()
             if closed:
                 new.close()
         return new
+
+
+def _peer_of(stream: Stream) -> str:
+    """Whose connection it is: an address, or a process of this host."""
+    try:
+        if stream.sock.family == socket.AF_UNIX:
+            packed = stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return f"process {_CREDENTIALS.unpack(packed)[0]}"
+        return str(stream.sock.getpeername()[0])
+    except OSError:  # it has gone: its thread will find out
+        return "a peer that left"
 
 
 def check_shards(fingerprint: Fingerprint, shards: KVShards) -> None:

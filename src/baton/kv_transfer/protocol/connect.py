@@ -9,11 +9,14 @@ import math
 import os
 import select
 import socket
+import time
 from typing import Any
 
 from baton.errors import ConfigError, PipeClosedError
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.sockets import Stream
+
+_FULL_S = 0.01
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -131,14 +134,21 @@ def connect_unix(name: str, wait: Wait) -> Stream:
     wait.check(f"connecting to @{name}")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(wait.remaining())
-        sock.connect("\0" + name)
-    except TimeoutError as error:
+        while True:
+            sock.settimeout(wait.remaining())
+            try:
+                sock.connect("\0" + name)
+                break
+            except BlockingIOError:  # more wait to be accepted than may: it soon takes more
+                time.sleep(_FULL_S)
+                wait.check(f"connecting to @{name}")
+    except BaseException as error:
         sock.close()
-        wait.check(f"connecting to @{name}")
-        raise PipeClosedError(f"@{name} did not answer") from error
-    except OSError as error:
-        sock.close()
+        if not isinstance(error, OSError):
+            raise
+        if isinstance(error, TimeoutError):
+            wait.check(f"connecting to @{name}")
+            raise PipeClosedError(f"@{name} did not answer") from error
         raise PipeClosedError(f"cannot connect to @{name}: {error.strerror or error}") from error
     return Stream(sock, peer=f"@{name}")
 

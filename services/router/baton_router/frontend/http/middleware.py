@@ -52,6 +52,7 @@ class HttpOptions:
         send_timeout_s: Seconds a client may leave a piece of the answer untaken before its request is cancelled.
         request_timeout_s: Seconds a generation may take.
         cors_origins: Origins that browsers may call from.
+        max_connections: Connections at once.
     """
 
     accounts: Accounts | None = None
@@ -62,6 +63,7 @@ class HttpOptions:
     send_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     cors_origins: tuple[str, ...] = ()
+    max_connections: int = 1 << 20
 
 
 class HttpMetrics:
@@ -77,6 +79,9 @@ class HttpMetrics:
             name + "request_seconds", "First byte in to last byte out", ["endpoint"], registry, buckets=_SECONDS
         )
         self._ignored = Counter(name + "ignored_fields", "Request fields that had no effect", ["field"], registry)
+        self._turned_away = Counter(
+            name + "turned_away_connections", "Connections that were refused or gave way", ["reason"], registry
+        )
         self._field_labels: set[str] = set()
 
     def begin(self, endpoint: str) -> None:
@@ -88,6 +93,10 @@ class HttpMetrics:
         self._requests.labels(endpoint, str(status)).inc()
         self._in_flight.labels(endpoint).dec()
         self._seconds.labels(endpoint).observe(seconds)
+
+    def count_turned_away(self, reason: str) -> None:
+        """Count a connection that was refused (``full``), or closed for another (``slow``, ``idle``)."""
+        self._turned_away.labels(reason).inc()
 
     def count_ignored(self, fields: Iterable[str]) -> None:
         """Count ignored fields. Clients choose the names, so only the first hundred have series of their own."""

@@ -6,23 +6,108 @@ uvicorn takes it by its ``http=`` setting and makes one per connection.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import urllib.parse
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from baton_router.frontend.http.errors import error_object
 from baton_router.frontend.http.http_exchange import Handler, HttpExchange
+
+log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
+SILENCE_S = 0.5
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: 29\r\nconnection: close\r\n\r\n"
     b"The request head is too large"
 )
+_FULL_BODY = json.dumps(
+    error_object(503, "this router has all the connections it can take", code="overloaded")
+).encode()
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
+)
+_REFUSED_S = 1.0
+"""How long a refused client may take to read why."""
+_COMPLAINTS_S = 60.0
+
+
+class Crowd:
+    """The connections of one server, which have bounds: descriptors are few.
+
+    Those that have sent no whole head may take half of the room: for one more the oldest of the client that has most of
+    them is closed, so whoever says nothing keeps nobody out. When all room is taken such a one gives way, or the one
+    that has been idle for longest; where there is none the new one is refused with 503.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._silent: dict[HttpProtocol, float] = {}
+        self._refused: set[HttpProtocol] = set()
+        self._told_at = -_COMPLAINTS_S
+
+    def enter(self, connection: HttpProtocol) -> bool:
+        """Let a new connection in; ``False``: there is no room."""
+        most = self._handler.options.max_connections
+        self._silent[connection] = connection.loop.time()
+        room = len(connection.connections) - len(self._refused) <= most
+        if not room or len(self._silent) > max(1, most // 2):
+            oldest = self._longest_silent()
+            if oldest is not connection and oldest.loop.time() - self._silent[oldest] >= oldest.silence_s:
+                self._close(oldest, "slow")
+                return True
+        if room:
+            return True
+        others = (each for each in connection.connections if isinstance(each, HttpProtocol))
+        idle = [(each.idle_since, each) for each in others if each.idle_since is not None]
+        if idle:
+            self._close(min(idle, key=lambda item: item[0])[1], "idle")
+            return True
+        del self._silent[connection]
+        self._count("full", connection)
+        return False
+
+    def refuse(self, connection: HttpProtocol) -> float:
+        """Return how many seconds a connection that was refused may stay open; there are few descriptors for these."""
+        self._refused.add(connection)
+        return _REFUSED_S if len(self._refused) <= max(8, self._handler.options.max_connections // 6) else 0.0
+
+    def proved(self, connection: HttpProtocol) -> None:
+        """Hear that a connection has sent a head."""
+        self._silent.pop(connection, None)
+
+    def left(self, connection: HttpProtocol) -> None:
+        """Hear that a connection is gone."""
+        self.proved(connection)
+        self._refused.discard(connection)
+
+    def _longest_silent(self) -> HttpProtocol:
+        ((busiest, _),) = Counter(each.host for each in self._silent).most_common(1)
+        return next(each for each in self._silent if each.host == busiest)
+
+    def _close(self, connection: HttpProtocol, reason: str) -> None:
+        self.proved(connection)
+        self._count(reason, connection)
+        connection.transport.abort()
+
+    def _count(self, reason: str, connection: HttpProtocol) -> None:
+        self._handler.metrics.count_turned_away(reason)
+        now = connection.loop.time()
+        if now >= self._told_at + _COMPLAINTS_S:
+            self._told_at = now
+            log.warning(
+                "%d connections are open, of at most %d: some are closed or refused (%s, from %s)",
+                *(len(connection.connections), self._handler.options.max_connections, reason, connection.host),
+            )
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -39,15 +124,19 @@ class HttpProtocol(HttpToolsProtocol):
 
     Attributes:
         handler: Serves the endpoints that need no ASGI.
+        crowd: All connections of the server.
         max_head_bytes: Bytes of a head, but for the read it begins in, and of what else is no body.
+        silence_s: Seconds without a whole head from which on a connection may have to give way to others.
         head_timeout_s: Seconds from the connection, or from a head's first byte, to its end.
     """
 
     handler: Handler
+    crowd: Crowd
     cycle: Any
     pipeline: deque[tuple[Any, Any]]
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
+    silence_s = SILENCE_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what uvicorn gives its protocols."""
@@ -60,23 +149,41 @@ class HttpProtocol(HttpToolsProtocol):
         self._send_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._refused = False
         self._idle_since: float | None = None
         """When the last answer was complete, by the loop's clock; ``None``: something has come since."""
 
     @classmethod
     def serving(cls, handler: Handler) -> type[HttpProtocol]:
         """Return the class of a server's connections, for uvicorn's ``http=`` setting."""
-        return type(cls.__name__, (cls,), {"handler": handler})
+        return type(cls.__name__, (cls,), {"handler": handler, "crowd": Crowd(handler)})
+
+    @property
+    def host(self) -> str:
+        """Where the client is."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the last answer was complete, by the loop's clock; ``None``: something has come since."""
+        return None if self.transport.is_closing() else self._idle_since
 
     # --- the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
+        if self.crowd.enter(self):
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
+            return
+        # Not closed at once: what the client sends meanwhile would reset the connection before the answer is read.
+        self._refused = True
+        self.transport.write(_FULL)
+        self._head_timer = self.loop.call_later(self.crowd.refuse(self), self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell all requests that the client has gone."""
+        self.crowd.left(self)
         self._end_head()
         self._end_watch()
         self._unset_keepalive_if_required()
@@ -111,6 +218,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
+        if self._refused:
+            return
         self._head_bytes += len(data)
         self._idle_since = None
         try:
@@ -270,6 +379,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end_head(self) -> None:
         self._in_head, self._head_bytes = False, 0
+        self.crowd.proved(self)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
