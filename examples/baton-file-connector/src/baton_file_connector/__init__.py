@@ -56,7 +56,7 @@ class FileConnector(KVConnector):
         self._generations = context.shards.primary.generations
         self._block_size, self._wake = context.fingerprint.block_size, context.wake
         self._folder = path / context.fingerprint.digest().hex()[:32]
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be told from KV
         self._loads: dict[RequestId, _Load] = {}
         self._done: deque[LoadUpdate] = deque()
         self._readers = ThreadPoolExecutor(2, "baton-files-read")
@@ -163,6 +163,7 @@ class FileConnector(KVConnector):
         target = self._file(block_hash)
         part = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         try:
+            part.touch(mode=0o600)
             part.write_bytes(hashlib.sha256(content).digest() + content)
             part.rename(target)
         except OSError as error:

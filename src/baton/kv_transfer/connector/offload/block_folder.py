@@ -8,6 +8,7 @@ another application's.
 A file gets its name when it is whole, by a rename, so half of one is never read. Each process adds up what it
 writes and looks through the whole directory now and then; when it holds too much, the files that were used longest ago
 go. Processes need not know of each other: a file that another process removed is a miss.
+Prompts can be told from KV, so files and folders are their owner's alone: processes that share them have one user.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class BlockFormat:
         """
         data = block[: self.num_bytes].data
         pieces = [memoryview(self._header(name, xxhash.xxh3_128_hexdigest(data))), data]
-        with open(path, "xb", buffering=0) as file:
+        with open(path, "xb", buffering=0, opener=_open_private) as file:
             for piece in pieces:
                 at = 0
                 while at < len(piece):
@@ -178,7 +179,9 @@ class BlockFolder:
         self._scanned = False
         self.num_damaged = self.num_evicted = 0
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            _make_private(self._folder)
         except OSError as error:
             message = f"{path} cannot be used: {error.strerror}"
             raise ConfigError(message, field="kv_connector_options") from error
@@ -238,7 +241,7 @@ class BlockFolder:
         file = self._file(name)
         part = file.with_name(f"{file.stem}.{secrets.token_hex(8)}{_PART}")
         try:
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(mode=0o700, exist_ok=True)
             try:
                 self._format.write(part, name, block, sync=self._sync)
                 part.rename(file)
@@ -315,6 +318,18 @@ class BlockFolder:
         with self._lock:
             self._used -= size
         return True
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _make_private(folder: Path) -> None:
+    """Keep other users out of a folder of ours; an earlier version let them read what it wrote."""
+    status = folder.stat()
+    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        folder.chmod(0o700)
+        log.warning("%s could be used by others than its owner: it is private now", folder)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
