@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 from collections.abc import Iterator
 
@@ -15,6 +16,9 @@ from tests.support.servers.warm import WarmStarter
 CALM = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=CALM)
 hypothesis.settings.load_profile("tests")
+
+os.umask(0o077)
+"""Files with tokens and keys that tests write must be their owner's alone, or they are refused."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As of a shell's background job; what tests start would inherit it, and some of that is ended by Ctrl-C.

@@ -53,6 +53,8 @@ async def deployment(leak: bool) -> AsyncIterator[str]:
     tenants = {"one": {"keys": ["a", "b"]}} if leak else {"a": {"keys": ["a"]}, "b": {"keys": ["b"]}}
     with tempfile.TemporaryDirectory() as folder:
         keys, secret = Path(folder) / "keys.json", Path(folder) / "secret"
+        for private in (keys, secret):
+            private.touch(mode=0o600)
         keys.write_text(json.dumps({"tenants": tenants}))
         secret.write_bytes(os.urandom(32).hex().encode())
         process = await asyncio.create_subprocess_exec(

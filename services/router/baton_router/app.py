@@ -76,6 +76,11 @@ class RouterApp:
             raise ConfigError(
                 f"HTTP on {config.host}, which others can reach, needs --api-keys (or --open-http)", field="host"
             )
+        if accounts and self._tls is None and not is_loopback(config.host):
+            log.warning(
+                "API keys reach %s in the clear: give --tls-cert, or keep all but a proxy with TLS away from this port",
+                config.host,
+            )
         self._accounts = accounts.accounts if accounts is not None else None
         self.metrics = CollectorRegistry()
         steps = TurnBatcher()

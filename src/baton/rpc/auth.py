@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from baton.config.pipes import clear_pipes
 from baton.errors import ConfigError
+from baton.rpc.secret_files import read_secret_file
 from baton.rpc.tls import Tls
 
+log = logging.getLogger(__name__)
+
+_LEAST_CHARACTERS, _LEAST_DIFFERENT = 16, 6
 HEADER = "authorization"
 
 
 def read_token(path: str) -> str | None:
-    """Read a token file; an empty path means no token.
+    """Read a token file; an empty path means no token. A token that could be guessed is warned of.
 
     Raises:
-        ConfigError: The file is missing or empty.
+        ConfigError: The file is missing or empty, or open to others.
     """
     if not path:
         return None
     try:
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token file {path}: {error.strerror}", field="token_file") from error
+        token = read_secret_file(path, "the token file", "token_file").decode().strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the token file {path} is no text", field="token_file") from error
     if not token:
         raise ConfigError(f"the token file {path} is empty", field="token_file")
+    if len(token) < _LEAST_CHARACTERS or len(set(token)) < _LEAST_DIFFERENT:
+        log.warning(
+            "the token in %s can be guessed: it has %d characters, %d different ones; head -c 32 /dev/urandom | base64 "
+            "makes one that cannot",
+            *(path, len(token), len(set(token))),
+        )
     return token
 
 

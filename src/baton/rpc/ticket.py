@@ -14,12 +14,12 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from baton.api.v1 import worker_pb2
 from baton.errors import ConfigError, PermissionDeniedError
+from baton.rpc.secret_files import read_secret_file
 
 MIN_KEY_BYTES = 16
 _NONCE_BYTES = 16
@@ -32,14 +32,11 @@ def read_ticket_key(path: str) -> bytes | None:
     """Read the key that routers and decode instances share; an empty path means none.
 
     Raises:
-        ConfigError: The file cannot be read, or the key is too short.
+        ConfigError: The file cannot be read or is open to others, or the key is too short.
     """
     if not path:
         return None
-    try:
-        key = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the ticket key {path}: {error.strerror}", field="ticket_key_file") from error
+    key = read_secret_file(path, "the ticket key", "ticket_key_file").strip()
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(
             f"the ticket key in {path} has {len(key)} bytes; {MIN_KEY_BYTES} are the least", field="ticket_key_file"

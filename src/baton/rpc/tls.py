@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 
 from baton.errors import ConfigError
+from baton.rpc.secret_files import read_secret_file
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +153,12 @@ class Tls:
         return tuple(_stamp(path) for path in self._paths)
 
     def _read(self) -> _Material:
-        fields = ("tls_cert", "tls_key", "tls_ca")
-        return _Material(*(_read(path, field) for path, field in zip(self._paths, fields, strict=True)))
+        cert, key, ca = self._paths
+        return _Material(
+            _read(cert, "tls_cert"),
+            read_secret_file(key, "the key", "tls_key", most=_MAX_FILE_BYTES),
+            _read(ca, "tls_ca"),
+        )
 
 
 def read_tls(config: TlsFields) -> Tls | None:

@@ -276,6 +276,17 @@ async def test_nobody_listens_off_loopback_without_authentication(tmp_path: Path
         assert caught.value.field == "host"
 
 
+async def test_api_keys_in_the_clear_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("keys", "token"):
+        (tmp_path / name).write_text("3b1f8a64c0de99a75b1f8a64c0de99a7\n")
+    files = {"api_keys": str(tmp_path / "keys"), "token_file": str(tmp_path / "token")}
+    for host in ("127.0.0.1", "0.0.0.0"):
+        assert "in the clear" not in caplog.text
+        app = RouterApp(RouterConfig(host=host, **files))  # type: ignore[arg-type]
+        await app.stop()
+    assert "API keys reach 0.0.0.0 in the clear" in caplog.text
+
+
 def test_listen_on_a_port_in_use() -> None:
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]

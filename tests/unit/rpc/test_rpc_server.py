@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -10,6 +12,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.support.servers.certificates import Authority
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import (
@@ -27,6 +30,10 @@ from baton.rpc.auth import is_loopback, read_token
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import DETAILS_KEY, from_rpc_error
 from baton.rpc.server import GrpcServer, free_port, free_ports
+from baton.rpc.ticket import read_ticket_key
+from baton.rpc.tls import Tls
+from baton_router.accounts.accounts import read_entries
+from baton_router.accounts.sources import read_secret
 
 SERVICE = "baton.api.v1.RouterService"
 
@@ -212,6 +219,74 @@ def test_token_files(tmp_path):
         with pytest.raises(ConfigError) as caught:
             read_token(str(tmp_path / bad))
         assert caught.value.field == "token_file"
+
+
+def _read_accounts(path):
+    return read_entries(Path(path))
+
+
+READERS = [read_token, read_ticket_key, read_secret, _read_accounts]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620, 0o666])
+def test_files_with_secrets_are_their_owners_alone(tmp_path, read, mode):
+    path = tmp_path / "secret"
+    path.write_text("a-long-secret-that-nobody-knows")
+    assert read(str(path))
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}.*chmod 600 {path}"):
+        read(str(path))
+
+
+def test_keys_of_certificates_are_their_owners_alone(tmp_path):
+    made = Authority(tmp_path / "authority").issue("service")
+    Tls(made.cert, made.key, made.ca)
+    Path(made.cert).chmod(0o644)
+    Path(made.key).chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        Tls(made.cert, made.key, made.ca)
+    assert caught.value.field == "tls_key"
+
+
+def test_secrets_that_a_container_mounts_are_taken_as_they_are(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "token"
+    path.write_text("a-long-secret-that-nobody-knows")
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match="mode 0444"):
+        read_token(str(path))
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert read_token(str(path))
+    assert not caplog.records
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+def test_secrets_of_another_user_may_be_read_by_its_group(tmp_path, caplog):
+    path = tmp_path / "token"
+    path.write_text("a-long-secret-that-nobody-knows")
+    os.chown(path, 12345, 12345)
+    path.chmod(0o640)
+    assert read_token(str(path))
+    assert not caplog.records
+    path.chmod(0o644)
+    assert read_token(str(path))
+    assert f"everybody on this host can read the token file {path}" in caplog.text
+    path.chmod(0o660)
+    with pytest.raises(ConfigError, match="can write"):
+        read_token(str(path))
+
+
+@pytest.mark.parametrize("token", ["short", "aaaaaaaaaaaaaaaaaaaaaaaa"])
+def test_a_token_that_can_be_guessed_is_warned_of(tmp_path, token, caplog):
+    path = tmp_path / "token"
+    path.write_text(token)
+    assert read_token(str(path)) == token
+    assert f"the token in {path} can be guessed" in caplog.text
+    assert token not in caplog.text.replace(str(path), "")
+    caplog.clear()
+    path.write_text("3b1f8a64c0de99a75b1f8a64c0de99a7")
+    assert read_token(str(path))
+    assert not caplog.records
 
 
 def test_a_mismatch_keeps_its_status():

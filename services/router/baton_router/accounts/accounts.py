@@ -23,6 +23,7 @@ from typing import Any
 
 from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc.convert import tenant_to_pb
+from baton.rpc.secret_files import read_secret_file
 from baton.types import Tenant
 from baton_router.types import Account, salt_of
 
@@ -138,15 +139,9 @@ def read_entries(path: Path) -> dict[bytes, AccountEntry]:
     """Read the tenants, by the SHA-256 of their keys.
 
     Raises:
-        ConfigError: The file cannot be read, has no key, or makes no sense; says where.
+        ConfigError: The file cannot be read, is open to others, has no key, or makes no sense; says where.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read the API keys {path}: {error.strerror}", field=FIELD) from error
-    if len(data) > MAX_FILE_BYTES:
-        raise _wrong(f"{path} is longer than {MAX_FILE_BYTES} bytes")
+    data = read_secret_file(path, "the API keys", FIELD, most=MAX_FILE_BYTES)
     try:
         text = data.decode()
         if path.suffix == ".toml":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
 from baton.rpc.redis_client import open_redis, redis_errors
+from baton.rpc.secret_files import read_secret_file
 from baton.rpc.tls import Tls
 from baton_router.accounts.accounts import FIELD, MAX_FILE_BYTES, Accounts, entries_of_json, read_entries
 
@@ -80,16 +81,11 @@ def read_secret(path: str) -> bytes | None:
     """Read the secret that decides the tenants' salts; an empty path means none.
 
     Raises:
-        ConfigError: It cannot be read, or is too short.
+        ConfigError: It cannot be read, is open to others, or is too short.
     """
     if not path:
         return None
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the tenants' secret {path}: {error.strerror}", field="tenant_secret_file"
-        ) from error
+    secret = read_secret_file(path, "the tenants' secret", "tenant_secret_file").strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"the tenants' secret in {path} has {len(secret)} bytes; {MIN_SECRET_BYTES} are the least",
