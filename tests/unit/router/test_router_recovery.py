@@ -155,3 +155,16 @@ def test_the_budget_is_a_share_of_recent_requests(clock: Clock) -> None:
     assert sum(budget.take("internal") for _ in range(1000)) == pytest.approx(20, abs=1), "old requests don't count"
     clock.now += 60
     assert budget.take("internal")
+
+
+def test_requests_after_a_quiet_minute_count_in_full(clock: Clock) -> None:
+    budget = RetryBudget(0.2, CollectorRegistry(), now=clock)
+    clock.now += 60
+    for _ in range(1000):
+        budget.count_request()
+    assert sum(budget.take("internal") for _ in range(1000)) == 220
+    clock.now += 60
+    for _ in range(1000):
+        budget.count_request()
+        clock.now += 0.001
+    assert sum(budget.take("internal") for _ in range(1000)) == pytest.approx(210, abs=2), "they came within a second"

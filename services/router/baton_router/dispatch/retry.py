@@ -160,6 +160,7 @@ class RetryBudget:
 
     def count_request(self) -> None:
         """Count a request that begins."""
+        self._fade()
         self._requests += 1.0
 
     def take(self, reason: str) -> bool:
@@ -168,13 +169,17 @@ class RetryBudget:
         Args:
             reason: Why there is a second try, for the metrics.
         """
-        now = self._now()
-        fade = math.exp((self._at - now) / _WINDOW_S)
-        self._at = now
-        self._requests *= fade
-        self._retries *= fade
+        self._fade()
         if self._retries + 1 > self._share * self._requests + _FREE_PER_S * _WINDOW_S:
             self._denied.labels(reason).inc()
             return False
         self._retries += 1.0
         return True
+
+    def _fade(self) -> None:
+        """Let what was counted so far grow older; whatever is counted next is new."""
+        now = self._now()
+        fade = math.exp((self._at - now) / _WINDOW_S)
+        self._at = now
+        self._requests *= fade
+        self._retries *= fade
