@@ -77,7 +77,9 @@ class KvEventLog:
                 position += 1
             while position > self.sequence and not await _set_within(changed, silence_s):
                 silence_s = heartbeat_s
-                yield events_pb2.KvEventBatch(epoch=self._epoch, sequence=self.sequence, heartbeat=True)
+                # What was appended since the time was up is sent first: a heartbeat names the last batch that was sent.
+                if position > self.sequence:
+                    yield events_pb2.KvEventBatch(epoch=self._epoch, sequence=self.sequence, heartbeat=True)
 
     def _reaches(self, sequence: int) -> bool:
         return self.sequence - len(self._ring) < sequence <= self.sequence + 1

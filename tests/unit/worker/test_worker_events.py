@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from baton.api.v1 import events_pb2
 from baton.errors import UnavailableError
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.types import BlockHash, Epoch
 from baton.worker.context import Admission
 from baton.worker.events import KvEventLog
+from baton_router.indexer.event_applier import EventApplier, IndexState
+from baton_router.indexer.prefix_index import PrefixIndex
 
 EPOCH = Epoch(b"e" * 16)
 
@@ -159,3 +163,27 @@ async def test_closing_the_log_ends_every_stream() -> None:
     log.close()
     async with asyncio.timeout(30):
         assert await asyncio.gather(*waiting) == [None, None]
+
+
+async def test_a_heartbeat_names_no_batch_that_was_not_sent() -> None:
+    """A batch may be appended when the silence is over and the heartbeat is not yet on its way."""
+    log = KvEventLog(EPOCH)
+    log.append([BlocksStored(None, (block(1),))])
+    stream = log.follow(2, EPOCH, Follower(log, []).snapshot, heartbeat_s=0.01)
+    applier = EventApplier(PrefixIndex(), now=time.monotonic)
+    snapshot = events_pb2.KvEventBatch(epoch=EPOCH, sequence=1, snapshot=True)
+    assert applier.apply(snapshot)
+    async with asyncio.timeout(30):
+        assert (await anext(stream)).heartbeat
+        for number in range(2, 6):
+            waiting = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_later(0.01, log.append, [BlocksStored(None, (block(number),))])
+            time.sleep(0.03)  # noqa: ASYNC251 - both are due now, the heartbeat first
+            for batch in (await waiting, await anext(stream)):
+                if batch.heartbeat:
+                    applier.heartbeat(batch, 1.0)
+                else:
+                    applier.apply(batch)
+    assert applier.num_gaps == 0
+    assert applier.state is IndexState.EXACT
