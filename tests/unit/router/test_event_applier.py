@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import events_pb2
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash, Epoch
 from baton_router.indexer.event_applier import EventApplier, EventGapError, IndexState
+from baton_router.indexer.event_subscriber import EventSubscriber, IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex
 
 A, B = Epoch(b"a" * 16), Epoch(b"b" * 16)
@@ -292,3 +299,42 @@ def test_a_silence_that_is_too_long_makes_matches_worthless(feed: EventApplier, 
     assert feed.usable, "stale, but not for long"
     clock.now = 10.1
     assert (feed.usable, feed.state) == (False, IndexState.OFF)
+
+
+class Stream:
+    """An event stream that brings what it was given, and ends."""
+
+    def __init__(self, *batches: events_pb2.KvEventBatch) -> None:
+        self.batches = batches
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for item in self.batches:
+            yield SimpleNamespace(batch=item)
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_events_of_a_tier_that_is_not_known_are_told(
+    feed: EventApplier, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = CollectorRegistry()
+    follower = EventSubscriber(feed, IndexMetrics(registry), 0.0)
+    removed = events_pb2.KvEvent(removed=events_pb2.KvBlocksRemoved(block_hashes=HASHES[:1], tier="tape"))
+    cleared = events_pb2.KvEvent(cleared=events_pb2.KvCleared(tier="tape"))
+    with caplog.at_level(logging.WARNING):
+        await follower.follow(
+            "d0",
+            Stream(
+                batch(1, stored(HASHES[:2]), stored(HASHES[2:4], "tape"), snapshot=True),
+                batch(2, removed, cleared, stored(HASHES[4:5], "disk")),
+                batch(3, *(stored(HASHES[:1], f"made-up-{i}" * 1000) for i in range(100))),
+            ),
+        )
+    assert (feed.num_blocks, feed.num_lower_blocks) == (2, {"disk": 1})
+    assert registry.get_sample_value("baton_router_index_unknown_tier_events_total", {"instance": "d0"}) == 103
+    assert registry.get_sample_value("baton_router_index_events_total", {"instance": "d0"}) == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("tape" in line for line in told) == 1, "once, not for each event"
+    assert sum(map(len, told)) < 10_000, "names are bounded"
+    assert feed.state is not IndexState.OFF

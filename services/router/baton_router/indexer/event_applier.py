@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.api.v1 import events_pb2
+from baton.errors import shown
 from baton.hashing import HASH_BYTES, HashChain
 from baton.types import BlockHash, Epoch
 from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
@@ -16,6 +17,9 @@ LOWER_TIERS = ("host", "disk", "remote")
 """Nearest first. A block there must be loaded before it is used, so it is no match; see :attr:`EventApplier.tiers`."""
 STORE_TIERS = {"host": "store", "disk": "store_disk", "remote": "store_remote"}
 """What the tiers of a KV store are called, seen from the instances that load from it."""
+_KNOWN_TIERS = frozenset({"", DEVICE, *LOWER_TIERS})
+_MAX_NAMES = 16
+"""Names of unknown tiers that are remembered of one sender."""
 
 
 class IndexState(enum.StrEnum):
@@ -97,6 +101,8 @@ class EventApplier:
         lower_slots: The slot of each lower tier that the instance has told of.
         num_gaps: Gaps in its events.
         num_events: Events applied.
+        num_unknown: Events of tiers that this router does not know: their blocks count nowhere.
+        unknown_tiers: What those tiers are called; the first ones.
     """
 
     def __init__(
@@ -121,7 +127,8 @@ class EventApplier:
         self._partial = False
         self._decisions = ApproxIndex(index, now=now, ttl_s=decision_ttl_s)
         self.num_gaps = 0
-        self.num_events = 0
+        self.num_events = self.num_unknown = 0
+        self.unknown_tiers: set[str] = set()
 
     @property
     def tiers(self) -> tuple[tuple[str, int], ...]:
@@ -253,9 +260,10 @@ class EventApplier:
             return False
         self._sequence, self._partial = batch.sequence, batch.more
         self._hear()
+        unknown = self.num_unknown
         for event in batch.events:
             self._apply_event(event)
-        self.num_events += len(batch.events)
+        self.num_events += len(batch.events) - (self.num_unknown - unknown)
         return True
 
     def _hear(self) -> None:
@@ -270,7 +278,11 @@ class EventApplier:
 
     def _apply_event(self, event: events_pb2.KvEvent) -> None:
         kind = event.WhichOneof("event")
-        if kind == "stored":
+        if kind is not None and (name := getattr(event, kind).tier) not in _KNOWN_TIERS:
+            self.num_unknown += 1
+            if len(self.unknown_tiers) < _MAX_NAMES:
+                self.unknown_tiers.add(shown(name))
+        elif kind == "stored":
             slot = self._slot_of(event.stored.tier, make=True)
             if slot is not None and self._index.stored(slot, _hashes(event.stored.block_hashes)):
                 self._incomplete = True
@@ -289,7 +301,7 @@ class EventApplier:
         """Return a tier's slot; ``None``: nothing is kept of it."""
         if tier in ("", DEVICE):
             return self.slot
-        if make and tier in LOWER_TIERS and tier not in self.lower_slots:
+        if make and tier not in self.lower_slots:
             self.lower_slots[tier] = self._index.add()
         return self.lower_slots.get(tier)
 

@@ -33,10 +33,13 @@ class IndexMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.events = Counter("baton_router_index_events", "KV events applied", ["instance"], registry)
         self.gaps = Counter("baton_router_index_sequence_gaps", "Gaps in KV events", ["instance"], registry)
+        self.unknown = Counter(
+            "baton_router_index_unknown_tier_events", "KV events of tiers not known here", ["instance"], registry
+        )
 
     def remove(self, instance: str) -> None:
         """Remove the series of an instance that left."""
-        for counter in (self.events, self.gaps):
+        for counter in (self.events, self.gaps, self.unknown):
             counter.remove(instance)
 
 
@@ -65,6 +68,8 @@ class EventSubscriber:
         self._events, self._metrics, self._beat_s = events, metrics, beat_s
         self.heard = False
         """Whether the latest stream brought anything."""
+        self._told: set[str] = set()
+        """Unknown tiers that the log has."""
 
     async def follow(self, name: str, call: EventStream) -> bool:
         """Follow one stream until it ends; ``False``: there is none to be had.
@@ -97,7 +102,23 @@ class EventSubscriber:
         """Put a batch into the index. Once heartbeats come, ``silence`` ends a stream that nothing comes from."""
         if batch.heartbeat:
             self._events.heartbeat(batch, _SILENT_BEATS * self._beat_s)
-        elif self._events.apply(batch):
-            self._metrics.events.labels(name).inc(len(batch.events))
+        else:
+            before, unknown = self._events.num_events, self._events.num_unknown
+            if self._events.apply(batch):
+                self._metrics.events.labels(name).inc(self._events.num_events - before)
+            if self._events.num_unknown > unknown:
+                self._metrics.unknown.labels(name).inc(self._events.num_unknown - unknown)
+                self._tell_unknown(name)
         if batch.heartbeat or silence.when() is not None:
             silence.reschedule(asyncio.get_running_loop().time() + _LOST_BEATS * self._beat_s)
+
+    def _tell_unknown(self, name: str) -> None:
+        """Say once of each unknown tier that its blocks count nowhere."""
+        new = self._events.unknown_tiers - self._told
+        if new:
+            self._told |= new
+            log.warning(
+                "KV events of %s are of tiers that this router does not know, their blocks count nowhere: %s",
+                name,
+                ", ".join(sorted(new)),
+            )
