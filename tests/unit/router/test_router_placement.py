@@ -466,3 +466,23 @@ async def test_an_instance_without_partners_is_used_when_no_other_is_free() -> N
     assert placement.decision.path is PrefillPath.LOCAL
     assert math.isfinite(placement.decision.score)
     await cluster.registry.close()
+
+
+async def test_a_request_of_more_sequences_than_the_routers_part_is_placed(cluster: Cluster) -> None:
+    one, two = cluster.get("d:1"), cluster.get("d:2")
+    one.load.limit = two.load.limit = 4
+    large = cluster.placer.place(PlacementRequest(PROMPT, num_sequences=6))
+    assert large is not None
+    assert cluster.placer.place(PlacementRequest(PROMPT, num_sequences=3)) is not None
+    other = two if large.decode is one else one
+    assert other.load.requests == 3, "what follows goes elsewhere"
+    another = cluster.placer.place(PlacementRequest(PROMPT, num_sequences=5))
+    assert another is not None
+    assert another.decode is other, "there is room for one: it needs not wait until there is nothing else"
+    assert cluster.placer.place(PlacementRequest(PROMPT)) is None, "more than the parts waits"
+    large.release()
+    assert cluster.placer.place(PlacementRequest(PROMPT, num_sequences=4)) is not None
+    one.load.limit = two.load.limit = 0
+    for x in (one, two):
+        x.load.requests = 0
+    assert cluster.placer.place(PlacementRequest(PROMPT, num_sequences=6)) is None, "no part, no request"

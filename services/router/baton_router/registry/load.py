@@ -78,6 +78,14 @@ class LoadTracker:
         """Work in flight, and a share of what was done lately, in tokens."""
         return in_flight([self])[1][0]
 
+    def has_room(self, sequences: int) -> bool:
+        """Whether a request may be placed here now.
+
+        One of more sequences than this router may have here at all gets in while there is room for any: else it never
+        would. What follows waits until there is room again.
+        """
+        return self.requests + sequences <= self.limit or (sequences > self.limit and self.requests < self.limit)
+
     def done(self, tokens: float) -> None:
         """Count work that is no longer in flight."""
         now = self.now()

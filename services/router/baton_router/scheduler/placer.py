@@ -219,7 +219,7 @@ class Placer:
         if request.exclude:
             decodes = [x for x in decodes if x.identity not in request.exclude]
         if reserve:
-            free = [x for x in decodes if x.load.requests + request.num_sequences <= x.load.limit]
+            free = [x for x in decodes if x.load.has_room(request.num_sequences)]
             if len(free) < len(decodes):
                 decodes = free
         if not decodes:
