@@ -27,6 +27,7 @@ class Account:
         max_in_flight: Requests that may run or wait at once; 0: any number.
         requests_per_minute: 0: any number.
         tokens_per_minute: Prompt tokens and expected output tokens; 0: any number.
+        priority_floor: Lowest number, that is highest priority, that its requests may have; others get this one.
         admin: Whether it may see all tenants' requests.
         salt_key: Key of its salts.
     """
@@ -36,6 +37,7 @@ class Account:
     max_in_flight: int
     requests_per_minute: int
     tokens_per_minute: int
+    priority_floor: int
     admin: bool
     salt_key: bytes = field(repr=False)
     message: common_pb2.Tenant | None = field(repr=False)

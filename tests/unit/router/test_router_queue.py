@@ -12,14 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.support.scripted import ScriptedDispatcher
 
 from baton.errors import ConfigError
+from baton.tokenizer import TextModelCache
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Accounts, Tenants, entries_of_tenants
 from baton_router.admission.estimates import DrainRate
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import QUANTUM, FairQueue, Waiting
 from baton_router.config import RouterConfig
+from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationMetrics
+from baton_router.processor.text_request import TextRequest
 from baton_router.types import RoutedRequest
 
 COSTS = st.integers(1, 20_000)
@@ -204,6 +209,7 @@ def test_bounds_hold_and_books_add_up(
         assert item.queued
         queue.remove(item)
     assert_empty(queue)
+    assert not queue._by_arrival
 
 
 def _key(item: Waiting) -> tuple[str, int]:
@@ -322,3 +328,79 @@ def test_names_of_tenants_say_nothing_of_salts_and_people() -> None:
     assert "secret" not in salt
     assert tenants.name(None, "secret", "you") == salt != tenants.name(None, "other", "you")
     assert Tenants().name(None, "secret", "") != salt, "a guess cannot be tried out elsewhere"
+
+
+# --- priority is no way around weights ---
+
+
+def weighted(*, floor: int = 0) -> Accounts:
+    tenants = {"heavy": {"keys": ["heavy"], "weight": 10}, "light": {"keys": ["light"], "priority_floor": floor}}
+    return Accounts(entries_of_tenants({"tenants": tenants}), b"secret")
+
+
+async def asked(accounts: Accounts, tenant: str, priority: int) -> RoutedRequest:
+    """Return a request as the router's queue gets it."""
+    account = accounts.identify(f"Bearer {tenant}")
+    request = TextRequest("def", SamplingParams(max_tokens=1), priority=priority, account=account)
+    processor = InputProcessor(ScriptedDispatcher(), TextModelCache(), GenerationMetrics(CollectorRegistry()))
+    return (await processor.prepare(request)).routed
+
+
+@pytest.mark.parametrize(("floor", "share"), [(0, 10), (-5, 0)])
+async def test_priority_does_not_defeat_weights(make: Maker, floor: int, share: int) -> None:
+    accounts, queue, served = weighted(floor=floor), unbounded(), Counter[str]()
+    heavy, light = await asked(accounts, "heavy", 0), await asked(accounts, "light", -1000)
+    assert (heavy.priority, light.priority) == (0, floor)
+    for _ in range(1000):
+        for request in (heavy, light):
+            item = make(request.tenant, 100)
+            item.request, item.priority = request, request.priority
+            queue.add(item)
+    for _ in range(1000):
+        served[queue.take().request.tenant] += 1
+    assert served["heavy"] == pytest.approx(share * served["light"], rel=0.1)
+    assert (await asked(accounts, "light", 7)).priority == 7, "its own work it may put last"
+
+
+def test_a_single_tenant_has_no_floor_and_a_wrong_one_is_named() -> None:
+    alone = Accounts(entries_of_tenants({"tenants": {"a": {"keys": ["a"]}}}), b"secret").identify("Bearer a")
+    assert alone is not None
+    assert alone.priority_floor == -(2**31)
+    for wrong in (1.5, True, "0", 2**31):
+        with pytest.raises(ConfigError, match=r"tenants\.a\.priority_floor"):
+            entries_of_tenants({"tenants": {"a": {"keys": ["a"], "priority_floor": wrong}}})
+
+
+def test_who_has_waited_long_takes_turns_with_the_highest_class(make: Maker) -> None:
+    queue, order = FairQueue(10**6, 10**9, 1.0, ageing_s=30), list[str]()
+    for _ in range(5):
+        queue.add(make("low", QUANTUM, priority=9))
+    for second in range(60):
+        for _ in range(2):  # more than leaves
+            item = make("high", QUANTUM, priority=-second % 3)
+            item.arrived = float(second)
+            queue.add(item)
+        queue.age(float(second))
+        order.append(queue.take().request.tenant)
+    assert "low" not in order[:30]
+    assert order[30:].count("low") == 5
+    assert set(order[30:40]) == {"low", "high"}, "in turns, not first"
+    while len(queue):
+        queue.age(1000.0)
+        queue.take()
+    assert_empty(queue)
+    assert not queue._aged
+    assert not queue._by_arrival
+
+
+def test_priority_takes_no_place_from_other_tenants(make: Maker) -> None:
+    queue = FairQueue(4, 1000, 1.0)
+    others = [make(f"other{i}", priority=5) for i in range(3)]
+    for item in others:
+        queue.add(item)
+    queue.add(mine := make("mine", priority=5))
+    assert queue.victim("late", -1000) is None, "all have as much as the newcomer would"
+    assert queue.victim("mine", -1000) is mine, "its own it may replace"
+    queue.remove(others[0])
+    queue.add(second := make("other1", priority=5))
+    assert queue.victim("late", 5) is queue.victim("late", -1000) is second

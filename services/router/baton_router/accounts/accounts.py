@@ -30,6 +30,7 @@ from baton_router.types import Account, salt_of
 FIELD = "api_keys"
 MAX_FILE_BYTES = 16 << 20
 MAX_WEIGHT = 1000.0
+_NO_FLOOR = -(2**31)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PURPOSE = b"baton tenant salt 1\0"
 _REMEMBERED = 1024
@@ -45,6 +46,7 @@ class AccountEntry:
     max_in_flight: int = 0
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    priority_floor: int = 0
     admin: bool = False
 
 
@@ -121,7 +123,9 @@ def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
         max_in_flight=entry.max_in_flight,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
-        admin=entry.admin or alone,  # a tenant that is alone has nothing to be kept from
+        # A tenant that is alone has nothing to be kept from.
+        priority_floor=_NO_FLOOR if alone else entry.priority_floor,
+        admin=entry.admin or alone,
         salt_key=key,
         message=tenant_to_pb(entry.tenant),
         own_salt=salt_of(key, ""),
@@ -236,6 +240,9 @@ def _entry(name: str, values: Mapping[str, Any], where: str) -> AccountEntry:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
             raise _wrong(f"{where}.{field} must be a whole number from 0 on")
         numbers[field] = number
+    floor = values.get("priority_floor", 0)
+    if isinstance(floor, bool) or not isinstance(floor, int) or not _NO_FLOOR <= floor < 2**31:
+        raise _wrong(f"{where}.priority_floor must be a whole number of 32 bits")
     admin = values.get("admin", False)
     if not isinstance(admin, bool):
         raise _wrong(f"{where}.admin must be true or false")
@@ -243,7 +250,7 @@ def _entry(name: str, values: Mapping[str, Any], where: str) -> AccountEntry:
         tenant = Tenant(name, *(numbers.pop(field) for field in _QUOTAS))
     except InvalidRequestError as error:
         raise _wrong(f"{where}: {error.message}") from error
-    return AccountEntry(tenant, weight=float(weight), admin=admin, **numbers)
+    return AccountEntry(tenant, weight=float(weight), priority_floor=floor, admin=admin, **numbers)
 
 
 def _digests(values: Mapping[str, Any], where: str) -> list[bytes]:

@@ -32,6 +32,8 @@ _BUSY_S = 1.0
 """After which a tenant with too many requests at once may try again: when one of them ends is not known."""
 _TICK_S = 0.01
 """How often the queue looks for room that it is not told of: reports of instances, instances that come back."""
+_AGEING_SHARE = 0.5
+"""Of the time that a request may wait: after it, no class goes before its own any more."""
 _MAX_RETRY_S = 300.0
 _NEVER_RETRY_S = 60.0
 """After which slow speeds are forgotten, and a request that no instance could serve in time is worth another try."""
@@ -150,7 +152,9 @@ class Admission:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._room, self._estimates, self._config, self._now = room, estimates, config, now
-        self.queue = FairQueue(config.queue_requests, config.queue_tokens, config.queue_tenant_share)
+        ageing_s = config.queue_timeout_s * _AGEING_SHARE
+        share = config.queue_tenant_share
+        self.queue = FairQueue(config.queue_requests, config.queue_tokens, share, ageing_s=ageing_s)
         self._drain = DrainRate()
         self.metrics = AdmissionMetrics(registry, self.queue, self.rate)
         self._tenants = TenantLimits(now)
@@ -385,6 +389,7 @@ class Admission:
         now, room = self._now(), self._room
         for item in self.queue.take_late(now):
             self._end(item, self._too_late(item, now), "expired")
+        self.queue.age(now)
         while len(self.queue) and room.is_free():
             item = self.queue.take()
             if item.future.done():  # its client has just gone, and it will not be placed

@@ -7,7 +7,7 @@ import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton_router.types import RoutedRequest
@@ -30,6 +30,7 @@ class Waiting:
         future: Ends the wait: with ``None`` it may start, with an error it may not.
         queued: Whether it is in the queue.
         granted: Whether it was told to start.
+        priority: Its class: the request's own, or a higher one when it has waited long.
     """
 
     request: RoutedRequest
@@ -41,6 +42,10 @@ class Waiting:
     future: asyncio.Future[BatonError | None]
     queued: bool = False
     granted: bool = False
+    priority: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.priority = self.request.priority
 
     @property
     def tokens(self) -> int:
@@ -106,6 +111,11 @@ class RoundRobin:
     def cost(self) -> float:
         """Everything that waits here."""
         return sum(line.cost for line in self._lines.values())
+
+    def last(self, tenant: str) -> Waiting | None:
+        """Return a tenant's request that would leave last; ``None``: it has none here."""
+        line = self._lines.get(tenant)
+        return line.items[-1] if line is not None else None
 
     def add(self, item: Waiting) -> None:
         """Take a request in; a tenant that had none goes last."""
@@ -185,14 +195,23 @@ class Held:
 class FairQueue:
     """Requests that wait. A class of lower priority gets nothing while one of higher priority has work.
 
+    That is not for ever: who has waited long enough takes turns with the highest class that waits.
+
     Args:
         max_requests: Requests at most.
         max_tokens: Prompt tokens at most; a single request may have more.
         tenant_share: How much of both one tenant may have.
+        ageing_s: Seconds after which a request counts in the highest class.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, tenant_share: float) -> None:
+    def __init__(self, max_requests: int, max_tokens: int, tenant_share: float, *, ageing_s: float = math.inf) -> None:
         self._max_requests, self._max_tokens, self._share = max_requests, max_tokens, tenant_share
+        self._ageing_s = ageing_s
+        self._by_arrival: list[Waiting] = []
+        """Those that have not waited so long."""
+        self._aged: dict[Waiting, None] = {}
+        self._aged_priority = 0
+        """The class that those are in who have."""
         self._classes: dict[int, RoundRobin] = {}
         self._priorities: list[int] = []
         self._by_start: list[Waiting] = []
@@ -245,38 +264,44 @@ class FairQueue:
     def victim(self, tenant: str, priority: int) -> Waiting | None:
         """Return who should go so that a newcomer fits; ``None``: all have as much right to be here.
 
-        That is the last request of the lowest class, if that is below the newcomer's, or of the tenant that has most in
-        the newcomer's class, if that is more than the newcomer's tenant has.
+        That is the last request of the newcomer's own tenant, if its class is below the newcomer's; else the last one
+        of the tenant that has most, if that is more than the newcomer's has and its class is not above the newcomer's.
+        So a high priority takes no place from other tenants that a normal one would not get.
         """
-        if not self._priorities or self._priorities[-1] < priority:
+        own = self._last(tenant)
+        if own is not None and own.priority > priority:
+            return own
+        if not self._tenants:
             return None
-        lowest = self._priorities[-1]
-        largest, line = max(self._classes[lowest], key=lambda pair: len(pair[1].items))
-        if lowest == priority:
-            held = self._tenants.get(tenant)
-            mine = held.requests if held is not None else 0
-            if largest == tenant or self._tenants[largest].requests <= mine + 1:
-                return None
-        return line.items[-1]
+        largest = max(self._tenants, key=lambda name: self._tenants[name].requests)
+        held = self._tenants.get(tenant)
+        mine = held.requests if held is not None else 0
+        if largest == tenant or self._tenants[largest].requests <= mine + 1:
+            return None
+        last = self._last(largest)
+        return last if last is not None and last.priority >= priority else None
+
+    def _last(self, tenant: str) -> Waiting | None:
+        """Return the last request of a tenant's lowest class; ``None``: it has none."""
+        if tenant not in self._tenants:
+            return None
+        found = (self._classes[priority].last(tenant) for priority in reversed(self._priorities))
+        return next((item for item in found if item is not None), None)
 
     # --- in and out ---
 
     def add(self, item: Waiting) -> None:
         """Take a request in; the bounds are the caller's to look at."""
-        priority = item.request.priority
-        turns = self._classes.get(priority)
-        if turns is None:
-            turns = self._classes[priority] = RoundRobin()
-            insort(self._priorities, priority)
-        turns.add(item)
+        self._line_up(item)
         item.queued = True
         insort(self._by_start, item, key=_start)
+        insort(self._by_arrival, item, key=_arrival)
         self._held.add(item, 1)
         self._tenants.setdefault(item.request.tenant, Held()).add(item, 1)
 
     def remove(self, item: Waiting) -> None:
         """Take a request out, out of turn."""
-        self._classes[item.request.priority].remove(item)
+        self._classes[item.priority].remove(item)
         self._forget(item)
 
     def take(self) -> Waiting:
@@ -293,9 +318,27 @@ class FairQueue:
             self.remove(self._by_start[0])
         return late
 
+    def age(self, now: float) -> None:
+        """Let requests that have waited long take turns with the highest class that waits."""
+        late = 0
+        while late < len(self._by_arrival) and self._by_arrival[late].arrived + self._ageing_s <= now:
+            late += 1
+        old, self._by_arrival[:late] = self._by_arrival[:late], []
+        if self._aged and self._priorities[0] < self._aged_priority:
+            old += self._aged  # a higher class has come since
+        if old:
+            self._aged_priority = self._priorities[0]
+            self._aged.update(dict.fromkeys(old))
+            for item in old:
+                if item.priority != self._aged_priority:
+                    self._classes[item.priority].remove(item)
+                    self._drop_empty(item.priority)
+                    item.priority = self._aged_priority
+                    self._line_up(item)
+
     def cost_ahead(self, item: Waiting) -> float:
         """Return about how much leaves before a request that is not in here."""
-        mine, ahead = item.request.priority, 0.0
+        mine, ahead = item.priority, 0.0
         for priority in self._priorities:
             if priority > mine:
                 break
@@ -303,13 +346,27 @@ class FairQueue:
             ahead += turns.cost if priority < mine else turns.cost_ahead(item.request.tenant, item.order, item.cost)
         return ahead
 
-    def _forget(self, item: Waiting) -> None:
-        item.queued = False
-        priority, tenant = item.request.priority, item.request.tenant
+    def _line_up(self, item: Waiting) -> None:
+        turns = self._classes.get(item.priority)
+        if turns is None:
+            turns = self._classes[item.priority] = RoundRobin()
+            insort(self._priorities, item.priority)
+        turns.add(item)
+
+    def _drop_empty(self, priority: int) -> None:
         if not len(self._classes[priority]):
             del self._classes[priority]
             del self._priorities[bisect_left(self._priorities, priority)]
+
+    def _forget(self, item: Waiting) -> None:
+        item.queued = False
+        tenant = item.request.tenant
+        self._drop_empty(item.priority)
         del self._by_start[bisect_left(self._by_start, _start(item), key=_start)]
+        if item in self._aged:
+            del self._aged[item]
+        else:
+            del self._by_arrival[bisect_left(self._by_arrival, _arrival(item), key=_arrival)]
         self._held.add(item, -1)
         held = self._tenants[tenant]
         held.add(item, -1)
@@ -319,3 +376,7 @@ class FairQueue:
 
 def _start(item: Waiting) -> tuple[float, int]:
     return item.start_by, item.number
+
+
+def _arrival(item: Waiting) -> tuple[float, int]:
+    return item.arrived, item.number

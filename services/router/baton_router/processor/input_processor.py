@@ -192,7 +192,7 @@ class InputProcessor:
             prompt_token_ids=ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
-            priority=request.priority,
+            priority=_priority(request),
             session=_session(request),
             output_token_ids=request.output_token_ids,
             ttft_ms=request.ttft_ms,
@@ -314,6 +314,12 @@ def _session(request: TextRequest) -> str:
     if not request.session or request.account is None:
         return request.session
     return f"{request.account.name}/{request.session}"
+
+
+def _priority(request: TextRequest) -> int:
+    """Return a request's priority: its own, but none above what its account may have."""
+    account = request.account
+    return request.priority if account is None else max(request.priority, account.priority_floor)
 
 
 def _check_bounds(request: TextRequest) -> None:
