@@ -113,6 +113,7 @@ class RouterApp:
             GenerationMetrics(self.metrics),
             decisions,
             allow_special_tokens=config.allow_special_tokens,
+            admission=self.dispatcher.admission,
         )
         self.tickets = TicketDesk(
             read_ticket_key(config.ticket_key_file), self.processor, self.dispatcher, self.metrics

@@ -295,6 +295,43 @@ async def test_tenants_are_api_keys_where_there_are_any(tmp_path: Any) -> None:
         assert order_of(decode).index("b") < 5, "users of one key share its turns"
 
 
+async def test_texts_count_against_their_tenants_limits_whether_they_are_placed_or_not(tmp_path: Any) -> None:
+    keys = tmp_path / "keys.toml"
+    names = ("tokenize", "chat", "detokenize", "long", "route")
+    limits = "requests_per_minute = 1000\ntokens_per_minute = 20000"
+    keys.write_text("\n".join(f'[tenants.{x}]\nkeys = ["{x}"]\n{limits}' for x in names) + '\n[tenants.o]\nkeys=["o"]')
+    async with worker() as decode, serving("--api-keys", str(keys), decode=decode) as (process, client):
+
+        async def post(tenant: str, path: str, **body: Any) -> httpx.Response:
+            return await client.http.post(path, json=body, headers={"authorization": f"Bearer {tenant}"}, timeout=300)
+
+        large = "a quick brown fox " * 10_000
+        answers = await asyncio.gather(*(post("tokenize", "/tokenize", prompt=large) for _ in range(24)))
+        assert sorted(x.status_code for x in answers) == [200] + 23 * [429]
+        refused = next(x for x in answers if x.status_code == 429)
+        assert "tokens a minute" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 1
+        assert (await post("tokenize", "/v1/completions", prompt="x", max_tokens=1)).status_code == 429
+        assert (await post("o", "/tokenize", prompt=large)).status_code == 200, "others are not limited by it"
+
+        messages = [{"role": "user", "content": large}]
+        answers = await asyncio.gather(*(post("chat", "/v1/chat/completions", messages=messages) for _ in range(24)))
+        assert sorted(x.status_code for x in answers) == [400] + 23 * [429], "a text that is too long counts, too"
+
+        ids = [5] * 30_000
+        answers = await asyncio.gather(*(post("detokenize", "/detokenize", tokens=ids) for _ in range(4)))
+        assert sorted(x.status_code for x in answers) == [200] + 3 * [429]
+
+        for _ in range(4):
+            answer = await post("long", "/v1/completions", prompt="a quick brown fox " * 250, max_tokens=2)
+            assert answer.status_code == 200, answer.text
+        assert await client.metric('baton_router_admission_refusals_total{reason="tenant_limit"}') == 50
+        async with AsyncClient(process.grpc, token="route") as sdk:
+            answers = [sdk.route("a quick brown fox " * 250) for _ in range(40)]
+            refusals = await asyncio.gather(*answers, return_exceptions=True)
+            assert any(isinstance(x, QueueFullError) for x in refusals)
+
+
 # --- the dispatcher and its books ---
 
 

@@ -218,6 +218,43 @@ async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.Monkey
     assert await text.tokenize(TextRequest("x" * 300_000, GREEDY), info) == token_ids([1])
 
 
+@pytest.mark.parametrize("size", [300_000, 100_000])
+async def test_tenants_take_turns_with_long_texts(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    begun, go_on = list[str](), threading.Semaphore(0)
+
+    def slowly(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
+        begun.append(request.user)
+        assert go_on.acquire(timeout=60)
+        return token_ids([1])
+
+    monkeypatch.setattr("baton_router.processor.input_processor._tokenize", slowly)
+    text = pipeline(ScriptedDispatcher())
+    info = text.model_info()
+
+    def send(user: str) -> asyncio.Task[TokenIds]:
+        return asyncio.create_task(text.tokenize(TextRequest("x" * size, GREEDY, user=user), info))
+
+    greedy = [send("greedy") for _ in range(24)]
+    async with asyncio.timeout(60):
+        while not begun:
+            await asyncio.sleep(0.001)
+    modest = send("modest")
+    for task in (greedy[0], *greedy[11:]):
+        task.cancel()  # also of one that runs: its thread keeps its turn until it ends
+    await asyncio.sleep(0.05)
+    go_on.release(4)
+    await asyncio.wait_for(modest, 60)
+    assert "modest" in begun[:5]
+    go_on.release(100)
+    results = await asyncio.gather(*greedy, return_exceptions=True)
+    assert sum(not isinstance(x, BaseException) for x in results) == 10
+    async with asyncio.timeout(60):
+        while (text._large._free, text._turns._free) != (1, 2):
+            await asyncio.sleep(0.001)
+    assert not text._large._waiting
+    assert not text._turns._waiting
+
+
 async def test_a_model_without_chat_template() -> None:
     class Bare:
         async def get(self, path: str) -> TextModel:

@@ -15,7 +15,7 @@ from baton.errors import ConfigError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
 from baton_router.accounts.accounts import Accounts, entries_of_lines, entries_of_tenants, read_entries
 from baton_router.accounts.sources import FileAccounts, read_secret
-from baton_router.admission.gate import TenantLimits
+from baton_router.admission.tenant_limits import TenantLimits
 from baton_router.types import Account
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

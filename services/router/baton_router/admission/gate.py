@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import msgspec
@@ -24,12 +24,10 @@ from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, 
 from baton_router.admission.estimates import DrainRate, Estimates, Outlook, Room
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue, Waiting
+from baton_router.admission.tenant_limits import Charge, TenantLimits
 from baton_router.config import RouterConfig
 from baton_router.types import Account, RoutedRequest
 
-_MINUTE_S = 60.0
-_BUSY_S = 1.0
-"""After which a tenant with too many requests at once may try again: when one of them ends is not known."""
 _TICK_S = 0.01
 """How often the queue looks for room that it is not told of: reports of instances, instances that come back."""
 _AGEING_SHARE = 0.5
@@ -37,79 +35,6 @@ _AGEING_SHARE = 0.5
 _MAX_RETRY_S = 300.0
 _NEVER_RETRY_S = 60.0
 """After which slow speeds are forgotten, and a request that no instance could serve in time is worth another try."""
-
-
-@dataclass(slots=True)
-class _Bucket:
-    level: float
-    at: float
-
-    def fill(self, most: float, now: float) -> None:
-        self.level = min(most, self.level + (now - self.at) * most / _MINUTE_S)
-        self.at = now
-
-    def wait_s(self, cost: float, most: float) -> float:
-        """Seconds until so much can be taken; 0: now."""
-        return max(0.0, min(cost, most) - self.level) * _MINUTE_S / most
-
-
-@dataclass(slots=True)
-class _Use:
-    requests: _Bucket
-    tokens: _Bucket
-    running: int = 0
-
-
-class TenantLimits:
-    """What a tenant may do, however idle the cluster is: requests at once, requests and tokens a minute.
-
-    Rates are token buckets that hold a minute's worth, so a tenant may spend it in a burst. A request that costs more
-    than a whole minute is let in when the bucket is full, and leaves it in debt.
-
-    Args:
-        now: Monotonic clock, in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._uses: dict[str, _Use] = {}
-
-    def begin(self, account: Account, cost: float) -> None:
-        """Take a request in; give it back with :meth:`end`.
-
-        Args:
-            account: Whose it is.
-            cost: Tokens that it is expected to take.
-
-        Raises:
-            QueueFullError: That would be more than the tenant may do; says when it may try again.
-        """
-        now = self._now()
-        use = self._uses.get(account.name)
-        if use is None:
-            full = _Bucket(account.requests_per_minute, now), _Bucket(account.tokens_per_minute, now)
-            use = self._uses[account.name] = _Use(*full)
-        if account.max_in_flight and use.running >= account.max_in_flight:
-            message = f"{use.running} requests of this tenant run or wait, as many as it may have at once"
-            raise QueueFullError(message, retry_after_s=_BUSY_S)
-        asked = (
-            (use.requests, account.requests_per_minute, 1.0, "requests"),
-            (use.tokens, account.tokens_per_minute, cost, "tokens"),
-        )
-        for bucket, most, amount, what in asked:
-            if most:
-                bucket.fill(most, now)
-                wait_s = bucket.wait_s(amount, most)
-                if wait_s > 0:
-                    message = f"this tenant has used its {most} {what} a minute"
-                    raise QueueFullError(message, retry_after_s=max(0.1, wait_s))
-        for bucket, most, amount, _ in asked:
-            bucket.level -= amount if most else 0.0
-        use.running += 1
-
-    def end(self, account: Account) -> None:
-        """A request of a tenant is over, or was not let in after all."""
-        self._uses[account.name].running -= 1
 
 
 class Ticket(msgspec.Struct, eq=False):
@@ -191,6 +116,45 @@ class Admission:
             raise
         ticket.account = account
         return ticket
+
+    def check(self, account: Account | None) -> None:
+        """Refuse a tenant that has used what it may, before anything is done for it.
+
+        Raises:
+            QueueFullError: Says when it may try again.
+        """
+        if account is not None and account.limited:
+            try:
+                self._tenants.check(account)
+            except QueueFullError as error:
+                raise self._count(error, "tenant_limit") from None
+
+    @contextmanager
+    def charge(self, account: Account | None, tokens: float) -> Iterator[Charge]:
+        """Count work against its tenant's limits, as one request, while it is done and after it.
+
+        Args:
+            account: Whose it is; ``None``: there are no limits.
+            tokens: About how many it is; set :attr:`Charge.tokens` when that is known.
+
+        Raises:
+            QueueFullError: It is more than the tenant may do; says when it may try again.
+        """
+        charge = Charge(tokens)
+        if account is None or not account.limited:
+            yield charge
+            return
+        try:
+            self._tenants.begin(account, tokens)
+        except QueueFullError as error:
+            raise self._count(error, "tenant_limit") from None
+        try:
+            yield charge
+        except UnavailableError:  # it was not done, and not for a fault of the tenant's
+            charge.drop()
+            raise
+        finally:
+            self._tenants.end(account, unused=(1.0 - charge.requests, tokens - charge.tokens))
 
     def enter_now(self, request: RoutedRequest) -> Ticket | None:
         """Let a request in that has no latency targets or limits and need not wait; ``None``: :meth:`enter` decides."""

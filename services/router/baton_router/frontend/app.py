@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import BatonError, InternalError, InvalidRequestError
-from baton.tokenizer import Tokenizer
 from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
@@ -33,7 +32,7 @@ from baton_router.frontend.openai.schemas import (
     TokenizeBody,
     json_schemas,
 )
-from baton_router.processor.input_processor import InputProcessor, count_chars
+from baton_router.processor.input_processor import InputProcessor, about_tokens, count_chars
 from baton_router.processor.text_request import Prompt, TextRequest
 from baton_router.types import Account, ModelInfo
 
@@ -184,16 +183,24 @@ class TokenizerEndpoints:
             prompt=prompt,
             sampling=SamplingParams(),
             cache_salt=account.salt("") if account is not None else "",
+            account=account,
             prompt_field=field,
             # As the completion endpoints do it: a rendered conversation has its special tokens already.
             add_special_tokens=(body.messages is None if body.add_special_tokens is None else body.add_special_tokens),
             allow_special_tokens=body.allow_special_tokens,
         )
-        ids = list(await self._processor.tokenize(text_request, info))
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
-        if body.return_token_strs:
-            tokenizer = (await self._processor.text_model(info)).tokenizer
-            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+        with self._processor.charge(account, about_tokens(prompt)) as charge:
+            ids = list(await self._processor.tokenize(text_request, info))
+            charge.tokens = len(ids)
+            answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
+            if body.return_token_strs:
+                tokenizer = (await self._processor.text_model(info)).tokenizer
+
+                def texts() -> list[str]:
+                    return [tokenizer.token_text(token_id) for token_id in ids]
+
+                few = len(ids) <= _INLINE_TOKENS
+                answer["token_strs"] = texts() if few else await self._processor.in_turn(text_request, texts)
         return answer
 
     async def detokenize(self, body: DetokenizeBody, account: Account | None) -> dict[str, Any]:
@@ -209,7 +216,13 @@ class TokenizerEndpoints:
                 field = f"tokens[{at}]"
                 raise InvalidRequestError(f"{field} must be between 0 and {info.vocab_size - 1}", field=field)
         tokenizer = (await self._processor.text_model(info)).tokenizer
-        return {"prompt": await _decode(tokenizer, body.tokens, bool(body.skip_special_tokens))}
+        decode = functools.partial(tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+        with self._processor.charge(account, len(body.tokens)):
+            if len(body.tokens) <= _INLINE_TOKENS:
+                return {"prompt": decode()}
+            salt = account.salt("") if account is not None else ""
+            request = TextRequest(body.tokens, SamplingParams(), account=account, cache_salt=salt)
+            return {"prompt": await self._processor.in_turn(request, decode)}
 
 
 class Health:
@@ -246,12 +259,6 @@ def _prompt(body: TokenizeBody) -> Prompt:
     if body.prompt is not None:
         return body.prompt
     return chat_prompt(body, body.chat_template_kwargs or {})
-
-
-async def _decode(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:
-    if len(ids) > _INLINE_TOKENS:
-        return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
-    return tokenizer.decode(ids, skip_special_tokens)
 
 
 def _json(value: Any, *, status: int = 200) -> Response:

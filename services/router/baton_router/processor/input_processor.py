@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import math
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 from baton.errors import (
     ContextLengthError,
@@ -23,11 +26,16 @@ from baton.tokenizer import PromptText, StopStrings, TextModel
 from baton.tracing import UNTRACED, Span, SpanExporter, parse_traceparent
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Tenants
+from baton_router.admission.gate import Admission
+from baton_router.admission.tenant_limits import Charge
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
+from baton_router.processor.tenant_turns import TenantTurns
 from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
-from baton_router.types import MAX_SALT_CHARS, ModelInfo, RoutedRequest
+from baton_router.types import MAX_SALT_CHARS, Account, ModelInfo, RoutedRequest
+
+T = TypeVar("T")
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 4096
@@ -39,6 +47,7 @@ _LARGE_CHARS = 256 * 1024
 _LARGE_WAIT_S = 30.0
 _THREADS = 2
 """Threads that tokenize: each keeps tables of words of its own, and for long texts the library has more of them."""
+_CHARS_PER_TOKEN = 4.0
 _ID_LISTS = (list, array)
 
 
@@ -68,14 +77,16 @@ class InputProcessor:
         exporter: SpanExporter | None = None,
         *,
         allow_special_tokens: bool = False,
+        admission: Admission | None = None,
     ) -> None:
         self._allow_special_tokens = allow_special_tokens
         self._dispatcher = dispatcher
+        self._admission = admission
         self._tokenizers = tokenizers
         self._metrics = metrics
         self.decisions = decisions or DecisionLog()
         self._exporter = exporter
-        self._large = asyncio.Semaphore(1)
+        self._large, self._turns = TenantTurns(1), TenantTurns(_THREADS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._tenants = Tenants()
 
@@ -115,23 +126,65 @@ class InputProcessor:
             ContextLengthError: It is known to have ``limit`` tokens or more; one that is not known may pass.
             UnavailableError: Others have long texts tokenized.
         """
-        num_chars = count_chars(request.prompt)
         self._decide_special_tokens(request)
         model = await self.text_model(info)
+        num_chars = count_chars(request.prompt)
         if num_chars <= _INLINE_CHARS:
             return _tokenize(model, request, info, limit)
+        work = functools.partial(_tokenize, model, request, info, limit)
+        return await self.in_turn(request, work, large=num_chars > _LARGE_CHARS)
+
+    async def in_turn(self, request: TextRequest, work: Callable[[], T], *, large: bool = False) -> T:
+        """Do something that takes long in a thread, when it is the turn of the request's tenant.
+
+        Args:
+            request: Whose it is.
+            work: What to do.
+            large: It takes so long, or so much memory, that there is only one such at a time.
+
+        Raises:
+            UnavailableError: Others went before it for too long.
+        """
         loop = asyncio.get_running_loop()
-        if num_chars <= _LARGE_CHARS:
-            return await loop.run_in_executor(self._threads, _tokenize, model, request, info, limit)
+        tenant = self._tenants.name(request.account, request.cache_salt, request.user)
+        held: list[TenantTurns] = []
+
+        def release() -> None:
+            for turns in held:
+                turns.release()
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
+                loop.call_soon_threadsafe(release)
+
         try:
             async with asyncio.timeout(_LARGE_WAIT_S):
-                await self._large.acquire()
+                for turns in (self._large, self._turns) if large else (self._turns,):
+                    await turns.acquire(tenant)
+                    held.append(turns)
         except TimeoutError as error:
+            release()
             raise UnavailableError("others have long texts tokenized", retry_after_s=5.0) from error
-        try:
-            return await loop.run_in_executor(self._threads, _tokenize, model, request, info, limit)
-        finally:
-            self._large.release()
+        except BaseException:
+            release()
+            raise
+        # A thread cannot be stopped: it keeps its turn until it has ended, also where nobody waits for it any more.
+        future = self._threads.submit(work)
+        future.add_done_callback(ended)
+        return await asyncio.wrap_future(future)
+
+    @contextmanager
+    def charge(self, account: Account | None, tokens: float) -> Iterator[Charge]:
+        """Count work on a text against its tenant's limits; see :meth:`Admission.charge`.
+
+        Raises:
+            QueueFullError: The tenant has used what it may.
+        """
+        if self._admission is None:
+            yield Charge(tokens)
+            return
+        with self._admission.charge(account, tokens) as charge:
+            yield charge
 
     async def prepare(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest:
         """Check and tokenize a request.
@@ -152,8 +205,13 @@ class InputProcessor:
         arrived = time.perf_counter()
         info = self.model_info(request.model)
         text_model = await self.text_model(info)
-        ids = await self.tokenize(request, info, limit=info.max_model_len)
-        return self._prepared(request, info, text_model, ids, fallback_id, arrived)
+        if isinstance(request.prompt, str):
+            _check_fewest(text_model, request.prompt, request, info.max_model_len)
+        with self.charge(request.account, about_tokens(request.prompt)) as charge:
+            ids = await self.tokenize(request, info, limit=info.max_model_len)
+            prepared = self._prepared(request, info, text_model, ids, fallback_id, arrived)
+            charge.drop()  # admission counts all of it
+        return prepared
 
     def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
         """Do what :meth:`prepare` does without waiting; ``None``: the tokenizer is not loaded, or the text is long.
@@ -162,6 +220,8 @@ class InputProcessor:
             BatonError: See :meth:`prepare`.
         """
         arrived = time.perf_counter()
+        if self._admission is not None:
+            self._admission.check(request.account)
         info = self.model_info(request.model)
         _check_bounds(request)
         self._decide_special_tokens(request)
@@ -254,6 +314,11 @@ def count_chars(prompt: Prompt) -> int:
     return sum(_chars(value) for part in (*prompt.messages, prompt.variables) for value in part.values())
 
 
+def about_tokens(prompt: Prompt) -> float:
+    """Return about how many tokens a prompt has, before it is tokenized."""
+    return float(len(prompt)) if isinstance(prompt, _ID_LISTS) else max(1.0, count_chars(prompt) / _CHARS_PER_TOKEN)
+
+
 def _chars(value: Any) -> int:
     try:
         return len(str(value))
@@ -275,13 +340,17 @@ def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: in
             raise InvalidRequestError(bounds, field=request.prompt_field)
         return ids
     text = _prompt_text(model, request, prompt)
-    fewest = model.tokenizer.fewest_tokens(text.text)
+    _check_fewest(model, text.text, request, limit)
+    return model.encode(text, request.add_special_tokens)
+
+
+def _check_fewest(model: TextModel, text: str, request: TextRequest, limit: int | None) -> None:
+    fewest = model.tokenizer.fewest_tokens(text)
     if limit is not None and fewest >= limit:
         raise ContextLengthError(
             f"this model's context is {limit} tokens and {request.prompt_field} has {fewest} or more",
             field=request.prompt_field,
         )
-    return model.encode(text, request.add_special_tokens)
 
 
 def _prompt_text(model: TextModel, request: TextRequest, prompt: str | ChatPrompt) -> PromptText:

@@ -66,7 +66,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             prompt_field=request.WhichOneof("prompt") or "prompt",
         )
         prepared = await self._processor.prepare(asked)
-        return router_pb2.RouteResponse(decision=(await self._processor.route(prepared)).to_pb())
+        with self._processor.charge(account, prepared.prompt_tokens):  # it is not placed, so nothing else counts it
+            return router_pb2.RouteResponse(decision=(await self._processor.route(prepared)).to_pb())
 
     async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
         """Hear how a request that runs by a ticket stands."""
