@@ -65,12 +65,15 @@ async def watched_router(directory: Path, prefills: int = 1, decodes: int = 2) -
             stack.push_async_callback(worker.stop)
         keys = directory / "keys"
         keys.write_text(f"{KEY}\n")
+        token = directory / "token"
+        token.write_text("the services' token")
         config = RouterConfig(
             port=0,
             grpc_port=0,
             prefill=tuple(x.address for x in workers[:prefills]),
             decode=tuple(x.address for x in workers[prefills:]),
             api_keys=str(keys),
+            token_file=str(token),
             reconnect_max_s=0.2,
             no_instance_wait_s=0.2,
         )

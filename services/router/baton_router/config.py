@@ -71,7 +71,7 @@ class RouterConfig:
     api_keys: str = option(
         "",
         "file with the API keys that clients must show: .toml or .json with tenants, else one key per line; "
-        "redis: they are in --redis",
+        "redis: they are in --redis; wants --token-file",
     )
     tenant_secret_file: str = option(
         "", "file with the secret that keeps tenants' caches apart, the same for all routers; default: a random one"
@@ -166,6 +166,12 @@ class RouterConfig:
         check_discovery(self.discover, self.redis, self.kubernetes_selector)
         if self.api_keys == "redis" and not self.redis:
             raise ConfigError("--api-keys redis needs --redis", field="redis")
+        if self.api_keys and not self.token_file:
+            raise ConfigError(
+                "--api-keys needs --token-file: without the services' token who reaches their ports reads the KV of "
+                "tenants and registers instances",
+                field="token_file",
+            )
         check_sharing(self.redis, self.redis_prefix, self.replica_name)
         for name, least in (("replicas", 0), ("replica_interval_ms", 1), ("replica_forget_s", 20)):
             _at_least(self, name, least)

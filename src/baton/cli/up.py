@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
+import os
 import re
+import secrets
 import shlex
 import signal
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +49,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--pipe", default=AUTO, help=f"{PIPES_HELP} (default: {AUTO})")
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=True, help="run a KV store too")
     parser.add_argument("--use-kvstore", action="store_true", help="instances load from and save to the KV store")
-    parser.add_argument("--token-file", default=None, help="file with the token that the services show each other")
+    parser.add_argument(
+        "--token-file",
+        default=None,
+        help="file with the token that the services show each other; default: none, or a new one for --api-keys",
+    )
     parser.add_argument("--no-restart", action="store_true", help="end the whole when one process dies")
     parser.add_argument("--router-args", default="", help="more flags for the router, quoted")
     parser.add_argument("--prefill-args", default="", help="more flags for prefill instances, quoted")
@@ -65,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A flag cannot work, or a port is in use.
         UnavailableError: A process ended or was not ready in time.
     """
-    return asyncio.run(_up(args))
+    with own_token(args):
+        return asyncio.run(_up(args))
 
 
 async def _up(args: argparse.Namespace) -> int:
@@ -239,6 +248,25 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
             router=_role_args(args, "router"),
         ),
     )
+
+
+@contextlib.contextmanager
+def own_token(args: argparse.Namespace) -> Iterator[None]:
+    """Give services a token of their own while the router wants API keys and nobody named a token file.
+
+    Without one, keys would protect the router's calls alone: others on this machine could read tenants' KV and register
+    instances. The file is for this user alone, and goes at the end.
+    """
+    keys = any(word.partition("=")[0] == "--api-keys" for word in _role_args(args, "router"))
+    if worker_config(args).token_file or not (keys or os.environ.get("BATON_API_KEYS")):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-up-") as folder:
+        path = Path(folder, "token")
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+        args.token_file = str(path)
+        yield
 
 
 def _role_args(args: argparse.Namespace, role: str) -> tuple[str, ...]:

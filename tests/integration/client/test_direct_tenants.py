@@ -34,7 +34,12 @@ NAMES = {key: f"key-{hashlib.sha256(key.encode()).hexdigest()[:8]}" for key in (
 @contextlib.asynccontextmanager
 async def world(folder: Path) -> AsyncIterator[tuple[FakeWorker, str]]:
     """A router with two API keys, and a decode instance that wants tickets."""
-    for name, content in (("key", KEY), ("keys", b"sk-one\nsk-two\n"), ("secret", b"a secret of routers")):
+    for name, content in (
+        ("key", KEY),
+        ("keys", b"sk-one\nsk-two\n"),
+        ("secret", b"a secret of routers"),
+        ("token", b"of services"),
+    ):
         (folder / name).write_bytes(content)
     async with contextlib.AsyncExitStack() as stack:
         worker = FakeWorker(Role.DECODE, "d0", ticket_key=KEY)
@@ -42,6 +47,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[FakeWorker, str]]:
         await worker.start()
         stack.push_async_callback(worker.stop)
         flags = ("--api-keys", str(folder / "keys"), "--tenant-secret-file", str(folder / "secret"))
+        flags += ("--token-file", str(folder / "token"))
         process = await stack.enter_async_context(
             router("--decode", worker.address, "--ticket-key-file", str(folder / "key"), *flags)
         )

@@ -213,7 +213,12 @@ def test_explain_says_what_is_wrong(
 
 async def test_explain_obeys_no_control_characters(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1, "request_id": "evil\x1b[31m"}
-    assert (await watched.http.post("/v1/completions", json=body)).status_code == 200
+    assert (await watched.http.post("/v1/completions", json=body)).status_code == 400
+    assert (await watched.http.post("/v1/completions", json={**body, "request_id": "evil"})).status_code == 200
+    (record,) = watched.app.processor.decisions.find("evil")
+    record.request_id = record.request_id.replace(
+        "evil", "evil\x1b[31m"
+    )  # as another version of the router might let it in
     assert await watched.explain("--api-key-file", watched.key_file) == 0
     assert await watched.explain("evil\x1b[31m", "--api-key-file", watched.key_file) == 0
     assert "\x1b" not in capsys.readouterr().out

@@ -25,12 +25,13 @@ def tenants(**keys: str) -> str:
 
 async def test_keys_come_go_and_stay_while_redis_is_away(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret that routers share")
+    (tmp_path / "token").write_text("the services' token")
     server = RedisServer()
     await server.start()
     key = accounts_key("baton")
     flags: dict[str, Any] = {
         **{"port": 0, "grpc_port": 0, "redis": server.url, "api_keys": "redis"},
-        **{"tenant_secret_file": str(tmp_path / "secret")},
+        **{"tenant_secret_file": str(tmp_path / "secret"), "token_file": str(tmp_path / "token")},
     }
     redis = open_redis(server.url)
     try:
@@ -92,5 +93,10 @@ def test_what_it_needs(tmp_path: Path) -> None:
         RouterConfig(api_keys="redis")
     assert caught.value.field == "redis"
     with pytest.raises(ConfigError) as caught:
-        RouterApp(RouterConfig(api_keys="redis", redis="redis://127.0.0.1:1/0"))
+        RouterConfig(api_keys="redis", redis="redis://127.0.0.1:1/0")
+    assert caught.value.field == "token_file"
+    (tmp_path / "token").write_text("the services' token")
+    token_file = str(tmp_path / "token")
+    with pytest.raises(ConfigError) as caught:
+        RouterApp(RouterConfig(api_keys="redis", redis="redis://127.0.0.1:1/0", token_file=token_file))
     assert caught.value.field == "tenant_secret_file"

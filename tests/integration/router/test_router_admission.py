@@ -278,7 +278,8 @@ async def test_tenants_are_api_keys_where_there_are_any(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# two\none\ntwo\n")
     names = [f"key-{hashlib.sha256(key).hexdigest()[:8]}" for key in (b"one", b"two")]
-    flags = (*ONE_SLOT, "--api-keys", str(keys))
+    (tmp_path / "token").write_text("the services' token")
+    flags = (*ONE_SLOT, "--api-keys", str(keys), "--token-file", str(tmp_path / "token"))
     async with worker() as decode, serving(*flags, decode=decode) as (_, client):
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         decode.state.pause_after = 1

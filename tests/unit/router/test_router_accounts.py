@@ -16,6 +16,8 @@ from baton.hashing import root_hash
 from baton_router.accounts.accounts import Accounts, entries_of_lines, entries_of_tenants, read_entries
 from baton_router.accounts.sources import FileAccounts, read_secret
 from baton_router.admission.tenant_limits import TenantLimits
+from baton_router.config import RouterConfig
+from baton_router.frontend.grpc.servicer import SERVICE, admits_clients
 from baton_router.types import Account
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -261,3 +263,23 @@ def test_no_tenant_gets_more_than_its_rate(asks: list[tuple[float, float]]) -> N
             taken, let_in = taken + cost, let_in + 1
     assert taken <= 600 + 10 * now[0] + 1e-6
     assert let_in <= 30 + now[0] / 2 + 1e-6
+
+
+def test_keys_need_the_services_token() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(api_keys="keys")
+    assert caught.value.field == "token_file"
+    RouterConfig(api_keys="keys", token_file="token")
+
+
+def test_what_is_for_services_is_closed_to_keys_and_to_callers_without_any() -> None:
+    held = accounts({"tenants": {"a": {"keys": ["one"]}, "ops": {"keys": ["root"], "admin": True}}})
+    for token in (None, "shared"):
+        admits = admits_clients(token, held)
+        for name in ("Register", "Heartbeat", "Deregister", "ListInstances"):
+            assert not admits(f"/{SERVICE}/{name}", "Bearer one"), name
+            assert not admits(f"/{SERVICE}/{name}", None), name
+            assert admits(f"/{SERVICE}/{name}", "Bearer root") is (name == "ListInstances")
+            assert admits(f"/{SERVICE}/{name}", "Bearer shared") is (token is not None)
+        assert admits(f"/{SERVICE}/Generate", "Bearer one")
+        assert not admits(f"/{SERVICE}/Generate", None)

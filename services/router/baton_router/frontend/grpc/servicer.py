@@ -21,6 +21,7 @@ from baton_router.types import Account
 
 SERVICE = "baton.api.v1.RouterService"
 _FOR_CLIENTS = frozenset(f"/{SERVICE}/{name}" for name in ("Generate", "Route", "NoteDirect", "ListModels"))
+_FOR_ADMINISTRATORS = f"/{SERVICE}/ListInstances"
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -180,7 +181,7 @@ def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:
 
     Args:
         token: Shared by the services; it opens every call.
-        accounts: Whose API keys open the calls that generate.
+        accounts: Whose API keys open the calls that generate, and administrators' the list of instances.
     """
     services = admits_services(token)
     if accounts is None:
@@ -189,9 +190,8 @@ def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:
     def admits(method: str, header: str | bytes | None) -> bool:
         if token is not None and services(method, header):
             return True
-        if method not in _FOR_CLIENTS:
-            return token is None
-        return accounts.identify(_text(header)) is not None
+        account = accounts.identify(_text(header))
+        return account is not None and (method in _FOR_CLIENTS or (account.admin and method == _FOR_ADMINISTRATORS))
 
     return admits
 
