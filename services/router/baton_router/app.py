@@ -9,7 +9,7 @@ import math
 import resource
 import socket
 import ssl
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -18,11 +18,12 @@ from prometheus_client import CollectorRegistry
 from baton.api.v1 import router_pb2_grpc
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import is_loopback, read_token, require_safe_bind
-from baton.rpc.server import GrpcServer
+from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
+from baton.worker.process import serve_metrics
 from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
@@ -160,6 +161,7 @@ class RouterApp:
                 timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
             )
         )
+        self._end_scrapes: Callable[[], None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self.http_port = 0
         self.grpc_port = 0
@@ -174,6 +176,7 @@ class RouterApp:
         Raises:
             ConfigError: A port is in use, or the tokenizer that was named cannot be loaded.
         """
+        require_free_port(self._config.host, self._config.metrics_port, field="metrics_port")
         if self._config.model:
             await self._tokenizers.get(self._config.model)
         await self._reload.start()
@@ -191,6 +194,8 @@ class RouterApp:
             discovery.start()
         if self.replica is not None:
             self.replica.start()
+        if self._config.metrics_port:
+            self._end_scrapes = serve_metrics(self._config.host, self._config.metrics_port, self.metrics)
         self._serving = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
         await self._http.wait_started(self._serving)
         await self._grpc.set_serving(True)
@@ -234,6 +239,8 @@ class RouterApp:
         if self.replica is not None:
             await self.replica.close()
         await self.registry.close()
+        if self._end_scrapes is not None:
+            await asyncio.to_thread(self._end_scrapes)
 
 
 def _most_connections() -> int:

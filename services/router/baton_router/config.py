@@ -21,6 +21,9 @@ class RouterConfig:
     host: str = option("127.0.0.1", "address to listen on; off loopback needs --token-file or --tls-cert")
     port: int = option(8000, "port of the OpenAI-compatible HTTP interface; 0: a free one")
     grpc_port: int = option(8001, "port of the gRPC router service; 0: a free one")
+    metrics_port: int = option(
+        0, "port of its own for /metrics, without API keys; 0: none; on --port they want an administrator's key"
+    )
     prefill: tuple[str, ...] = option((), "prefill instances, host:port")
     decode: tuple[str, ...] = option((), "decode instances, host:port")
     kvstore: tuple[str, ...] = option(
@@ -145,7 +148,7 @@ class RouterConfig:
     log_level: str = option("info", "least important messages to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name in ("port", "grpc_port"):
+        for name in ("port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
         for name in ("prefill", "decode", *(() if self.kvstore == (DISCOVER,) else ("kvstore",))):

@@ -457,6 +457,9 @@ def test_strict_fields_and_api_keys() -> None:
         assert httpx.post(f"{api.url}/tokenize", json={}, timeout=20).status_code == 401
         assert httpx.get(f"{api.url}/health", timeout=20).status_code == 200
         assert httpx.get(f"{api.url}/readyz", timeout=20).status_code == 200
+        assert httpx.get(f"{api.url}/metrics", timeout=20).status_code == 401
+        refused = api.http.get("/metrics")  # counters that another tenant moves
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{api.url}/v1", api_key="no", max_retries=0).models.list()
 

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc.aio
 import httpx
@@ -18,6 +19,7 @@ from tests.support.servers.fake_worker import FakeWorker
 from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import role_to_pb
+from baton.rpc.server import free_port
 from baton.types import Role
 from baton_router.app import listen
 
@@ -269,3 +271,14 @@ async def test_the_router_needs_no_torch() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     assert output.decode().strip() == "[]"
+
+
+async def test_metrics_have_a_port_of_their_own_where_clients_must_not_see_them(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    (tmp_path / "token").write_text("of the services")
+    port = free_port()
+    flags = ("--api-keys", str(tmp_path / "keys"), "--token-file", str(tmp_path / "token"))
+    async with router(*flags, "--metrics-port", str(port)) as process, httpx.AsyncClient(timeout=20) as http:
+        answer = await http.get(f"http://{process.http}/metrics", headers={"authorization": "Bearer one"})
+        assert answer.status_code == 403
+        assert "baton_router_" in (await http.get(f"http://127.0.0.1:{port}/metrics")).text

@@ -21,7 +21,7 @@ from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
 from baton_router.frontend.http import errors
-from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions
+from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions, require_admin
 from baton_router.frontend.openai.generation import OtherEndpoint, PostEndpoints
 from baton_router.frontend.openai.openai_request import chat_prompt
 from baton_router.frontend.openai.schemas import (
@@ -245,7 +245,8 @@ class Health:
         return _json({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Serve ``GET /metrics``."""
+        """Serve ``GET /metrics``: counters that all tenants move, so with API keys for administrators alone."""
+        require_admin(request)
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:

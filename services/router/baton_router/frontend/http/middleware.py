@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import InternalError, UnauthenticatedError
+from baton.errors import InternalError, PermissionDeniedError, UnauthenticatedError
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.http.errors import answer_to
 from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
@@ -26,10 +26,10 @@ _ACCOUNT = "baton_account"
 _MAX_ID_CHARS = 128
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MAX_FIELD_LABELS = 100
-_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/metrics", "/version", "/console", "/console/{file}"})
-"""What probes, scrapers and browsers on their way to the console call, without a key."""
+_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/version", "/console", "/console/{file}"})
+"""What probes and browsers on their way to the console call, without a key."""
 ENDPOINTS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", *_OPEN_ENDPOINTS}
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}
     | {"/debug/decisions", "/debug/index", "/debug/console"}
 )
 _WITH_NAME = (
@@ -122,6 +122,22 @@ def account_of(request: Request) -> Account | None:
     """Return whose API key a request of the ASGI app showed; ``None``: there are no API keys."""
     account: Account | None = request.scope.get("state", {}).get(_ACCOUNT)
     return account
+
+
+def tenant_alone(request: Request) -> str | None:
+    """Return the tenant that a request may see alone; ``None``: it may see what all do."""
+    account = account_of(request)
+    return None if account is None or account.admin else account.name
+
+
+def require_admin(request: Request) -> None:
+    """Check that a request may see what all tenants do.
+
+    Raises:
+        PermissionDeniedError: It showed an API key that is not an administrator's.
+    """
+    if tenant_alone(request) is not None:
+        raise PermissionDeniedError("this shows what all tenants do: it wants an administrator's API key")
 
 
 def identify(accounts: Accounts, headers: Headers) -> Account:
