@@ -33,6 +33,7 @@ from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.errors import BatonError
+from baton.kv_transfer.pipes.nixl_agent import nixl_obstacle
 from baton.rpc.server import free_ports
 
 PEERS = "127.0.0.2"
@@ -63,6 +64,12 @@ class Shape:
     decode_tp: int = 1
     proxied: bool = True
     router: tuple[str, ...] = ()
+
+    def possible(self) -> Shape:
+        """Return it, or one that runs here in its place."""
+        if self.pipes == "nixl" and nixl_obstacle():
+            return dataclasses.replace(self, name="tcp, in place of nixl", pipes="tcp")
+        return self
 
 
 SHAPES = (
@@ -354,7 +361,7 @@ COUNTED = {
 }
 """Counters that show that faults bite, and what the log calls them."""
 _COMPLAINTS = re.compile(
-    "Cannot allocate memory|MemoryError|bad_alloc|Too many open files|No space left|start new thread"
+    "Cannot allocate memory|MemoryError|bad_alloc|Too many open files|No space left|start new thread|ended with"
 )
 IDLE = (
     "baton_engine_num_running",

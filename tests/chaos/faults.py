@@ -9,7 +9,7 @@ import os
 import random
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ SHM = Path("/dev/shm")
 BYTES = ("corrupt", "truncate", "duplicate")
 """Kinds that change what is sent: over connections with checksums alone, which KV has and gRPC leaves to TCP."""
 NETWORK = ("cut", "freeze", "delay")
+_BETWEEN_BYTES = 200_000
 DEATHS = ("kill", "stop", "descriptors", "memory")
 """Kinds after which a process does not serve, for a while at least."""
 WEIGHTS = {
@@ -60,12 +61,14 @@ class Fault:
         return self.target.split(" ")[0]
 
     @classmethod
-    def drawn(cls, rng: random.Random, deployment: Deployment, *, longest_s: float) -> Fault:
+    def drawn(cls, rng: random.Random, deployment: Deployment, *, longest_s: float, only: Sequence[str] = ()) -> Fault:
         """Draw one that makes sense for a deployment."""
         barred = (() if deployment.private else ("disk", "shm")) + (() if deployment.shape.proxied else BYTES)
         kinds = {kind: weight for kind, weight in WEIGHTS.items() if kind not in barred}
         if not deployment.shape.proxied:  # Redis alone has a network then
             kinds |= dict.fromkeys(NETWORK, 1)
+        if only:
+            kinds = {kind: weight for kind, weight in kinds.items() if kind in only}
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         names = deployment.names
         if kind in ("kill", "stop"):
@@ -145,29 +148,27 @@ async def _freeze(fault: Fault, deployment: Deployment, stack: contextlib.AsyncE
 
 
 async def _disturb(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
-    """Delay every piece, or change one byte or some, once, wherever in the coming pieces."""
+    """Delay every piece, or change some bytes now and then, wherever in the coming pieces."""
     proxy = deployment.proxies[fault.target]
     rng = random.Random(fault.number)
-    skip = int(rng.random() ** 4 * 300_000)
+    left = int(rng.expovariate(1 / _BETWEEN_BYTES))
 
     async def disturb(data: bytes, to_target: bool) -> bytes:
-        nonlocal skip
+        nonlocal left
         if fault.kind == "delay":
             fault.struck = True
             await asyncio.sleep(rng.uniform(0.0, 0.1))
             return data
-        if fault.struck or len(data) <= skip:
-            skip -= min(skip, len(data))
+        if len(data) <= left:
+            left -= len(data)
             return data
         fault.struck = True
-        begin, count = skip, rng.choice((1, 7, 4096))
-        part = data[begin : begin + count]
+        before, part, after = data[:left], data[left : left + rng.choice((1, 7, 4096))], data[left:]
+        left = int(rng.expovariate(1 / _BETWEEN_BYTES))
         if fault.kind == "corrupt":
             flip = rng.randrange(1, 256)
-            return data[:begin] + bytes(byte ^ flip for byte in part) + data[begin + count :]
-        return data[: begin + (count if fault.kind == "duplicate" else 0)] + (
-            data[begin:] if fault.kind == "duplicate" else data[begin + count :]
-        )
+            return before + bytes(byte ^ flip for byte in part) + after[len(part) :]
+        return before + part + after if fault.kind == "duplicate" else before + after[len(part) :]
 
     previous, proxy.disturb = proxy.disturb, disturb
     stack.callback(setattr, proxy, "disturb", previous)
@@ -182,19 +183,20 @@ async def _fill(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExi
 
 
 async def _limit(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
-    """Leave a process a few descriptors, or a little memory, beyond what it has."""
+    """Give a process no more descriptors, or no more memory, than it has."""
     pid = deployment.pid(fault.process)
     with contextlib.suppress(psutil.Error, ProcessLookupError):
-        process = psutil.Process(pid)
         if fault.kind == "descriptors":
-            most = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1 + int(fault.number * 4)
-            which = resource.RLIMIT_NOFILE
+            which, most = resource.RLIMIT_NOFILE, 4  # those that are open stay
         else:
-            which, most = resource.RLIMIT_AS, process.memory_info().vms + int(fault.number * (16 << 20))
+            which, most = resource.RLIMIT_AS, psutil.Process(pid).memory_info().vms + int(fault.number * (1 << 20))
         before = resource.prlimit(pid, which)
         resource.prlimit(pid, which, (most, before[1]))
         stack.callback(_quietly, resource.prlimit, pid, which, before)
         fault.struck = True
+        for name, proxy in deployment.proxies.items():
+            if name.startswith(fault.process + " "):
+                proxy.reset()  # connections, and what comes with them, are wanted anew
 
 
 async def _set_clock(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:

@@ -25,10 +25,11 @@ from typing import Any
 
 import httpx
 from tests.chaos.deployment import SHAPES, Clocks, Deployment
-from tests.chaos.faults import BYTES, DEATHS, NETWORK, SHM, Fault
+from tests.chaos.faults import BYTES, DEATHS, NETWORK, SHM, WEIGHTS, Fault
 from tests.chaos.workload import MODEL, ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
+import baton
 from baton.client import AsyncClient, Choice, Generation
 from baton.errors import BatonError, DeadlineError, UnavailableError, all_errors
 
@@ -37,6 +38,7 @@ GROUP = 50
 ANSWER_S = 150.0
 """A request that takes longer hangs: a process may be stopped for 60 s."""
 _INSIDE = "BATON_CHAOS_INSIDE"
+_UNSHARE = ("unshare", "--mount", "--propagation", "private")
 _COMMON = (
     "requests",
     "answered",
@@ -44,6 +46,8 @@ _COMMON = (
     "tokens from the store",
     "blocks from tiers behind",
     "blocks to tiers behind",
+    "blocks from disk to Redis",
+    "preemptions",
 )
 """Counts that are no sign of a fault."""
 _WARM = ("tests.support.servers.cluster", "baton_router.main", "baton_kvstore.main",
@@ -65,14 +69,22 @@ class Outcome:
 class Seed:
     """One seed on a deployment."""
 
-    def __init__(self, seed: int, deployment: Deployment, catalogue: Sequence[Case], *, longest_s: float) -> None:
+    def __init__(
+        self,
+        seed: int,
+        deployment: Deployment,
+        catalogue: Sequence[Case],
+        *,
+        longest_s: float,
+        only: Sequence[str] = (),
+    ) -> None:
         self.outcome = Outcome(seed)
         self._deployment = deployment
         self._rng = rng = random.Random(f"chaos {seed}")
         many = rng.randint(4, 12) if seed >= 0 else 30
         self.outcome.requests = [Request.drawn(rng, catalogue, f"chaos-{seed}-{i}") for i in range(many)]
         many = rng.choices((1, 2, 3, 4), (5, 3, 1, 1))[0]
-        self.outcome.faults = [Fault.drawn(rng, deployment, longest_s=longest_s) for _ in range(many)]
+        self.outcome.faults = [Fault.drawn(rng, deployment, longest_s=longest_s, only=only) for _ in range(many)]
         self._tokens, self._ended = 0, 0
         self._moved = asyncio.Event()
 
@@ -176,8 +188,8 @@ class Seed:
                 await asyncio.sleep(min(left, 0.1))
 
     def _is_over(self, fault: Fault) -> bool:
-        """Whether waiting longer would change nothing: bytes were changed, or none will come."""
-        return fault.kind in BYTES and (fault.struck or self._ended == len(self.outcome.requests))
+        """Whether waiting longer would change nothing: no bytes will come."""
+        return fault.kind in BYTES and self._ended == len(self.outcome.requests)
 
     def _judge(self, request: Request) -> None:
         outcome, counts = self.outcome, self.outcome.counts
@@ -232,6 +244,7 @@ class Tally:
     """What the seeds of a run came to."""
 
     def __init__(self) -> None:
+        self.version = _version()
         self.seeds: list[int] = []
         self.failed: list[int] = []
         self.counts: Counter[str] = Counter()
@@ -259,7 +272,7 @@ class Tally:
     def record(self) -> dict[str, object]:
         """Return a line for the log."""
         return {
-            "version": _version(),
+            "version": self.version,
             "seeds": _ranges(self.seeds),
             "count": len(self.seeds),
             "failed": self.failed,
@@ -281,13 +294,22 @@ def _ranges(seeds: Sequence[int]) -> str:
 
 
 def _version() -> str:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    parts = ["src", "services", "kernels", "native", "tests/chaos/*.py"]
+    changed = subprocess.run([*git, "status", "--porcelain", *parts], capture_output=True, text=True, check=False)
+    return (commit.stdout.strip() or "unknown") + ("-dirty" if changed.stdout else "")
 
 
 async def run(
-    seeds: Sequence[int], folder: Path, tally: Tally, *, private: bool, limit_s: float, longest_s: float
+    seeds: Sequence[int],
+    folder: Path,
+    tally: Tally,
+    *,
+    private: bool,
+    limit_s: float,
+    longest_s: float,
+    only: Sequence[str] = (),
 ) -> None:
     """Run seeds, group by group, until the time is up."""
     begun, catalogue = time.monotonic(), cases()
@@ -296,7 +318,7 @@ async def run(
     starter = WarmStarter(*_WARM)
     try:
         for number, (group, members) in enumerate(groups(seeds)):
-            shape = SHAPES[group % len(SHAPES)]
+            shape = SHAPES[group % len(SHAPES)].possible()
             left = deque(members)
             while left:  # after a seed that failed the others get a deployment that is whole
                 with _own_disk(folder / f"{number}-{len(left)}", mounted=private) as own:
@@ -306,7 +328,8 @@ async def run(
                         while left:
                             if time.monotonic() - begun > limit_s and tally.seeds:
                                 return
-                            outcome = await Seed(left.popleft(), deployment, catalogue, longest_s=longest_s).run()
+                            bounds = {"longest_s": longest_s, "only": only}
+                            outcome = await Seed(left.popleft(), deployment, catalogue, **bounds).run()
                             tally.add(outcome, shape.name)
                             _tell(outcome, shape.name)
                             if outcome.wrong:
@@ -333,6 +356,14 @@ def _own_disk(path: Path, *, mounted: bool) -> Iterator[Path]:
 
 def _mount(path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", str(path)], check=True)
+
+
+def _may_unshare() -> bool:
+    """Whether we get a mount namespace of our own: /dev/shm and disks that nobody else sees filled."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    probe = [*_UNSHARE, "mount", "-t", "tmpfs", "none", str(SHM)]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
 def _say(text: str) -> None:
@@ -368,14 +399,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0-99", help="such as 0-99,4711")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no seed after so many seconds")
     parser.add_argument("--longest-s", type=float, default=60.0, help="longest time that a fault lasts")
+    parser.add_argument("--only", default="", help=f"kinds of faults: some of {', '.join(WEIGHTS)}")
     parser.add_argument("--log", action="store_true", help=f"add a line to {LOG.name}")
     options = parser.parse_args(argv)
     private = os.environ.get(_INSIDE) == "1"
-    if not private and os.geteuid() == 0 and shutil.which("unshare"):
-        # A mount namespace of its own: /dev/shm and disks that may be filled without anybody else noticing.
-        inside = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.chaos.run"]
+    if not private and _may_unshare():
         os.environ[_INSIDE] = "1"
-        os.execvp(inside[0], [*inside, *(sys.argv[1:] if argv is None else argv)])
+        own = [*_UNSHARE, sys.executable, "-m", "tests.chaos.run"]
+        os.execvp(own[0], [*own, *(sys.argv[1:] if argv is None else argv)])
+    if ROOT not in Path(baton.__file__).parents:
+        parser.error(f"baton is that of {Path(baton.__file__).parent}: not this version would be tested")
     seeds: list[int] = []
     for part in options.seeds.split(","):
         first, _, last = part.partition("-")
@@ -383,10 +416,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if private:
         _mount(SHM)
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
-    tally = Tally()
+    tally, only = Tally(), tuple(filter(None, options.only.split(",")))
     bounds = {"limit_s": options.limit_s, "longest_s": options.longest_s}
     try:
-        asyncio.run(run(seeds, folder, tally, private=private, **bounds))
+        asyncio.run(run(seeds, folder, tally, private=private, only=only, **bounds))
     finally:  # Ctrl-C too: what was run counts
         record = tally.record()
         _say(json.dumps(record))
