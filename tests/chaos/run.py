@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -312,6 +313,9 @@ async def run(
     only: Sequence[str] = (),
 ) -> None:
     """Run seeds, group by group, until the time is up."""
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # Redis would outlive us
     begun, catalogue = time.monotonic(), cases()
     clocks = Clocks(folder)
     os.environ.update(clocks.env)
@@ -420,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bounds = {"limit_s": options.limit_s, "longest_s": options.longest_s}
     try:
         asyncio.run(run(seeds, folder, tally, private=private, only=only, **bounds))
-    finally:  # Ctrl-C too: what was run counts
+    finally:  # when it is broken off, too: what was run counts
         record = tally.record()
         _say(json.dumps(record))
         if options.log and tally.seeds:
