@@ -301,7 +301,9 @@ async def test_texts_count_against_their_tenants_limits_whether_they_are_placed_
     names = ("tokenize", "chat", "detokenize", "long", "route")
     limits = "requests_per_minute = 1000\ntokens_per_minute = 20000"
     keys.write_text("\n".join(f'[tenants.{x}]\nkeys = ["{x}"]\n{limits}' for x in names) + '\n[tenants.o]\nkeys=["o"]')
-    async with worker() as decode, serving("--api-keys", str(keys), decode=decode) as (process, client):
+    (tmp_path / "token").write_text("the services' token")
+    flags = ("--api-keys", str(keys), "--token-file", str(tmp_path / "token"))
+    async with worker() as decode, serving(*flags, decode=decode) as (process, client):
 
         async def post(tenant: str, path: str, **body: Any) -> httpx.Response:
             return await client.http.post(path, json=body, headers={"authorization": f"Bearer {tenant}"}, timeout=300)
