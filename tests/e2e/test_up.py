@@ -317,3 +317,11 @@ def test_flags_that_cannot_work(args):
     assert running.process.returncode == 2
     assert args[1] in text
     assert "Traceback" not in text
+
+
+def test_a_role_that_the_router_refuses_ends_the_start_with_the_reason(model):
+    flags = ("--ratio", "1P1D", "--no-kvstore", "--model", model)
+    running = start(*flags, "--prefill-args", "--dtype float32", "--decode-args", "--dtype bfloat16")
+    text = running.end()
+    assert running.process.returncode == 1
+    assert re.search(r"^baton up: the router refuses (prefill|decode)-0: .*kv_dtype", text, re.MULTILINE)

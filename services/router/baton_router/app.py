@@ -9,6 +9,7 @@ import math
 import resource
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ from baton_router.metrics.fast_metrics import GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.registry.discovery import discoveries
+from baton_router.registry.instance import Status
 from baton_router.registry.load import Waiters
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import InstanceCapacity, replica_name
@@ -134,6 +136,7 @@ class RouterApp:
             registry=self.metrics,
             options=options,
             ready=self.is_ready,
+            refused=self._refused,
             steps=steps,
         )
         watch(
@@ -169,6 +172,9 @@ class RouterApp:
     def is_ready(self) -> bool:
         """Whether requests can be served now."""
         return not self._http.should_exit and bool(self.registry.ready(Role.DECODE)) and self._preload.over
+
+    def _refused(self) -> dict[str, int]:
+        return dict(Counter(str(x.role) for x in self.registry.instances() if x.status is Status.REFUSED))
 
     async def start(self) -> None:
         """Listen, connect to the instances, and answer health checks with SERVING.

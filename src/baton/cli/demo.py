@@ -17,6 +17,7 @@ from baton.client import AsyncClient
 from baton.client.types import Trace
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.errors import BatonError, InternalError
+from baton.tokenizer.model_files import check_model_path
 from baton.types import SamplingParams
 
 PROMPT = "Write a function `read_config` that reads a configuration file and returns a dictionary of its sections."
@@ -62,6 +63,7 @@ async def _demo(args: argparse.Namespace) -> int:
             console.print(lines[-1], markup=False, style="dim")
 
     model = args.model or default_model()
+    check_model_path(model)
     plan = make_plan(
         ratio=Ratio(1, 1),
         port=0,

@@ -267,7 +267,8 @@ class Supervisor:
 
         Raises:
             ConfigError: A port is in use.
-            UnavailableError: A process ended or was not ready in time, or the model's tokenizer cannot be loaded.
+            UnavailableError: A process ended or was not ready in time, the router refuses an instance, or the model's
+                tokenizer cannot be loaded.
         """
         _require_free_ports(self.plan)
         for group in self.plan.groups:
@@ -313,6 +314,7 @@ class Supervisor:
 
     async def _wait_registered(self) -> None:
         expected = {spec.name for spec in self.plan.workers}
+        names = {spec.health_address: spec.name for spec in self.plan.workers}
         seen: set[str] = set()
         try:
             async with (
@@ -322,6 +324,10 @@ class Supervisor:
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while not expected <= seen:
                     answer = await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=5.0)
+                    for item in answer.instances:
+                        if item.refused:
+                            name = names.get(item.address, item.instance_id)
+                            raise UnavailableError(f"the router refuses {name}: {item.refused}")
                     seen = {item.instance_id for item in answer.instances if item.healthy}
                     await asyncio.sleep(0.02)
         except (TimeoutError, grpc.aio.AioRpcError) as error:

@@ -28,6 +28,7 @@ from baton.errors import ConfigError
 from baton.rpc.auth import read_token
 from baton.rpc.server import free_ports
 from baton.rpc.tls import read_tls
+from baton.tokenizer.model_files import check_model_path
 
 HOST = "127.0.0.1"
 MAX_INSTANCES = 64
@@ -230,9 +231,14 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
     Raises:
         ConfigError: A flag cannot work.
     """
+    for field in ("port", "grpc_port"):
+        if not 0 <= getattr(args, field) < 65536:
+            flag = f"--{field.replace('_', '-')}"
+            raise ConfigError(f"{flag} must be between 0 and 65535, got {getattr(args, field)}", field=field)
     workers = worker_config(args)
     engine = from_flags(EngineConfig, args)
     model = engine.model if engine.model != EngineConfig.model else default_model()
+    check_model_path(model)
     return make_plan(
         ratio=Ratio.parse(args.ratio),
         port=args.port,

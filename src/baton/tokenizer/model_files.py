@@ -45,12 +45,11 @@ def model_directory(path: str | Path, files: Sequence[str] = TOKENIZER_FILES) ->
     Raises:
         ConfigError: Neither a directory nor a repository that can be reached.
     """
+    check_model_path(path)
     local = Path(path).expanduser()
     if local.is_dir():
         return local
     name = str(path)
-    if local.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{name} is not a directory with a model in it", field="model")
     # Imported here: a local directory needs none of it.
     from huggingface_hub import snapshot_download
 
@@ -64,6 +63,19 @@ def model_directory(path: str | Path, files: Sequence[str] = TOKENIZER_FILES) ->
             f"{name} is neither a local directory nor a hub model that can be downloaded: {reason}",
             field="model",
         ) from error
+
+
+def check_model_path(path: str | Path) -> None:
+    """Check that a path is a directory, or may be a hub name.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    local, name = Path(path).expanduser(), str(path)
+    if local.is_dir():
+        return
+    if local.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{name} is not a directory with a model in it", field="model")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -112,6 +112,30 @@ def generate_request(num_tokens: int) -> router_pb2.RouterGenerateRequest:
     )
 
 
+async def test_an_instance_that_is_refused_is_told_of() -> None:
+    async with decode_worker() as worker, router() as process, open_channel(process.grpc) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        other = FakeWorker(Role.DECODE, "p0")
+        await other.start()
+        try:
+            await register(stub, worker)
+            request = router_pb2.RegisterRequest(
+                address=other.address, instance_id="p0", role=role_to_pb(Role.PREFILL), epoch=other.epoch
+            )
+            await stub.Register(request, timeout=20)
+            refused: dict[str, str] = {}
+            async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20) as http:
+                while not any(refused.values()):
+                    answer = await stub.ListInstances(router_pb2.ListInstancesRequest())
+                    refused = {item.address: item.refused for item in answer.instances}
+                while (ready := await http.get("/readyz")).status_code != 200:
+                    await asyncio.sleep(0.01)
+            assert refused == {worker.address: "", other.address: "role is decode, expected prefill"}
+            assert ready.json() == {"status": "ready", "refused": {"prefill": 1}}
+        finally:
+            await other.stop()
+
+
 async def test_life_of_a_router() -> None:
     async with decode_worker() as worker, router() as process, open_channel(process.grpc) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)

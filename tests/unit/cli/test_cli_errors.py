@@ -49,3 +49,16 @@ def test_flags_for_a_role_that_cannot_be_split_are_named(flag, capsys):
 def test_flags_that_the_supervisor_owns_are_refused_by_name(flag, words, told, capsys):
     assert main(["up", f"{flag}={words}"]) == 2
     assert capsys.readouterr().err == f"baton up: error: {flag}: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--port", "80000"], "--port must be between 0 and 65535, got 80000"),
+        (["--grpc-port", "-1"], "--grpc-port must be between 0 and 65535, got -1"),
+        (["--model", "/typo"], "/typo is not a directory with a model in it"),
+    ],
+)
+def test_ports_and_models_that_cannot_be_are_told_before_anything_starts(words, told, capsys):
+    assert main(["up", *words]) == 2
+    assert capsys.readouterr().err == f"baton up: error: {told}\n"

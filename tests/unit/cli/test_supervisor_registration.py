@@ -12,25 +12,36 @@ from baton.errors import UnavailableError
 
 
 class LonelyRouter(router_pb2_grpc.RouterServiceServicer):
-    def __init__(self, refusal: str) -> None:
-        self.refusal = refusal
+    def __init__(self, refusal: str, refused: str = "") -> None:
+        self.refusal, self.refused = refusal, refused
 
     async def ListInstances(self, request, context):
         if self.refusal:
             await context.abort(grpc.StatusCode.INTERNAL, self.refusal)
+        if self.refused:
+            status = router_pb2.InstanceStatus(instance_id="decode-0", refused=self.refused)
+            return router_pb2.ListInstancesResponse(instances=[status])
         return router_pb2.ListInstancesResponse()
 
 
-@pytest.mark.parametrize(("refusal", "reason"), [("", "time is up"), ("no registry", "no registry")])
-async def test_an_instance_that_the_router_never_sees_is_named_with_the_reason(refusal, reason):
+@pytest.mark.parametrize(
+    ("router", "timeout_s", "told"),
+    [
+        (LonelyRouter(""), 0.3, "the router does not see decode-0: time is up"),
+        (LonelyRouter("no registry"), 0.3, "the router does not see decode-0: no registry"),
+        (LonelyRouter("", "kv_dtype differs"), 60.0, "the router refuses decode-0: kv_dtype differs"),
+    ],
+)
+@pytest.mark.timeout(20)
+async def test_an_instance_that_the_router_does_not_take_is_named_with_the_reason(router, timeout_s, told):
     server = grpc.aio.server()
-    router_pb2_grpc.add_RouterServiceServicer_to_server(LonelyRouter(refusal), server)
+    router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    router = ProcessSpec("router", "", (), address, "router")
+    spec = ProcessSpec("router", "", (), address, "router")
     decode = ProcessSpec("decode-0", "", (), "", "decode")
-    plan = DeploymentPlan(None, router, (decode,), "", address)
-    supervisor = Supervisor(plan, lambda *_: None, ready_timeout_s=0.3)
-    with pytest.raises(UnavailableError, match=f"does not see decode-0: {reason}$"):
+    plan = DeploymentPlan(None, spec, (decode,), "", address)
+    supervisor = Supervisor(plan, lambda *_: None, ready_timeout_s=timeout_s)
+    with pytest.raises(UnavailableError, match=f"^{told}$"):
         await supervisor._wait_registered()
     await server.stop(None)

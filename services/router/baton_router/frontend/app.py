@@ -69,6 +69,7 @@ def create_app(
     registry: CollectorRegistry,
     options: HttpOptions | None = None,
     ready: Callable[[], bool] | None = None,
+    refused: Callable[[], Mapping[str, int]] = dict,
     steps: TurnBatcher | None = None,
 ) -> HttpFront:
     """Build the HTTP interface.
@@ -79,6 +80,7 @@ def create_app(
         registry: Takes the HTTP metrics, and is what ``/metrics`` shows.
         options: Options; default: all defaults.
         ready: Whether at least one decode instance is ready.
+        refused: How many instances of each role the router refuses.
         steps: Of this router's requests; default: HTTP has its own.
     """
     options = options or HttpOptions()
@@ -96,7 +98,7 @@ def create_app(
         )
     tokenizer = TokenizerEndpoints(processor)
     models = Models(processor)
-    health = Health(ready or (lambda: dispatcher.model_info() is not None), registry)
+    health = Health(ready or (lambda: dispatcher.model_info() is not None), refused, registry)
     for path, body in _BODIES.items():
         _add(app, "POST", path, _served_by_the_protocol, body)
     _add(app, "GET", "/v1/models", models.list)
@@ -228,8 +230,10 @@ class TokenizerEndpoints:
 class Health:
     """Serves what probes and scrapers ask for."""
 
-    def __init__(self, ready: Callable[[], bool], registry: CollectorRegistry) -> None:
-        self._ready = ready
+    def __init__(
+        self, ready: Callable[[], bool], refused: Callable[[], Mapping[str, int]], registry: CollectorRegistry
+    ) -> None:
+        self._ready, self._refused = ready, refused
         self._registry = registry
 
     async def health(self, request: Request) -> Response:
@@ -237,12 +241,17 @@ class Health:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Serve ``GET /readyz``: a decode instance is ready, and its model's tokenizer is loaded."""
+        """Serve ``GET /readyz``: a decode instance is ready, and its model's tokenizer is loaded.
+
+        Instances that are refused are counted by role: what is left serves without them.
+        """
         try:
             ready = self._ready()
         except BatonError:
             ready = False
-        return _json({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
+        refused = self._refused()
+        body: dict[str, Any] = {"status": "ready" if ready else "not ready"}
+        return _json(body | ({"refused": refused} if refused else {}), status=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Serve ``GET /metrics``: counters that all tenants move, so with API keys for administrators alone."""

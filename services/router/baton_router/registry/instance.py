@@ -168,6 +168,7 @@ class Instance:
             load=self.load.report,
             in_flight=self.load.requests,
             indexed_blocks=self.events.num_blocks,
+            refused=self.reason if self.status is Status.REFUSED else "",
         )
 
 
