@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -326,3 +327,84 @@ def test_a_request_whose_time_ends_between_two_steps_gets_one_answer(
         assert re.findall(rb"HTTP/1.1 (\d+)", bytes(received)) == [b"504", b"200"]
         assert api.dispatcher.open_streams == 0
     assert not caplog.records
+
+
+class Impatient(HttpProtocol):
+    """Drops what follows an answer for a moment only."""
+
+    drain_s = 0.5
+
+
+def drip(client: socket.socket, piece: bytes, seconds: float = 15.0) -> bytes:
+    """Send a piece now and then until the server closes; return what came."""
+    received, end = bytearray(), time.monotonic() + seconds
+    client.settimeout(0.1)
+    while time.monotonic() < end:
+        try:
+            client.sendall(piece)
+            more = client.recv(65536)
+        except TimeoutError:
+            continue
+        except OSError:
+            return bytes(received)
+        received += more
+        if not more:  # it may be closed for one direction only
+            time.sleep(0.1)
+    raise AssertionError(f"the connection is still there, after {bytes(received)!r}")
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"POST /v1/completions", b"408"),
+        (b"POST /v1/completions?x", b"408"),
+        (b"GET /health", b"200"),
+        (b"POST /nowhere", b"404"),
+        (b"GET /v1/models", b"200"),
+    ],
+)
+@pytest.mark.parametrize("length", [b"content-length: 100000", b"transfer-encoding: chunked"])
+def test_a_dripped_body_does_not_keep_its_connection_behind_the_answer(
+    line: bytes, status: bytes, length: bytes
+) -> None:
+    with Served(protocol=Impatient, body_timeout_s=0.3) as api, connect(api) as client:
+        client.sendall(line + b" HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n")
+        received = drip(client, b"1\r\n \r\n" if length.startswith(b"transfer") else b" ")
+        assert re.findall(rb"HTTP/1.1 (\d+)", received) == [status]
+        api.wait_until(lambda: not api.server.server_state.connections)
+
+
+def test_line_breaks_between_requests_do_not_keep_a_connection(api: Served, noted: type[Noted]) -> None:
+    with connect(api) as client:
+        api.wait_until(lambda: bool(noted.made))
+        noted.made[0].timeout_keep_alive = 1
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert drip(client, b"\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_what_follows_an_answer_is_dropped_and_the_connection_stays(api: Served) -> None:
+    """Of a request that is answered by its head alone."""
+    with connect(api) as client:
+        for _ in range(3):
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + bytes(50_000))
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+            client.sendall(bytes(50_000))
+        client.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        received = bytearray()
+        while piece := client.recv(65536):
+            received += piece
+        assert received.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("length", [b"content-length: 250000", b"transfer-encoding: chunked"])
+def test_a_body_that_is_too_long_is_refused_at_once(api: Served, length: bytes) -> None:
+    begun = time.monotonic()
+    with connect(api) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n")
+        client.sendall(b"%x\r\n" % 250_000 + bytes(200_001) if length.startswith(b"transfer") else b"{")
+        received = bytearray()
+        while piece := client.recv(65536):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 413")
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "payload_too_large"
+    assert time.monotonic() - begun < 3.0

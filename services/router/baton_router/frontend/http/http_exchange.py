@@ -15,10 +15,9 @@ from baton.errors import InvalidRequestError
 from baton_router.frontend.http.middleware import Headers, HttpMetrics, HttpOptions
 from baton_router.types import Account
 
-DRAIN_FACTOR = 4
-DRAIN_S = 5.0
-"""How much of a body that is refused is read and dropped, in longest bodies, and for how long."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSING = frozenset({408, 413})
+"""Errors behind which no other request is awaited."""
 _CLIENT_GONE = 499
 """Status in the metrics of requests whose client left before there was an answer."""
 
@@ -65,8 +64,8 @@ class HttpExchange:
     """A request and its answer, without ASGI between the socket and the endpoint.
 
     The body is gathered within the bounds of ``Handler.options``, then the request is handed to its handler, when the
-    answers to requests before it on the same connection are complete. The body of a request that is refused by its head
-    or its length is read and dropped, within bounds: a client that cannot finish sending never reads the answer.
+    answers to requests before it on the same connection are complete. A request that is refused by its head or its
+    length is answered at once; the connection drops what is still to come of its body.
 
     It stands where uvicorn's ``RequestResponseCycle`` stands, and has what the protocol looks at there.
 
@@ -129,10 +128,8 @@ class HttpExchange:
                 return
             self._refusal = too_long(limit)
             self._pieces.clear()
-            if self._timer is not None:
-                self._wait(DRAIN_S)
-        elif self._received > DRAIN_FACTOR * limit:
-            self._refuse_early()
+            if self.in_turn:
+                self._refuse()
 
     def on_whole(self) -> None:
         """The body is complete."""
@@ -154,13 +151,13 @@ class HttpExchange:
         """Wait for the rest of the body, if there is more to come, for a limited time."""
         if self._whole or self.response_complete or self._timer is not None or not self.in_turn:
             return
+        if self._refusal is not None:
+            self._refuse()
+            return
         if self._expects_continue:
-            if self._refusal is not None:
-                self._refuse_early()
-                return
             self._expects_continue = False
             self._connection.transport.write(_CONTINUE)
-        self._wait(DRAIN_S if self._refusal is not None else self._handler.options.body_timeout_s)
+        self._timer = self._connection.loop.call_later(self._handler.options.body_timeout_s, self._refuse)
 
     def lost(self) -> None:
         """The client has gone."""
@@ -225,23 +222,19 @@ class HttpExchange:
     def _serve(self) -> None:
         self._stop_waiting()
         if self._refusal is not None:
-            if isinstance(self._refusal, HTTPException) and self._refusal.status_code == 413:
-                self.keep_alive = False
-            self._handler.refuse(self, self._refusal)
+            self._refuse()
             return
         body = b"".join(self._pieces)
         self._pieces.clear()
         self._handler.serve(self, body)
 
-    def _refuse_early(self) -> None:
-        """Answer before the body is whole; the rest of it is not read."""
+    def _refuse(self) -> None:
+        """Answer with the error, whether the body is whole or not."""
         self._stop_waiting()
-        self.keep_alive = False
-        self._handler.refuse(self, self._refusal or too_late(self._handler.options.body_timeout_s))
-
-    def _wait(self, seconds: float) -> None:
-        self._stop_waiting()
-        self._timer = self._connection.loop.call_later(seconds, self._refuse_early)
+        refusal = self._refusal or too_late(self._handler.options.body_timeout_s)
+        if self._expects_continue or (isinstance(refusal, HTTPException) and refusal.status_code in _CLOSING):
+            self.keep_alive = False
+        self._handler.refuse(self, refusal)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
@@ -263,7 +256,7 @@ class HttpExchange:
         self.response_complete = True
         self.on_gone = self.on_flow = None
         self._count()
-        if not self.keep_alive:
+        if not self.keep_alive and (self._whole or self._expects_continue):  # else the connection drops the rest first
             self._connection.transport.close()
         self._connection.on_response_complete()
 

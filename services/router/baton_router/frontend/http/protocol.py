@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 SILENCE_S = 0.5
+_DRAIN_FACTOR = 4
+DRAIN_S = 5.0
+"""How much of a body behind its request's answer is read and dropped, in longest bodies, and for how long."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -122,12 +125,16 @@ class HttpProtocol(HttpToolsProtocol):
     An ``Upgrade`` is ignored, as a server may: clients that offer HTTP/2 so (Java's do with every request) get their
     answer over HTTP/1.1. The parser gives such a request no body, so it is parsed again without the offer.
 
+    A body that goes on behind its request's answer is read and dropped, within bounds: cut off, the client might lose
+    the answer; waited for, it would keep its connection for ever.
+
     Attributes:
         handler: Serves the endpoints that need no ASGI.
         crowd: All connections of the server.
         max_head_bytes: Bytes of a head, but for the read it begins in, and of what else is no body.
         silence_s: Seconds without a whole head from which on a connection may have to give way to others.
         head_timeout_s: Seconds from the connection, or from a head's first byte, to its end.
+        drain_s: Seconds from an answer to the end of its request's body.
     """
 
     handler: Handler
@@ -137,6 +144,7 @@ class HttpProtocol(HttpToolsProtocol):
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
     silence_s = SILENCE_S
+    drain_s = DRAIN_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what uvicorn gives its protocols."""
@@ -151,7 +159,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._idle_since: float | None = None
-        """When the last answer was complete, by the loop's clock; ``None``: something has come since."""
+        """When the last request and its answer were complete, by the loop's clock; ``None``: another one has begun."""
+        self._in_body = False
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._drained = 0
 
     @classmethod
     def serving(cls, handler: Handler) -> type[HttpProtocol]:
@@ -186,6 +197,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.crowd.left(self)
         self._end_head()
         self._end_watch()
+        self._end_drain()
         self._unset_keepalive_if_required()
         for item in (self._serving, *(cycle for cycle, _ in self.pipeline)):
             if isinstance(item, HttpExchange):
@@ -221,7 +233,6 @@ class HttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._head_bytes += len(data)
-        self._idle_since = None
         try:
             self._parse(data)
         except httptools.HttpParserError:
@@ -273,6 +284,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._end_head()
+        self._in_body = True
         in_turn = self.cycle is None or self.cycle.response_complete
         path = None
         if method == b"POST":
@@ -298,7 +310,11 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""
         self._head_bytes = 0
-        if isinstance(self.cycle, HttpExchange):
+        if self._drain_timer is not None:
+            self._drained += len(body)
+            if self._drained > _DRAIN_FACTOR * self.handler.options.max_body_bytes:
+                self.transport.close()
+        elif isinstance(self.cycle, HttpExchange):
             self.cycle.on_body(body)
         else:
             super().on_body(body)
@@ -307,7 +323,14 @@ class HttpProtocol(HttpToolsProtocol):
         """End a request, but for one that comes again without its offer."""
         if self.parser.should_upgrade():
             return
-        if isinstance(self.cycle, HttpExchange):
+        self._in_body = False
+        if self._drain_timer is not None:
+            self._end_drain()
+            if self.cycle is None or self.cycle.keep_alive:
+                self._wait_idle()
+            else:
+                self.transport.close()
+        elif isinstance(self.cycle, HttpExchange):
             self.cycle.on_whole()
         else:
             super().on_message_complete()
@@ -330,6 +353,16 @@ class HttpProtocol(HttpToolsProtocol):
             else:
                 self._start_asgi_task(item, app)
             return
+        if self._in_body:
+            self._drained = 0
+            self._drain_timer = self.loop.call_later(self.drain_s, self.transport.close)
+            if not self.cycle.keep_alive and self.transport.can_write_eof():
+                self.transport.write_eof()  # who reads to the end need not wait for it
+        else:
+            self._wait_idle()
+
+    def _wait_idle(self) -> None:
+        """Wait for the next request."""
         # One timer goes on through many requests: a new one for each costs more than a look at the clock.
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
@@ -376,6 +409,11 @@ class HttpProtocol(HttpToolsProtocol):
     def _tell_flow(self, *, paused: bool) -> None:
         if isinstance(self._serving, HttpExchange) and self._serving.on_flow is not None:
             self._serving.on_flow(paused)
+
+    def _end_drain(self) -> None:
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+            self._drain_timer = None
 
     def _end_head(self) -> None:
         self._in_head, self._head_bytes = False, 0
