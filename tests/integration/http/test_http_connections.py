@@ -214,7 +214,7 @@ def test_idle_connections_give_way_and_where_there_are_none_the_client_is_told(n
             api.wait_until(lambda at=at: len(noted.made) > at and noted.made[at].flow.write_paused)
         idle = stack.enter_context(connect(api))
         idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        api.wait_until(lambda: noted.made[5].idle_since is not None)
+        api.wait_until(lambda: len(noted.made) > 5 and noted.made[5].idle_since is not None)
         assert idle.recv(4096).startswith(b"HTTP/1.1 200")
         sixth = stack.enter_context(connect(api, buffer=4096))
         sixth.sendall(post({"prompt": "def", "stream": True, "max_tokens": 10**5}))
