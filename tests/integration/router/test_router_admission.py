@@ -18,6 +18,7 @@ from tests.support.servers.fake_worker import FakeWorker
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.client import AsyncClient
 from baton.errors import OverloadedError, QueueFullError, SloError, UnavailableError
+from baton.rpc.server import free_port
 from baton.types import Role
 
 ONE_SLOT = ("--instance-slots", "1")
@@ -52,6 +53,7 @@ class Client:
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
         self.answered: list[str] = []
+        self.metrics_url = "/metrics"
 
     async def send(self, name: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         body = {"prompt": [5, 6, 7], "max_tokens": 2, "request_id": name, **fields}
@@ -63,7 +65,7 @@ class Client:
         return asyncio.create_task(self.send(name, headers, **fields))
 
     async def metric(self, sample: str) -> float:
-        for line in (await self.http.get("/metrics")).text.splitlines():
+        for line in (await self.http.get(self.metrics_url)).text.splitlines():
             if line.startswith(sample + " "):
                 return float(line.rpartition(" ")[2])
         return 0.0
@@ -279,8 +281,10 @@ async def test_tenants_are_api_keys_where_there_are_any(tmp_path: Any) -> None:
     keys.write_text("# two\none\ntwo\n")
     names = [f"key-{hashlib.sha256(key).hexdigest()[:8]}" for key in (b"one", b"two")]
     (tmp_path / "token").write_text("the services' token")
-    flags = (*ONE_SLOT, "--api-keys", str(keys), "--token-file", str(tmp_path / "token"))
-    async with worker() as decode, serving(*flags, decode=decode) as (_, client):
+    port = free_port()
+    keyed = ("--api-keys", str(keys), "--token-file", str(tmp_path / "token"), "--metrics-port", str(port))
+    async with worker() as decode, serving(*ONE_SLOT, *keyed, decode=decode) as (_, client):
+        client.metrics_url = f"http://127.0.0.1:{port}/metrics"
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         decode.state.pause_after = 1
         first = client.start("first", one)
@@ -302,8 +306,10 @@ async def test_texts_count_against_their_tenants_limits_whether_they_are_placed_
     limits = "requests_per_minute = 1000\ntokens_per_minute = 20000"
     keys.write_text("\n".join(f'[tenants.{x}]\nkeys = ["{x}"]\n{limits}' for x in names) + '\n[tenants.o]\nkeys=["o"]')
     (tmp_path / "token").write_text("the services' token")
-    flags = ("--api-keys", str(keys), "--token-file", str(tmp_path / "token"))
+    port = free_port()
+    flags = ("--api-keys", str(keys), "--token-file", str(tmp_path / "token"), "--metrics-port", str(port))
     async with worker() as decode, serving(*flags, decode=decode) as (process, client):
+        client.metrics_url = f"http://127.0.0.1:{port}/metrics"
 
         async def post(tenant: str, path: str, **body: Any) -> httpx.Response:
             return await client.http.post(path, json=body, headers={"authorization": f"Bearer {tenant}"}, timeout=300)
