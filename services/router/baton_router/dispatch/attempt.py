@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -191,6 +191,13 @@ class Group(msgspec.Struct):
         if failure.broken and self.failures == 1:
             return True  # its load went away with the instance
         return budget(failure.reason)
+
+    def why_given_up(self, failure: AttemptFailed, ready: Iterable[Instance]) -> BatonError:
+        """Return what to tell of a group that has no other try: that all instances are gone, where that is so."""
+        if not failure.broken or any(instance.identity not in self.excluded for instance in ready):
+            return failure.error
+        message = f"no decode instance is left that could go on: {failure.error.message}"
+        return UnavailableError(message, retry_after_s=1.0)
 
 
 class AttemptOwner(Protocol):

@@ -279,7 +279,7 @@ class RequestRun:
                 raise group.last.error  # those that are ready all failed it; no new one is to be expected
             left = min(give_up_at, self._deadline) - time.monotonic()
             if left <= 0:
-                last = self._none_left(group, group.last) if group.last is not None else None
+                last = group.why_given_up(group.last, registry.ready(Role.DECODE)) if group.last is not None else None
                 raise group.full or last or registry.none_free()
             if group.full is not None:
                 # A stream that has begun waits for room: its client is reading it.
@@ -465,14 +465,6 @@ class RequestRun:
 
     # --- failures ---
 
-    def _none_left(self, group: Group, failure: AttemptFailed) -> BatonError:
-        """Return what to tell of a group that may not try again: that all instances are gone, where that is so."""
-        left = [x for x in self._context.registry.ready(Role.DECODE) if x.identity not in group.excluded]
-        if left or not failure.broken:
-            return failure.error
-        message = f"no decode instance is left that could go on: {failure.error.message}"
-        return UnavailableError(message, retry_after_s=1.0)
-
     def _note_failure(self, attempt: Attempt, failure: AttemptFailed) -> None:
         """Decide whether the group may try again.
 
@@ -496,7 +488,7 @@ class RequestRun:
             "going on elsewhere" if may_go_on else "giving up",
         )
         if not may_go_on:
-            raise self._none_left(group, failure)
+            raise group.why_given_up(failure, self._context.registry.ready(Role.DECODE))
         self._request.span.event("failed", failure.reason)
         metrics = self._context.metrics
         if group.num_tokens > attempt.tokens_before:
