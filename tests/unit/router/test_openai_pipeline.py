@@ -230,6 +230,7 @@ async def test_tenants_take_turns_with_long_texts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("baton_router.processor.input_processor._tokenize", slowly)
     text = pipeline(ScriptedDispatcher())
     info = text.model_info()
+    await text.text_model(info)  # loaded now, so all of them queue in the order in which they are sent
 
     def send(user: str) -> asyncio.Task[TokenIds]:
         return asyncio.create_task(text.tokenize(TextRequest("x" * size, GREEDY, user=user), info))
