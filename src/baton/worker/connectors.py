@@ -135,7 +135,7 @@ def _named_connectors(context: InstanceContext) -> tuple[list[KVConnector], dict
                 uses[name] = connector.use
                 connectors.append(connector)
             else:
-                connectors.append(make_connector(name, _connector_context(context, options[name])))
+                connectors.append(make_connector(name, _connector_context(context, options[name]), BUILT_IN))
     except BaseException:
         for made in connectors:
             made.close()

@@ -92,6 +92,8 @@ async def test_what_cannot_work_is_refused_at_start(
         async with LocalCluster(EngineConfig(model=str(model), dtype="float32", kv_blocks=64), config):
             pass
     assert refused.value.field == field
+    if names == ("nothing",):
+        assert "files, offload, shared_storage" in str(refused.value)
 
 
 FAULTY = """

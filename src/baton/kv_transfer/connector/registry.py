@@ -11,7 +11,7 @@ and a service started with ``--kv-connectors files`` calls it once. ``examples/b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
@@ -49,15 +49,19 @@ class ConnectorContext:
 ConnectorFactory = Callable[[ConnectorContext], KVConnector]
 
 
-def find_factory(name: str) -> ConnectorFactory:
+def find_factory(name: str, built_in: Collection[str] = ()) -> ConnectorFactory:
     """Return the factory registered under a name.
+
+    Args:
+        name: Its entry point's.
+        built_in: Names of connectors that need no entry point, for the error.
 
     Raises:
         ConfigError: There is none, or its package cannot be imported; names ``kv_connectors``.
     """
     known = {point.name: point for point in entry_points(group=GROUP)}
     if name not in known:
-        there = ", ".join(sorted(known)) or "none"
+        there = ", ".join(sorted({*built_in, *known})) or "none"
         raise ConfigError(f"no KV connector {name!r} is installed (there are: {there})", field="kv_connectors")
     try:
         factory: ConnectorFactory = known[name].load()
@@ -66,13 +70,13 @@ def find_factory(name: str) -> ConnectorFactory:
     return factory
 
 
-def make_connector(name: str, context: ConnectorContext) -> KVConnector:
-    """Build a registered connector.
+def make_connector(name: str, context: ConnectorContext, built_in: Collection[str] = ()) -> KVConnector:
+    """Build a registered connector; see :func:`find_factory`.
 
     Raises:
         ConfigError: It is not there, or does not want these options.
     """
-    factory = find_factory(name)
+    factory = find_factory(name, built_in)
     try:
         connector = factory(context)
     except BatonError:
