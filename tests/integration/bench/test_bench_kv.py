@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -241,8 +242,8 @@ def test_a_wrong_byte_is_found(tmp_path):
 
 def test_a_listener_and_its_token(tmp_path):
     right, wrong = tmp_path / "right", tmp_path / "wrong"
-    right.write_text("secret", encoding="utf-8")
-    wrong.write_text("guess", encoding="utf-8")
+    right.write_text(secrets.token_hex(), encoding="utf-8")  # weak ones are warned of
+    wrong.write_text(secrets.token_hex(), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         wanted = f"127.0.0.1:{taken.getsockname()[1]}"
     command = ["-m", "baton.cli.main", "bench", "kv", "--listen", wanted, "--token-file", str(right)]
