@@ -94,7 +94,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An instance that the router knows."""
+    """An instance that the router knows.
+
+    Attributes:
+        refused: Why the router does not take it although it answers; empty: it is not refused.
+    """
 
     instance_id: str
     address: str
@@ -104,6 +108,7 @@ class Instance:
     load: Load
     in_flight: int
     indexed_blocks: int
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
