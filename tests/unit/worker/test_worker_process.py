@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.errors import ConfigError
 from baton.rpc.server import free_port
+from baton.worker import process
 from baton.worker.process import raise_descriptor_limit, serve_metrics, set_up_logging
 
 WAITS = """
@@ -85,7 +86,12 @@ def test_what_clients_send_makes_no_lines_in_the_log(monkeypatch: pytest.MonkeyP
     assert "\x1b" not in written.getvalue()
 
 
-def test_connections_that_say_nothing_keep_neither_threads_nor_scrapes() -> None:
+@pytest.mark.parametrize(("most", "timeout_s"), [(16, 600.0), (10**6, 0.2)], ids=["bound", "timeout"])
+def test_connections_that_say_nothing_keep_neither_threads_nor_scrapes(
+    monkeypatch: pytest.MonkeyPatch, most: int, timeout_s: float
+) -> None:
+    monkeypatch.setattr(process, "_MAX_SCRAPES", most)
+    monkeypatch.setattr(process._MetricsHandler, "timeout", timeout_s)
     registry, port, threads = CollectorRegistry(), free_port(), threading.active_count()
     Counter("seen", "Things", registry=registry).inc()
     close = serve_metrics("127.0.0.1", port, registry)
