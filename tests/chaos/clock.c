@@ -1,6 +1,8 @@
-/* Preloaded into processes whose wall clock tests set forward and back. The monotonic clocks stay as they are.
+/* Preloaded into processes whose wall clock tests set forward and back. The monotonic clocks stay as they are, unless
+ * BATON_CHAOS_CLOCK_ALL is set: then it is as if every deadline and every lease went by the wall clock.
  *
- * BATON_CHAOS_CLOCK names a file of int64 nanoseconds, one for each process id modulo 32768, added to CLOCK_REALTIME. */
+ * BATON_CHAOS_CLOCK names a file of int64 numbers, two for each process id modulo 32768: nanoseconds that are added to
+ * CLOCK_REALTIME, and how often a clock was read that was not the machine's. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -14,16 +16,22 @@
 #define SLOTS 32768
 #define SECOND 1000000000LL
 
-static volatile int64_t *offsets;
+typedef struct {
+    int64_t offset, reads;
+} slot_t;
+
+static slot_t *slots;
+static int all;
 static int (*real_clock_gettime)(clockid_t, struct timespec *);
 
 __attribute__((constructor)) static void begin(void) {
     real_clock_gettime = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
     const char *path = getenv("BATON_CHAOS_CLOCK");
-    int fd = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    all = getenv("BATON_CHAOS_CLOCK_ALL") != NULL;
     if (fd >= 0) {
-        void *mapped = mmap(NULL, SLOTS * sizeof(int64_t), PROT_READ, MAP_SHARED, fd, 0);
-        offsets = mapped == MAP_FAILED ? NULL : mapped;
+        void *mapped = mmap(NULL, SLOTS * sizeof(slot_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        slots = mapped == MAP_FAILED ? NULL : mapped;
         close(fd);
     }
 }
@@ -32,10 +40,16 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
     if (!real_clock_gettime)
         begin();
     int status = real_clock_gettime(clock, now);
-    if (status == 0 && offsets && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) {
-        int64_t at = now->tv_sec * SECOND + now->tv_nsec + offsets[getpid() % SLOTS];
+    if (status != 0 || !slots || !(all || clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
+        return status;
+    slot_t *own = &slots[getpid() % SLOTS];
+    int64_t offset = __atomic_load_n(&own->offset, __ATOMIC_RELAXED);
+    if (offset) {
+        int64_t at = now->tv_sec * SECOND + now->tv_nsec + offset;
+        at = at < 0 ? 0 : at;
         now->tv_sec = at / SECOND;
         now->tv_nsec = at % SECOND;
+        __atomic_fetch_add(&own->reads, 1, __ATOMIC_RELAXED);
     }
     return status;
 }

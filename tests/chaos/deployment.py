@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import signal
+import ssl
 import struct
 import subprocess
 import time
@@ -24,11 +25,13 @@ from typing import Self
 
 import httpx
 import psutil
+from tests.chaos.credentials import Credentials
 from tests.chaos.workload import MODEL
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.servers.warm import WarmStarter
 
+from baton.cli import supervisor
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
@@ -56,6 +59,7 @@ class Shape:
         decode_tp: Ranks of each decode instance.
         proxied: Whether others dial proxies: before gRPC and the tcp pipe; other pipes have ports of their own.
         router: More flags of both routers.
+        secured: Whether it has a token, API keys and TLS everywhere.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Shape:
     decode_tp: int = 1
     proxied: bool = True
     router: tuple[str, ...] = ()
+    secured: bool = False
 
     def possible(self) -> Shape:
         """Return it, or one that runs here in its place."""
@@ -81,24 +86,34 @@ SHAPES = (
     Shape("tcp, prefill first", "tcp", router=("--order", "prefill_first")),
     Shape("shm, tp 2", "shm,tcp", prefill_tp=2, decode_tp=2),
     Shape("tcp, cost_ms", "tcp", router=("--policy", "cost_ms")),
+    Shape("tls, keys", "tls", secured=True),
+    Shape("shm, keys, prefill first", "shm,tls", secured=True, router=("--order", "prefill_first")),
 )
 
 
 class Clocks:
-    """Sets the wall clocks of processes that preload ``clock.c``."""
+    """Sets the wall clocks of processes that preload ``clock.c``.
+
+    With ``BATON_CHAOS_CLOCK_ALL`` in the environment their monotonic clocks, too: what then goes wrong would go wrong
+    wherever a lease or a deadline went by the wall clock.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.library, table = folder / "clock.so", folder / "clocks"
         command = ["cc", "-O2", "-shared", "-fPIC", "-o", self.library, Path(__file__).with_name("clock.c"), "-ldl"]
         subprocess.run(command, check=True)
-        table.write_bytes(bytes(8 * _CLOCK_SLOTS))
+        table.write_bytes(bytes(16 * _CLOCK_SLOTS))
         with table.open("r+b") as file:
-            self._offsets = mmap.mmap(file.fileno(), 0)
+            self._slots = mmap.mmap(file.fileno(), 0)
         self.env = {"LD_PRELOAD": str(self.library), "BATON_CHAOS_CLOCK": str(table)}
 
     def set(self, pid: int, seconds: float) -> None:
         """Put a process's clock so far before the machine's (after it, if negative)."""
-        struct.pack_into("q", self._offsets, 8 * (pid % _CLOCK_SLOTS), int(seconds * 1e9))
+        struct.pack_into("q", self._slots, 16 * (pid % _CLOCK_SLOTS), int(seconds * 1e9))
+
+    def reads(self, pid: int) -> int:
+        """Return how often a process read a clock that was set."""
+        return int(struct.unpack_from("q", self._slots, 16 * (pid % _CLOCK_SLOTS) + 8)[0])
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,7 @@ class Deployment:
         folder: An empty one, for the store's disk tier and logs.
         clocks: Of its processes.
         starter: Forks its processes.
+        credentials: For shapes that have some.
 
     Attributes:
         private: Whether ``folder`` is a small file system of its own, and /dev/shm too, so that both may be filled.
@@ -131,9 +147,17 @@ class Deployment:
     """
 
     def __init__(
-        self, shape: Shape, folder: Path, clocks: Clocks, starter: WarmStarter, *, private: bool = False
+        self,
+        shape: Shape,
+        folder: Path,
+        clocks: Clocks,
+        starter: WarmStarter,
+        credentials: Credentials,
+        *,
+        private: bool = False,
     ) -> None:
         self.shape, self.clocks, self.private = shape, clocks, private
+        self.credentials = credentials if shape.secured else None
         self.disk = folder / "kv"
         self.disk.mkdir()
         self.redis = RedisServer()
@@ -143,11 +167,16 @@ class Deployment:
         self._counted: dict[str, tuple[int, Counter[str]]] = {}
         self._latest: dict[str, tuple[int, Counter[str]]] = {}
         plan = self._plan()
-        self.supervisor = Supervisor(plan, self._emit, backoff_s=(0.05, 0.5), grace_s=20.0)
+        token, tls = (None, None) if self.credentials is None else (self.credentials.token, self.credentials.tls)
+        self.supervisor = Supervisor(plan, self._emit, backoff_s=(0.05, 0.5), grace_s=20.0, token=token, tls=tls)
+        supervisor.HEALTH_INTERVAL_S = 0.25  # each look costs more than it would gain
         self.supervisor.spawn = starter.spawn
         self.routers = (plan.router, plan.second)
         self.first_idle: dict[str, tuple[int, int, int]] = {}
-        self._http = httpx.AsyncClient(timeout=20)
+        self._http = httpx.AsyncClient(timeout=20, verify=self.verify)
+        self._lookers = [
+            AsyncClient(spec.health_address, retries=0, timeout=10, token=token, tls=tls) for spec in self.routers
+        ]
         self._stack = contextlib.AsyncExitStack()
 
     def _emit(self, name: str, line: str) -> None:
@@ -165,6 +194,9 @@ class Deployment:
         router = (*shape.router, "--redis", url, "--replicas", "2", "--replica-forget-s", "20",
                   "--probe-interval-s", "1", "--probe-timeout-s", "3", "--no-instance-wait-s", "15",
                   "--retry-budget", "1", "--max-retries", "6")  # fmt: skip
+        if self.credentials is not None:
+            worker += self.credentials.service_flags
+            router += self.credentials.router_flags
         base = make_plan(
             ratio=Ratio(2, 2),
             port=0,
@@ -194,7 +226,8 @@ class Deployment:
         disk = ("--disk-path", str(self.disk), "--disk-bytes", str(_DISK_BYTES), "--disk-segment-bytes", str(4 << 20))
         remote = ("--redis-url", url, "--redis-bytes", str(64 << 20))
         where = ("--kv-port", str(kv_ports[0]), "--advertise-host", host)
-        store_args = (*where, *memory, *disk, *remote)
+        own = () if self.credentials is None else self.credentials.service_flags
+        store_args = (*where, *memory, *disk, *remote, *own)
         return _Plan(
             kvstore=dataclasses.replace(base.kvstore, args=(*base.kvstore.args, *store_args)),
             router=dataclasses.replace(
@@ -227,6 +260,8 @@ class Deployment:
                 await proxy.start()
                 stack.push_async_callback(proxy.stop)
             stack.push_async_callback(self._http.aclose)
+            for looker in self._lookers:
+                await stack.enter_async_context(looker)
             await stack.enter_async_context(self.supervisor)
             self._stack = stack.pop_all()
         return self
@@ -264,17 +299,38 @@ class Deployment:
         """Return the id of the process that has a name now."""
         return self.supervisor.processes[name].pid
 
+    @property
+    def verify(self) -> ssl.SSLContext | bool:
+        """What HTTP clients check certificates by."""
+        return False if self.credentials is None else self.credentials.https
+
+    def client(self, router: int, user: str, timeout_s: float) -> AsyncClient:
+        """Return a client of a router."""
+        address, own = self.routers[router].health_address, self.credentials
+        token, tls = (None, None) if own is None else (own.keys[user], own.tls)
+        return AsyncClient(address, timeout=timeout_s, retries=0, token=token, tls=tls)
+
+    def http(self, router: int, user: str) -> tuple[str, dict[str, str]]:
+        """Return a router's URL, and the headers of a user."""
+        address = dict(self.routers[router].listens)["http"]
+        if self.credentials is None:
+            return f"http://{address}", {}
+        return f"https://{address}", {"authorization": f"Bearer {self.credentials.keys[user]}"}
+
     async def metrics(self, name: str) -> dict[str, float]:
         """Return a process's metrics: name with labels to value."""
         address = dict(self.supervisor.processes[name].spec.listens)["metrics"]
-        text = (await self._http.get(f"http://{address}")).text
+        own = self.credentials if self.role(name) == "router" else None
+        scheme, headers = ("http", {}) if own is None else ("https", own.admin_headers)
+        answer = await self._http.get(f"{scheme}://{address}", headers=headers)
+        text = answer.raise_for_status().text
         return {
             key: float(value) for key, value in re.findall(r"^([a-z][^ #]*(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
         }
 
     async def settle(self) -> str:
         """Wait until everybody is back and idle; returns what is not, empty if all is well."""
-        deadline = time.monotonic() + SETTLED_S
+        deadline, pause_s = time.monotonic() + SETTLED_S, 0.05
         while True:
             try:
                 left = await self._unsettled()
@@ -282,7 +338,8 @@ class Deployment:
                 left = f"{type(error).__name__}: {error}"
             if not left or time.monotonic() > deadline:
                 return left
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.5)
 
     async def _unsettled(self) -> str:
         """Say what is in flight, held or missing."""
@@ -290,9 +347,8 @@ class Deployment:
         for name in self.names:
             if self.supervisor.processes[name].returncode is not None:
                 return f"{name} is dead"
-        for spec in self.routers:
-            async with AsyncClient(spec.health_address, retries=0, timeout=10) as client:
-                found = await client.list_instances()
+        for spec, looker in zip(self.routers, self._lookers, strict=True):
+            found = await looker.list_instances()
             healthy = {item.instance_id for item in found if item.healthy and item.load.blocks_total}
             if healthy != workers:
                 return f"{spec.name} sees {sorted(healthy)}"

@@ -20,7 +20,10 @@ SHM = Path("/dev/shm")
 BYTES = ("corrupt", "truncate", "duplicate")
 """Kinds that change what is sent: over connections with checksums alone, which KV has and gRPC leaves to TCP."""
 NETWORK = ("cut", "freeze", "delay")
-_BETWEEN_BYTES = 200_000
+_BETWEEN_BYTES = 40_000
+"""On average: less than a block."""
+LONG_S = 4.0
+"""Faults that last longer do so whatever the requests do."""
 DEATHS = ("kill", "stop", "descriptors", "memory")
 """Kinds after which a process does not serve, for a while at least."""
 WEIGHTS = {
@@ -40,7 +43,7 @@ class Fault:
         delay_s: Seconds after that, into what lies between two tokens.
         hold_s: How long it lasts.
         number: What else there is to draw, in [0, 1).
-        struck: Whether it found something to strike.
+        struck: How often it did something: each process, connection or piece of bytes counts, each read of a clock.
     """
 
     kind: str
@@ -49,7 +52,7 @@ class Fault:
     delay_s: float
     hold_s: float
     number: float
-    struck: bool = False
+    struck: int = 0
 
     def __str__(self) -> str:
         when = f"at {self.at:.2f}+{self.delay_s:.3f} s for {self.hold_s:.2f} s"
@@ -63,7 +66,9 @@ class Fault:
     @classmethod
     def drawn(cls, rng: random.Random, deployment: Deployment, *, longest_s: float, only: Sequence[str] = ()) -> Fault:
         """Draw one that makes sense for a deployment."""
-        barred = (() if deployment.private else ("disk", "shm")) + (() if deployment.shape.proxied else BYTES)
+        barred = (() if deployment.private else ("disk", "shm")) + (
+            () if deployment.shape.proxied and "shm" not in deployment.shape.pipes else BYTES
+        )
         kinds = {kind: weight for kind, weight in WEIGHTS.items() if kind not in barred}
         if not deployment.shape.proxied:  # Redis alone has a network then
             kinds |= dict.fromkeys(NETWORK, 1)
@@ -82,12 +87,14 @@ class Fault:
             target = kind
         else:
             target = rng.choice(names)
-        hold = math.exp(rng.uniform(math.log(0.1), math.log(4.0)))
-        if kind == "stop" and rng.random() < 0.05:
-            hold = rng.uniform(4.0, 60.0)
+        hold = math.exp(rng.uniform(math.log(0.1), math.log(LONG_S)))
+        if kind == "stop" and rng.random() < 0.03:
+            hold = rng.uniform(LONG_S, 60.0)
+        if kind == "kill" and target != REDIS:  # the supervisor undoes it
+            hold = 0.0
         at, delay = rng.random() * 0.9, rng.uniform(0.0, 0.05)
-        if kind in BYTES:  # they wait for their bytes
-            at, hold = at / 4, max(hold, 2.0)
+        if kind in BYTES:  # they wait for their bytes, and prompts go first
+            at, delay, hold = 0.0, 0.0, max(hold, 2.0)
         return cls(kind, target, at, delay, min(hold, longest_s), rng.random())
 
     @contextlib.asynccontextmanager
@@ -106,7 +113,7 @@ async def _kill(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExi
         for pid in _pids(fault, deployment):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    fault.struck = True
+    fault.struck += 1
 
 
 async def _stop(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
@@ -117,7 +124,7 @@ async def _stop(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExi
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
             stack.callback(_quietly, os.kill, pid, signal.SIGCONT)
-    fault.struck = True
+    fault.struck += 1
 
 
 def _pids(fault: Fault, deployment: Deployment) -> list[int]:
@@ -137,32 +144,33 @@ async def _cut(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExit
     else:
         await proxy.cut()
         stack.push_async_callback(proxy.start)
-    fault.struck = True
+    fault.struck += 1
 
 
 async def _freeze(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
     proxy = deployment.proxies[fault.target]
     proxy.freeze()
     stack.callback(proxy.thaw)
-    fault.struck = True
+    fault.struck += 1
 
 
 async def _disturb(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
     """Delay every piece, or change some bytes now and then, wherever in the coming pieces."""
     proxy = deployment.proxies[fault.target]
     rng = random.Random(fault.number)
+    longest_s = 10 ** (3 * fault.number - 2)  # from 10 ms to ten seconds: some outlast what is waited for
     left = int(rng.expovariate(1 / _BETWEEN_BYTES))
 
     async def disturb(data: bytes, to_target: bool) -> bytes:
         nonlocal left
         if fault.kind == "delay":
-            fault.struck = True
-            await asyncio.sleep(rng.uniform(0.0, 0.1))
+            fault.struck += 1
+            await asyncio.sleep(rng.uniform(0.0, longest_s))
             return data
         if len(data) <= left:
             left -= len(data)
             return data
-        fault.struck = True
+        fault.struck += 1
         before, part, after = data[:left], data[left : left + rng.choice((1, 7, 4096))], data[left:]
         left = int(rng.expovariate(1 / _BETWEEN_BYTES))
         if fault.kind == "corrupt":
@@ -179,7 +187,7 @@ async def _fill(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExi
     stack.callback(ballast.unlink, missing_ok=True)
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
-            fault.struck = True
+            fault.struck += 1
 
 
 async def _limit(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
@@ -193,7 +201,7 @@ async def _limit(fault: Fault, deployment: Deployment, stack: contextlib.AsyncEx
         before = resource.prlimit(pid, which)
         resource.prlimit(pid, which, (most, before[1]))
         stack.callback(_quietly, resource.prlimit, pid, which, before)
-        fault.struck = True
+        fault.struck += 1
         for name, proxy in deployment.proxies.items():
             if name.startswith(fault.process + " "):
                 proxy.reset()  # connections, and what comes with them, are wanted anew
@@ -202,9 +210,14 @@ async def _limit(fault: Fault, deployment: Deployment, stack: contextlib.AsyncEx
 async def _set_clock(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
     pid = deployment.pid(fault.process)
     far = 10 ** (1 + 5 * abs(2 * fault.number - 1))  # seconds: from ten to ten days
+    before = deployment.clocks.reads(pid)
+
+    def set_right() -> None:
+        deployment.clocks.set(pid, 0.0)
+        fault.struck = deployment.clocks.reads(pid) - before
+
+    stack.callback(set_right)
     deployment.clocks.set(pid, far if fault.number > 0.5 else -far)
-    stack.callback(deployment.clocks.set, pid, 0.0)
-    fault.struck = True
 
 
 def _quietly(act: Callable[..., object], *arguments: object) -> None:

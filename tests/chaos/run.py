@@ -1,6 +1,6 @@
 """Faults by the thousand: ``python -m tests.chaos.run --seeds 0-9999``, or one that failed: ``--seeds 4711``.
 
-A seed is a schedule of requests and faults; fifty in a row share a deployment, whose shape their group decides.
+A seed is a schedule of requests and faults; a hundred in a row share a deployment, whose shape their group decides.
 After each seed every answer is compared with ``generate``'s and everything must be as before.
 """
 
@@ -25,19 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.chaos.deployment import SHAPES, Clocks, Deployment
-from tests.chaos.faults import BYTES, DEATHS, NETWORK, SHM, WEIGHTS, Fault
+from tests.chaos.credentials import Credentials
+from tests.chaos.deployment import PEERS, SHAPES, Clocks, Deployment
+from tests.chaos.faults import DEATHS, LONG_S, NETWORK, SHM, WEIGHTS, Fault
 from tests.chaos.workload import MODEL, ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
 import baton
+from baton.cli.up import HOST
 from baton.client import AsyncClient, Choice, Generation
 from baton.errors import BatonError, DeadlineError, UnavailableError, all_errors
 
 LOG = Path(__file__).with_name("log.jsonl")
-GROUP = 50
+GROUP = 100
 ANSWER_S = 150.0
 """A request that takes longer hangs: a process may be stopped for 60 s."""
+AFTERWARDS_S = 0.5
+"""How long a fault outlasts the last request: what is saved then is struck, too."""
 _INSIDE = "BATON_CHAOS_INSIDE"
 _UNSHARE = ("unshare", "--mount", "--propagation", "private")
 _COMMON = (
@@ -82,21 +86,23 @@ class Seed:
         self.outcome = Outcome(seed)
         self._deployment = deployment
         self._rng = rng = random.Random(f"chaos {seed}")
-        many = rng.randint(4, 12) if seed >= 0 else 30
+        many = rng.randint(3, 8) if seed >= 0 else 20
         self.outcome.requests = [Request.drawn(rng, catalogue, f"chaos-{seed}-{i}") for i in range(many)]
         many = rng.choices((1, 2, 3, 4), (5, 3, 1, 1))[0]
         self.outcome.faults = [Fault.drawn(rng, deployment, longest_s=longest_s, only=only) for _ in range(many)]
         self._tokens, self._ended = 0, 0
-        self._moved = asyncio.Event()
+        self._moved, self._over = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> Outcome:
         """Run it and look at what is left."""
         outcome, begun = self.outcome, time.monotonic()
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-            clients = [await stack.enter_async_context(self._client(router)) for router in (0, 1)]
+            clients: dict[tuple[int, str], AsyncClient] = {}
             for request in outcome.requests:
                 own = self._rng.random() < 0.3  # whoever comes connects, whatever is filled just then
-                client = self._client(request.router) if own else clients[request.router]
+                client = self._client(request) if own else clients.get(key := (request.router, self._account(request)))
+                if client is None:
+                    client = clients[key] = await stack.enter_async_context(self._client(request))
                 delay = self._rng.uniform(0.0, 0.3)
                 group.create_task(self._ask(client, request, delay, close=own))
             for fault in outcome.faults:
@@ -114,8 +120,12 @@ class Seed:
         outcome.seconds = time.monotonic() - begun
         return outcome
 
-    def _client(self, router: int) -> AsyncClient:
-        return AsyncClient(self._deployment.routers[router].health_address, timeout=ANSWER_S, retries=0)
+    def _account(self, request: Request) -> str:
+        """Whose key a request shows."""
+        return "" if self._deployment.credentials is None else str(request.options["user"])
+
+    def _client(self, request: Request) -> AsyncClient:
+        return self._deployment.client(request.router, self._account(request), ANSWER_S)
 
     async def _ask(self, client: AsyncClient, request: Request, delay: float, *, close: bool) -> None:
         """Send a request; note its answer or its error."""
@@ -139,6 +149,8 @@ class Seed:
         finally:
             self._ended += 1
             self._moved.set()
+            if self._ended == len(self.outcome.requests):
+                self._over.set()
             if close:
                 await client.close()
 
@@ -146,13 +158,13 @@ class Seed:
         """Send a request to ``/v1/completions`` as clients of OpenAI's do, and read its events."""
         options = {name: value for name, value in request.options.items() if name not in ("request_id",)}
         body = {"model": MODEL.name, "prompt": request.case.prompt, "stream": True, "return_token_ids": True, **options}
-        address = self._deployment.routers[request.router].listens[0][1]
+        url, headers = self._deployment.http(request.router, request.options["user"])
         choices = {i: Choice(i, "", [], None) for i in range(len(request.expected))}
-        headers = {"x-request-id": request.options["request_id"]}
+        headers["x-request-id"] = request.options["request_id"]
         try:
             async with (
-                httpx.AsyncClient(timeout=ANSWER_S) as http,
-                http.stream("POST", f"http://{address}/v1/completions", json=body, headers=headers) as answer,
+                httpx.AsyncClient(timeout=ANSWER_S, verify=self._deployment.verify) as http,
+                http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer,
             ):
                 if answer.status_code != 200:
                     raise _http_error(json.loads(await answer.aread()))
@@ -184,13 +196,10 @@ class Seed:
             await self._moved.wait()
         await asyncio.sleep(fault.delay_s)
         async with fault.struck_at(self._deployment):
-            ends = time.monotonic() + fault.hold_s
-            while (left := ends - time.monotonic()) > 0 and not self._is_over(fault):
-                await asyncio.sleep(min(left, 0.1))
-
-    def _is_over(self, fault: Fault) -> bool:
-        """Whether waiting longer would change nothing: no bytes will come."""
-        return fault.kind in BYTES and self._ended == len(self.outcome.requests)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(fault.hold_s):
+                    await self._over.wait()
+                    await asyncio.sleep(AFTERWARDS_S if fault.hold_s <= LONG_S else fault.hold_s)
 
     def _judge(self, request: Request) -> None:
         outcome, counts = self.outcome, self.outcome.counts
@@ -264,7 +273,8 @@ class Tally:
         for fault in outcome.faults:
             counts = self.by_kind[fault.kind]
             counts["drawn"] += 1
-            counts["struck"] += fault.struck
+            counts["struck"] += fault.struck > 0
+            counts["times"] += fault.struck
             if fault.struck and len(outcome.faults) == 1:
                 for what, count in outcome.counts.items():
                     if what not in _COMMON and not what.startswith("pipe"):
@@ -317,7 +327,7 @@ async def run(
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # Redis would outlive us
     begun, catalogue = time.monotonic(), cases()
-    clocks = Clocks(folder)
+    clocks, credentials = Clocks(folder), Credentials(folder / "credentials", HOST, PEERS)
     os.environ.update(clocks.env)
     starter = WarmStarter(*_WARM)
     try:
@@ -326,7 +336,7 @@ async def run(
             left = deque(members)
             while left:  # after a seed that failed the others get a deployment that is whole
                 with _own_disk(folder / f"{number}-{len(left)}", mounted=private) as own:
-                    deployment = Deployment(shape, own, clocks, starter, private=private)
+                    deployment = Deployment(shape, own, clocks, starter, credentials, private=private)
                     async with deployment.shown():
                         await _warm_up(deployment, catalogue)
                         while left:

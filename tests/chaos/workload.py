@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.chaos.credentials import TENANTS
 from tests.support.equality import mixed_prompts
 from transformers import AutoModelForCausalLM
 
@@ -170,12 +171,12 @@ class Request:
         """Draw one."""
         case = rng.choice(catalogue)
         kind = rng.choices(("streamed", "http", "stop", "logprobs", "cancelled"), (4, 3, 1, 1, 1))[0]
-        length = rng.choice((NEW_TOKENS, NEW_TOKENS, 16, 4))
+        length = rng.choice((NEW_TOKENS, 20, 12, 4))
         options: dict[str, Any] = {
             **case.options,
             "max_tokens": length,
             "priority": rng.choice((0, 0, 0, -1, 5)),
-            "user": rng.choice(("ann", "bob", "eve")),
+            "user": rng.choice(TENANTS),
             "cache_salt": name if rng.random() < 0.6 else "",  # most ignore the caches: there is something to move
             "request_id": name,
         }
