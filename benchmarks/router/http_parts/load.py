@@ -88,7 +88,8 @@ class Connection(asyncio.Protocol):
         self._waiting = True
         self._began = time.monotonic()
         head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
         self._transport.write(head % len(body) + body)  # type: ignore[attr-defined]
 

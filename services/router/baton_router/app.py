@@ -33,6 +33,7 @@ from baton_router.frontend.app import create_app
 from baton_router.frontend.console.console import watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
+from baton_router.frontend.http.hosts import HostRule
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics.fast_metrics import GaugeFunction
@@ -128,6 +129,7 @@ class RouterApp:
             strict_fields=config.strict_fields,
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origins,
+            hosts=HostRule.of_server(config.host, config.allowed_hosts, keyed=self._accounts is not None),
             max_connections=_most_connections(),
         )
         http = create_app(

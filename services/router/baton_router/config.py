@@ -11,6 +11,7 @@ from baton.config.stores import DISCOVER
 from baton.errors import ConfigError
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
+_HOST = re.compile(r"^(\*|(\*\.)?[A-Za-z0-9_.\-]+)$")
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
 
 
@@ -82,6 +83,11 @@ class RouterConfig:
     open_http: bool = option(False, "serve HTTP off loopback although there are no API keys")
     cors_origins: tuple[str, ...] = option(
         (), "origins whose pages may call the HTTP interface from a browser, e.g. https://ui.example; *: all"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names under which HTTP is reached, e.g. a proxy's, *.example.com, or * for any; default: without API keys on "
+        "loopback only local names and addresses, elsewhere any",
     )
     http_tls: bool = option(True, "with --tls-cert, serve HTTP over TLS as well")
     ticket_key_file: str = option(
@@ -175,6 +181,9 @@ class RouterConfig:
                 "tenants and registers instances",
                 field="token_file",
             )
+        for name in self.allowed_hosts:
+            if not _HOST.match(name):
+                raise ConfigError(f"allowed_hosts: {name!r} is no host name; it has no port", field="allowed_hosts")
         check_sharing(self.redis, self.redis_prefix, self.replica_name)
         for name, least in (("replicas", 0), ("replica_interval_ms", 1), ("replica_forget_s", 20)):
             _at_least(self, name, least)

@@ -513,7 +513,9 @@ def test_an_error_of_ours_leaves_the_connection_usable(
     api.dispatcher.fail_after, api.dispatcher.error = fail_after, RuntimeError("secret detail")
     body = json.dumps({"prompt": "x", "stream": stream, "temperature": 0})
     with contextlib.closing(http.client.HTTPConnection(*api.socket.getsockname()[:2], timeout=10)) as connection:
-        connection.request("POST", "/v1/completions", body, {"x-request-id": "which"})
+        connection.request(
+            "POST", "/v1/completions", body, {"x-request-id": "which", "content-type": "application/json"}
+        )
         answer = connection.getresponse()
         assert answer.status == (200 if fail_after else 500)
         assert answer.headers["x-request-id"] == "which"
@@ -671,7 +673,10 @@ def test_time_limits() -> None:
         text = api.post("/v1/completions", {"prompt": "x", "stream": True}).text
         assert json.loads(text.split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2])) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+                b"host: x\r\ncontent-length: 10\r\n\r\n{"
+            )
             assert client.recv(100).startswith(b"HTTP/1.1 408")
         api.wait_until(lambda: api.dispatcher.open_streams == 0)
 
@@ -685,7 +690,10 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         api.dispatcher.per_chunk = 5000
         api.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
         body = json.dumps({"prompt": "x", "stream": True, "temperature": 0, "max_tokens": 200_000, "n": 8}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+            f"host: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         with contextlib.closing(socket.socket()) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(api.socket.getsockname()[:2])
@@ -756,7 +764,10 @@ def test_a_client_that_leaves_ends_what_its_text_waits_for(monkeypatch: pytest.M
     monkeypatch.setattr(InputProcessor, "tokenize", never)
     with Served() as api:
         with socket.create_connection(api.socket.getsockname()) as client:
-            client.sendall(b'POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}')
+            client.sendall(
+                b"POST /tokenize HTTP/1.1\r\ncontent-type: application/json\r\n"
+                b'host: x\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}'
+            )
             assert begun.wait(20)
         assert ended.wait(20)
         monkeypatch.undo()
@@ -866,7 +877,10 @@ def test_a_request_head_must_come_in_time() -> None:
         # A body may take longer than that.
         body = b'{"prompt": "def", "max_tokens": 1}'
         with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=30) as connection:
-            head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                % len(body)
+            )
             connection.sendall(head + body[:5])
             assert not select.select([connection], [], [], 1.0)[0]
             connection.sendall(body[5:])
@@ -877,7 +891,7 @@ def test_a_request_head_must_come_in_time() -> None:
 def begun(api: Served, head: bytes) -> Iterator[socket.socket]:
     """A connection on which a request's head was sent, and whatever belongs to it."""
     with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2], timeout=20)) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head)
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\nhost: x\r\n" + head)
         yield client
 
 
@@ -928,7 +942,9 @@ def test_a_client_that_leaves_amid_its_body_is_counted_as_gone(api: Served) -> N
 def test_an_old_client_gets_an_answer_that_ends_with_the_connection(api: Served, stream: bool) -> None:
     body = json.dumps({"prompt": "def", "temperature": 0, "max_tokens": 100, "stream": stream}).encode()
     head, _, answer = raw(
-        api, b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        api,
+        b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        + body,
     ).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200")
     assert b"chunked" not in head
@@ -942,7 +958,7 @@ def test_an_old_client_gets_an_answer_that_ends_with_the_connection(api: Served,
 
 def test_paths_with_queries_and_escapes_are_the_same_endpoints(api: Served) -> None:
     for path in ("/v1/completions?api-version=1", "/v1/%63ompletions"):
-        answer = api.http.post(path, content=BODY)
+        answer = api.http.post(path, content=BODY, headers={"content-type": "application/json"})
         assert answer.json()["choices"][0]["text"] == ANSWER
     assert api.http.options("/v1/completions").status_code == 405
 

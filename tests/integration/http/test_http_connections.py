@@ -46,12 +46,21 @@ def api(noted: type[Noted]) -> Iterator[Served]:
 
 def post(body: dict[str, Any], *headers: bytes) -> bytes:
     data = json.dumps({"temperature": 0, **body}).encode()
-    lines = (b"POST /v1/completions HTTP/1.1", b"host: x", *headers, b"content-length: %d" % len(data))
+    lines = (
+        b"POST /v1/completions HTTP/1.1",
+        b"host: x",
+        b"content-type: application/json",
+        *headers,
+        b"content-length: %d" % len(data),
+    )
     return b"\r\n".join(lines) + b"\r\n\r\n" + data
 
 
 def chunked(body: bytes, trailer: bytes) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+        b"host: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
     return head + b"%x\r\n%b\r\n0\r\n" % (len(body), body) + trailer
 
 
@@ -368,7 +377,7 @@ def test_a_dripped_body_does_not_keep_its_connection_behind_the_answer(
     line: bytes, status: bytes, length: bytes
 ) -> None:
     with Served(protocol=Impatient, body_timeout_s=0.3) as api, connect(api) as client:
-        client.sendall(line + b" HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n")
+        client.sendall(line + b" HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + length + b"\r\n\r\n")
         received = drip(client, b"1\r\n \r\n" if length.startswith(b"transfer") else b" ")
         assert re.findall(rb"HTTP/1.1 (\d+)", received) == [status]
         api.wait_until(lambda: not api.server.server_state.connections)
@@ -400,7 +409,9 @@ def test_what_follows_an_answer_is_dropped_and_the_connection_stays(api: Served)
 def test_a_body_that_is_too_long_is_refused_at_once(api: Served, length: bytes) -> None:
     begun = time.monotonic()
     with connect(api) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n")
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\nhost: x\r\n" + length + b"\r\n\r\n"
+        )
         client.sendall(b"%x\r\n" % 250_000 + bytes(200_001) if length.startswith(b"transfer") else b"{")
         received = bytearray()
         while piece := client.recv(65536):

@@ -142,6 +142,7 @@ async def test_life_of_a_router() -> None:
         assert await check_health(process.grpc)
         async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20) as http:
             assert (await http.get("/readyz")).status_code == 503
+            assert (await http.get("/readyz", headers={"host": "rebound.example"})).status_code == 403
             lease = await register(stub, worker)
             async with asyncio.timeout(20):  # its tokenizer is loaded first
                 while (await http.get("/readyz")).status_code != 200:
@@ -198,7 +199,7 @@ async def asks_at_once(address: str, count: int) -> list[bytes]:
     host, port = address.split(":")
     opened = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
     for _, writer in opened:
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     lines = []
     async with asyncio.timeout(30):
         for reader, writer in opened:

@@ -87,7 +87,7 @@ def create_app(
     metrics = HttpMetrics(registry)
     app = _DocumentedApp(title="Baton", version=__version__, redoc_url=None)
     errors.install(app)
-    app.add_middleware(HttpMiddleware, accounts=options.accounts, metrics=metrics)
+    app.add_middleware(HttpMiddleware, options=options, metrics=metrics)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

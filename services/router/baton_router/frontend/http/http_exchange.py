@@ -268,19 +268,25 @@ class HttpExchange:
 
 
 def check_media(headers: Headers, limit: int) -> HTTPException | None:
-    """Return why a body is refused by what its headers say: another type, compressed (415), too long (413)."""
+    """Return why a body is refused by what its headers say: no or another type, compressed (415), too long (413).
+
+    A type is wanted because a page may have a browser send bodies of some other types, or of none, to any host.
+    """
+    typed = False
     for name, value in headers:
-        if name == b"content-type" and value != b"application/json":
-            kind = value.decode("latin-1").partition(";")[0].strip().lower()
-            if kind != "application/json" and not kind.endswith("+json"):
-                return HTTPException(415, f"the body must be application/json, not {kind!r:.80}")
+        if name == b"content-type":
+            typed = True
+            if value != b"application/json":
+                kind = value.decode("latin-1").partition(";")[0].strip().lower()
+                if kind != "application/json" and not kind.endswith("+json"):
+                    return HTTPException(415, f"the body must be application/json, not {kind!r:.80}")
         elif name == b"content-encoding":
             encoding = value.decode("latin-1").strip().lower()
             if encoding != "identity":
                 return HTTPException(415, f"the body must come as it is, not with content-encoding {encoding!r:.80}")
         elif name == b"content-length" and value.isdigit() and int(value) > limit:
             return too_long(limit)
-    return None
+    return None if typed else HTTPException(415, "the body needs Content-Type: application/json")
 
 
 def too_long(limit: int) -> HTTPException:

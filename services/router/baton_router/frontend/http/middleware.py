@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.errors import InternalError, PermissionDeniedError, UnauthenticatedError
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.http.errors import answer_to
+from baton_router.frontend.http.hosts import HostRule
 from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
 from baton_router.types import Account
 
@@ -52,6 +53,7 @@ class HttpOptions:
         send_timeout_s: Seconds a client may leave a piece of the answer untaken before its request is cancelled.
         request_timeout_s: Seconds a generation may take.
         cors_origins: Origins that browsers may call from.
+        hosts: Hosts that requests may be for; ``None``: any.
         max_connections: Connections at once.
     """
 
@@ -63,6 +65,7 @@ class HttpOptions:
     send_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     cors_origins: tuple[str, ...] = ()
+    hosts: HostRule | None = None
     max_connections: int = 1 << 20
 
 
@@ -167,15 +170,15 @@ def cors_lines(headers: Headers, origins: Collection[str]) -> bytes:
 class HttpMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, *, accounts: Accounts | None, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, options: HttpOptions, metrics: HttpMetrics) -> None:
         """Wrap an app.
 
         Args:
             app: The app.
-            accounts: Whose API keys requests must show; ``None``: no check.
+            options: Whose API keys requests must show, and which hosts they may be for.
             metrics: Where to count.
         """
-        self._app, self._accounts, self._metrics = app, accounts, metrics
+        self._app, self._accounts, self._hosts, self._metrics = app, options.accounts, options.hosts, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -197,10 +200,12 @@ class HttpMiddleware:
 
         self._metrics.begin(endpoint)
         try:
+            if self._hosts is not None:
+                self._hosts.check(scope["headers"])
             if self._accounts is not None and endpoint not in _OPEN_ENDPOINTS:
                 scope.setdefault("state", {})[_ACCOUNT] = identify(self._accounts, scope["headers"])
             await self._app(scope, receive, send_with_id)
-        except UnauthenticatedError as error:
+        except (UnauthenticatedError, PermissionDeniedError) as error:
             await answer_to(error)(scope, receive, send_with_id)
         except Exception:
             # It ends here: the server would close the connection on it, under the next request of a client that has

@@ -18,7 +18,7 @@ import orjson
 from starlette.exceptions import HTTPException
 
 from baton.api.v1 import common_pb2
-from baton.errors import BatonError, DeadlineError, InternalError, UnauthenticatedError
+from baton.errors import BatonError, DeadlineError, InternalError, PermissionDeniedError, UnauthenticatedError
 from baton.rpc.convert import path_to_pb
 from baton.types import PrefillPath
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
@@ -76,17 +76,19 @@ class PostEndpoints:
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in (*self._parsers, *others)}
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
-        """Name a request, and check its API key and what it says of its body; return why it is refused, if it is."""
+        """Name a request, check its host, API key and what it says of its body; return why it is refused, if it is."""
         headers, options = exchange.headers, self.options
         exchange.request_id = request_id(headers)
         exchange.common = b"x-request-id: %b\r\n" % exchange.request_id.encode()
         if options.cors_origins:
             exchange.common += cors_lines(headers, options.cors_origins)
-        if options.accounts is not None:
-            try:
+        try:
+            if options.hosts is not None:
+                options.hosts.check(headers)
+            if options.accounts is not None:
                 exchange.account = identify(options.accounts, headers)
-            except UnauthenticatedError as error:
-                return error
+        except (UnauthenticatedError, PermissionDeniedError) as error:
+            return error
         return check_media(headers, options.max_body_bytes)
 
     def serve(self, exchange: HttpExchange, body: bytes) -> None:
