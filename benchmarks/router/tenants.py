@@ -43,7 +43,7 @@ import httpx
 from baton.bench.core.report import Spread
 
 RESULT = Path(__file__).parents[1] / "results" / "tenants.json"
-_UP = ("-m", "baton.cli.main", "up", "--ratio", "1P1D", "--use-kvstore", "--port", "0", "--grpc-port", "0")
+_UP = ("-m", "baton.cli.main", "up", "--ratio", "1P1D", "--kvstore", "--port", "0", "--grpc-port", "0")
 _VOCABULARY = range(100, 4000)
 
 

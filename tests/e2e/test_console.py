@@ -28,7 +28,7 @@ LONG = "import os\n\n\ndef main():\n    print(os.environ)\n" * 8
 
 @pytest.fixture(scope="module")
 def up(model: str) -> Iterator[Running]:
-    running = start("--ratio", "1P2D", "--no-kvstore", "--model", model, "--kv-blocks", "500")
+    running = start("--ratio", "1P2D", "--model", model, "--kv-blocks", "500")
     try:
         if running.process.poll() is not None:
             pytest.fail("".join(running.lines))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -110,16 +109,11 @@ def world(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
     }}))  # fmt: skip
     secret.write_text("a secret that routers share")
     token.write_text(TOKEN)
-    before = dict(os.environ)
-    os.environ.update(certificate.environment)
-    try:
-        running = start(
-            "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--use-kvstore", "--pipe", "tls",
-            "--token-file", str(token), "--router-args", f"--api-keys {keys} --tenant-secret-file {secret}",
-        )  # fmt: skip
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    running = start(
+        "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--kvstore", "--pipe", "tls",
+        "--token-file", str(token), "--router-args", f"--api-keys {keys} --tenant-secret-file {secret}",
+        "--tls-cert", certificate.cert, "--tls-key", certificate.key, "--tls-ca", certificate.ca,
+    )  # fmt: skip
     tls = Tls(certificate.cert, certificate.key, certificate.ca)
     try:
         if running.process.poll() is not None:

@@ -226,7 +226,7 @@ def test_metrics_of_router_and_workers(up, client):
     addresses = re.findall(r"metrics (127\.0\.0\.1:\d+/metrics)", table)
     assert len(addresses) >= 3
     workers = "".join(httpx.get(f"http://{address}", timeout=20).text for address in addresses)
-    assert "baton_engine_blocks_total" in workers
+    assert "baton_engine_num_blocks" in workers
     assert 'baton_kv_transfer_bytes_total{pipe="shm"}' in workers
 
 
@@ -254,7 +254,7 @@ def test_health_and_tokenize(up):
 
 def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    running = start("--ratio", "0P1D", "--no-kvstore", "--model", str(tmp_path))
+    running = start("--ratio", "0P1D", "--model", str(tmp_path))
     text = running.end()
     assert running.process.returncode not in (0, None)
     assert "config.json" in text
@@ -264,7 +264,7 @@ def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
 def test_a_model_whose_tokenizer_cannot_be_read_is_found_out_before_it_is_up(tmp_path, model):
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{")
-    running = start("--ratio", "0P1D", "--no-kvstore", "--model", str(tmp_path / "model"))
+    running = start("--ratio", "0P1D", "--model", str(tmp_path / "model"))
     text = running.end()
     assert running.process.returncode == 1
     assert "tokenizer.json cannot be read" in text
@@ -295,7 +295,7 @@ def test_another_deployment_on_the_same_ports_is_left_alone(up):
 
 
 def test_a_second_ctrl_c_kills(model):
-    running = start("--ratio", "0P1D", "--no-kvstore", "--model", model, "--router-args=--drain-timeout-s 60")
+    running = start("--ratio", "0P1D", "--model", model, "--router-args=--drain-timeout-s 60")
     children = psutil.Process(running.process.pid).children(recursive=True)
     body = {"prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as stream:
@@ -320,7 +320,7 @@ def test_flags_that_cannot_work(args):
 
 
 def test_a_role_that_the_router_refuses_ends_the_start_with_the_reason(model):
-    flags = ("--ratio", "1P1D", "--no-kvstore", "--model", model)
+    flags = ("--ratio", "1P1D", "--model", model)
     running = start(*flags, "--prefill-args", "--dtype float32", "--decode-args", "--dtype bfloat16")
     text = running.end()
     assert running.process.returncode == 1

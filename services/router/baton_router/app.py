@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2_grpc
 from baton.errors import BatonError, ConfigError
@@ -24,7 +23,7 @@ from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
-from baton.worker.process import serve_metrics
+from baton.worker.process import new_metrics, serve_metrics
 from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
@@ -86,7 +85,7 @@ class RouterApp:
                 config.host,
             )
         self._accounts = accounts.accounts if accounts is not None else None
-        self.metrics = CollectorRegistry()
+        self.metrics = new_metrics("router")
         steps = TurnBatcher()
         waiters = Waiters()
         capacity = InstanceCapacity(

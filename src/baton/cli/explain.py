@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import re
 import ssl
@@ -33,6 +34,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: http://127.0.0.1:8000)")
     parser.add_argument("--api-key-file", default="", help="file whose first line is an API key of the router")
     parser.add_argument("--tls-ca", default="", help="authority of the router's certificate; default: the system's")
+    parser.add_argument(
+        "--tls-name", default="", help="name that its certificate must have; default: the host of --url"
+    )
     parser.add_argument("--limit", type=int, default=20, help="requests to list at most (default: 20)")
     parser.add_argument("--timeout-s", type=float, default=10.0, help="seconds to wait for an answer (default: 10)")
     parser.add_argument("--json", action="store_true", help="print what the router answers")
@@ -73,6 +77,29 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Refuse."""
 
 
+class _NamedHost(urllib.request.HTTPSHandler):
+    """Dials the host of the URL, and wants a certificate for ``name``, if one is given."""
+
+    def __init__(self, context: ssl.SSLContext, name: str) -> None:
+        super().__init__(context=context)
+        self._tls, self._name = context, name
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Open a connection."""
+
+        def connection(host: str, **options: Any) -> http.client.HTTPSConnection:
+            made = http.client.HTTPSConnection(host, context=self._tls, **options)
+            if self._name:
+                made.connect = lambda: self._connect(made)  # type: ignore[method-assign]
+            return made
+
+        return self.do_open(connection, req)
+
+    def _connect(self, connection: http.client.HTTPSConnection) -> None:
+        http.client.HTTPConnection.connect(connection)
+        connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=self._name)
+
+
 def _asker(args: argparse.Namespace) -> Callable[[str], Any]:
     """Return what asks the router for a path.
 
@@ -90,7 +117,7 @@ def _asker(args: argparse.Namespace) -> Callable[[str], Any]:
     if args.api_key_file:
         headers["authorization"] = f"Bearer {_read_key(args.api_key_file)}"
     # No proxies from the environment: the router is where --url says.
-    secure = urllib.request.HTTPSHandler(context=_context(args.tls_ca))
+    secure = _NamedHost(_context(args.tls_ca), args.tls_name)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect, secure)
 
     def ask(path: str) -> Any:

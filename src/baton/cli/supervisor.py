@@ -57,6 +57,8 @@ class DeploymentPlan:
     workers: tuple[ProcessSpec, ...]
     http_address: str
     grpc_address: str
+    scheme: str = "http"
+    """Of the OpenAI API: ``http`` or ``https``."""
 
     @property
     def groups(self) -> list[tuple[ProcessSpec, ...]]:

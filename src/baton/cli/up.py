@@ -22,6 +22,7 @@ from rich.table import Table
 
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.config import EngineConfig, add_flags, from_flags
+from baton.config.flags import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
@@ -33,9 +34,11 @@ from baton.tokenizer.model_files import check_model_path
 HOST = "127.0.0.1"
 MAX_INSTANCES = 64
 
+_TLS = {"tls_cert": TLS_CERT_HELP, "tls_key": TLS_KEY_HELP, "tls_ca": TLS_CA_HELP, "tls_name": TLS_NAME_HELP}
+_ACCESS = ("token-file", "tls-cert", "tls-key", "tls-ca", "tls-name", "clear-kv")
 _OWNED = {
-    "router": ("host", "port", "grpc-port", "token-file"),
-    **dict.fromkeys(("prefill", "decode"), ("host", "port", "metrics-port", "instance-id", "routers", "token-file")),
+    "router": ("host", "port", "grpc-port", *_ACCESS),
+    **dict.fromkeys(("prefill", "decode"), ("host", "port", "metrics-port", "instance-id", "routers", *_ACCESS)),
 }
 """Flags that are given to services here, so that they find each other."""
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
@@ -48,8 +51,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--port", type=int, default=8000, help="HTTP port (default: 8000; 0: a free one)")
     parser.add_argument("--grpc-port", type=int, default=8001, help="gRPC port (default: 8001; 0: a free one)")
     parser.add_argument("--pipe", default=AUTO, help=f"{PIPES_HELP} (default: {AUTO})")
-    parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=True, help="run a KV store too")
-    parser.add_argument("--use-kvstore", action="store_true", help="instances load from and save to the KV store")
+    text = "run a KV store too, which instances load from and save to and the router follows"
+    parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=False, help=text)
     parser.add_argument(
         "--token-file",
         default=None,
@@ -63,6 +66,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         for size, what in (("tp", "tensor parallelism"), ("pp", "pipeline stages")):
             text = f"{what} of {role} instances (default: --{size})"
             parser.add_argument(f"--{role}-{size}", type=int, default=None, metavar="N", help=text)
+    for name, text in _TLS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"{text}; of all services")
+    parser.add_argument("--clear-kv", action="store_true", default=None, help=CLEAR_KV_HELP)
     add_flags(parser, EngineConfig)
     parser.set_defaults(run=run)
 
@@ -167,8 +173,7 @@ def make_plan(
     grpc_port: int = 0,
     pipes: str = AUTO,
     kvstore: bool = False,
-    load_from_store: bool = False,
-    token_file: str = "",
+    access: Sequence[str] = (),
     extra: ExtraArgs | None = None,
 ) -> DeploymentPlan:
     """Lay out a deployment on loopback.
@@ -178,9 +183,8 @@ def make_plan(
         port: HTTP port of the router; 0 takes a free one.
         grpc_port: gRPC port of the router; 0 takes a free one.
         pipes: Comma-separated kinds, in order of preference.
-        kvstore: Whether a KV store runs too.
-        load_from_store: Whether instances load from and save to the store.
-        token_file: File with the token that the services show each other; empty: none.
+        kvstore: Whether a KV store runs too, used by all instances.
+        access: Flags of token and certificates, the same for all services.
         extra: More flags.
 
     Raises:
@@ -193,13 +197,9 @@ def make_plan(
     free = iter(free_ports(2 * num_workers + 4))
     http = f"{HOST}:{port or next(free)}"
     grpc = f"{HOST}:{grpc_port or next(free)}"
-    token = ("--token-file", token_file) if token_file else ()
-    store = _spec("kvstore", "kvstore", (next(free), next(free)), ["--pipes", pipes, *token]) if kvstore else None
-    shared = ["--routers", grpc, "--pipes", pipes, *token, *more.worker]
-    knows: list[str] = []
-    if store is not None and load_from_store:
-        shared += ["--kvstore", store.health_address]
-        knows = ["--kvstore", store.health_address]
+    store = _spec("kvstore", "kvstore", (next(free), next(free)), ["--pipes", pipes, *access]) if kvstore else None
+    knows = () if store is None else ("--kvstore", store.health_address)
+    shared = ["--routers", grpc, "--pipes", pipes, *access, *knows, *more.worker]
     workers = []
     for role, count, own in (("prefill", ratio.prefill, more.prefill), ("decode", ratio.decode, more.decode)):
         for index in range(count):
@@ -208,12 +208,23 @@ def make_plan(
     router = ProcessSpec(
         name="router",
         module="baton_router.main",
-        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *token, *knows, *more.router),
+        args=(
+            "--host",
+            host,
+            "--port",
+            http_port,
+            "--grpc-port",
+            grpc.rsplit(":", 1)[1],
+            *access,
+            *knows,
+            *more.router,
+        ),
         health_address=grpc,
         role="router",
         listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),
     )
-    return DeploymentPlan(store, router, tuple(workers), http, grpc)
+    secure = "--tls-cert" in access and "--no-http-tls" not in more.router
+    return DeploymentPlan(store, router, tuple(workers), http, grpc, "https" if secure else "http")
 
 
 def _spec(role: str, name: str, ports: tuple[int, int], args: Sequence[str]) -> ProcessSpec:
@@ -245,8 +256,7 @@ def plan_from(args: argparse.Namespace) -> DeploymentPlan:
         grpc_port=args.grpc_port,
         pipes=args.pipe,
         kvstore=args.kvstore,
-        token_file=workers.token_file,
-        load_from_store=args.use_kvstore,
+        access=_access_flags(workers),
         extra=ExtraArgs(
             worker=("--model", model, *engine_flags(args)),
             prefill=(*rank_flags(args, engine, "prefill"), *_role_args(args, "prefill")),
@@ -298,9 +308,19 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         ConfigError: A flag or variable cannot work.
     """
     known = argparse.Namespace(pipes=tuple(args.pipe.split(",")))
-    if args.token_file is not None:
-        known.token_file = args.token_file
+    for name in (flag.replace("-", "_") for flag in _ACCESS):
+        if getattr(args, name) is not None:
+            setattr(known, name, getattr(args, name))
     return from_flags(WorkerConfig, known)
+
+
+def _access_flags(config: WorkerConfig) -> list[str]:
+    flags: list[str] = []
+    for flag in _ACCESS:
+        value = getattr(config, flag.replace("-", "_"))
+        if value:
+            flags += [f"--{flag}"] if value is True else [f"--{flag}", value]
+    return flags
 
 
 def rank_flags(args: argparse.Namespace, engine: EngineConfig, role: str) -> list[str]:
@@ -356,4 +376,6 @@ def _print_table(console: Console, plan: DeploymentPlan, supervisor: Supervisor)
         where = "  ".join(f"{kind} {address}" for kind, address in process.spec.listens)
         table.add_row(name, str(process.pid), where)
     console.print(table)
-    console.print(f"OpenAI API: http://{plan.http_address}/v1   gRPC: {plan.grpc_address}   Ctrl-C ends everything")
+    console.print(
+        f"OpenAI API: {plan.scheme}://{plan.http_address}/v1   gRPC: {plan.grpc_address}   Ctrl-C ends everything"
+    )

@@ -209,7 +209,7 @@ class EngineCore:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_loading=len(self._bridge.loading),
-            blocks_total=self._pool.num_blocks,
+            num_blocks=self._pool.num_blocks,
             blocks_active=self._pool.num_active,
             blocks_cached=self._pool.num_cached,
             waiting_prompt_tokens=sum(sequence.num_missing for sequence in scheduler.waiting),

@@ -92,7 +92,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_loading: int
-    blocks_total: int
+    num_blocks: int
     blocks_active: int
     blocks_cached: int
     waiting_prompt_tokens: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -12,6 +12,7 @@ from baton.api.v1 import common_pb2
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.rpc.convert import path_from_pb
 from baton.worker.engine_thread import EngineThread
+from baton.worker.process import new_metrics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -20,7 +21,7 @@ class WorkerMetrics:
     """Everything an instance counts. ``registry`` is its own, so that several can live in one process."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = new_metrics("worker")
         reg = self.registry
         self.requests = Counter(
             "baton_worker_requests", "Calls by method and outcome", ["method", "code"], registry=reg
@@ -133,7 +134,7 @@ _ENGINE_GAUGES = {
     "num_running": "Sequences in the batch",
     "num_waiting": "Sequences in the queue",
     "num_loading": "Sequences that wait for KV from outside",
-    "blocks_total": "KV blocks in the pool",
+    "num_blocks": "KV blocks in the pool",
     "blocks_active": "KV blocks held by requests or leases",
     "blocks_cached": "KV blocks that can be hit, those in use included",
     "waiting_prompt_tokens": "Prompt tokens not computed yet",

@@ -19,7 +19,7 @@ from socketserver import ThreadingMixIn
 from typing import Any, NoReturn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
 
 from baton.config import add_flags, from_flags
 from baton.errors import BatonError, ConfigError
@@ -166,6 +166,18 @@ class StopRequest:
     async def wait(self) -> None:
         """Wait for the request."""
         await self._event.wait()
+
+
+def new_metrics(service: str) -> CollectorRegistry:
+    """Return a registry with what every service tells of itself: ``process_*`` and ``baton_build_info``.
+
+    Each has its own, so that several services can live in one process.
+    """
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    build = Gauge("baton_build_info", "Version of this service; 1", ["service", "version"], registry=registry)
+    build.labels(service, __version__).set(1)
+    return registry
 
 
 def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:

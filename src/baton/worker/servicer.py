@@ -186,7 +186,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             num_loading=stats.num_loading,
-            blocks_total=stats.blocks_total,
+            blocks_total=stats.num_blocks,
             blocks_active=stats.blocks_active,
             blocks_cached=stats.blocks_cached,
             waiting_prompt_tokens=stats.waiting_prompt_tokens,

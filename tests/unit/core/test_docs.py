@@ -206,8 +206,11 @@ def documented_metrics(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
 async def test_metrics_document_names_every_metric_and_no_other(registries):
     real = {}
     for registry in registries.values():
-        real |= families(registry)
+        found = families(registry)
+        assert {"process_cpu_seconds_total", "process_open_fds", "baton_build_info"} <= set(found)
+        real |= {name: kind for name, kind in found.items() if name.startswith("baton_")}
     assert len(real) > 60
+    assert not [name for name, (kind, _) in real.items() if kind == "gauge" and name.endswith("_total")]
     assert documented_metrics(read("docs/metrics.md")) == real
 
 
