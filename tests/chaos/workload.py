@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from baton.client import Generation
 from baton.engine.models.loader import quiet_transformers
 from baton.engine.sample.filters import filtered_probs
-from baton.engine.sample.sampler import draw, uniforms
+from baton.engine.sample.sampler import draw, draw_keys
 from baton.errors import BatonError
 from baton.seeds import sequence_seed
 from baton.tokenizer.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from baton.types import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "baton-tiny"
 KEPT = ROOT / "build" / "chaos" / "answers.json"
-VERSION = 1
+VERSION = 2
 """Of the catalogue below: another one is computed anew."""
 
 NEW_TOKENS = 40
@@ -35,7 +35,6 @@ NUM_PROMPTS = 24
 SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.9, "top_p": 0.95}, {"temperature": 1.2, "top_k": 40})
 LOGPROB_TOLERANCE = 1e-3
 _GREEDY_MARGIN = 1e-3
-_DRAW_MARGIN = 1e-5
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,10 @@ class _Choice:
             self.close = self.close or bool(best.values[0] - best.values[1] < _GREEDY_MARGIN)
             token = int(best.indices[0])
         else:
-            number = uniforms(np.array([self._seed], np.uint64), np.array([self._position], np.uint64))
+            keys = draw_keys(np.array([self._seed], np.uint64), np.array([self._position], np.uint64))
             tokens = []
-            for scale in (1.0, 1.0 - 1e-4, 1.0 + 1e-4):  # other rounding moves the filters' borders, too
-                probs = filtered_probs(logits * scale, [self._params])
-                for shift in (0.0, -_DRAW_MARGIN, _DRAW_MARGIN):
-                    tokens += draw(probs, np.clip(number + shift, 0.0, 1.0 - 2.0**-40))
+            for scale in (1.0, 1.0 - 1e-4, 1.0 + 1e-4):  # more than other rounding does, also to the filters' borders
+                tokens += draw(filtered_probs(logits * scale, [self._params]), keys)
             token = tokens[0]
             self.close = self.close or len(set(tokens)) > 1
         self.logprobs.append(float(torch.log_softmax(logits[0], dim=-1)[token]))

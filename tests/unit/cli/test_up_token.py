@@ -55,7 +55,9 @@ def test_without_keys_there_is_none() -> None:
 
 
 def test_certificates_are_those_of_all_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_from(parsed("--kvstore", "--tls-cert", "c.pem", "--tls-key", "c.key", "--tls-ca", "ca.pem", "--clear-kv"))
+    plan = plan_from(
+        parsed("--kvstore", "--tls-cert", "c.pem", "--tls-key", "c.key", "--tls-ca", "ca.pem", "--clear-kv")
+    )
     assert plan.scheme == "https"
     for spec in (plan.router, plan.kvstore, *plan.workers):
         assert spec is not None
