@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from baton.config.flags import (
     CLEAR_KV_HELP,
+    CORE_DUMPS_HELP,
     TLS_CA_HELP,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
@@ -63,7 +64,7 @@ class TierConfig:
     disk_readers: int = option(4, "threads that read from disk")
     disk_direct: bool = option(True, "read and write around the page cache where block size and file system allow it")
     redis_url: str = option(
-        "", "Redis for blocks that faster tiers have no room for, redis://host:port/0; default: none"
+        "", "Redis for blocks that faster tiers have no room for, redis://host:port/0; default: none", secret=True
     )
     redis_cluster: bool = option(False, "--redis-url names a node of a cluster")
     redis_prefix: str = option("baton:kv", "what keys begin with; stores that share blocks have the same")
@@ -74,7 +75,7 @@ class TierConfig:
     )
     redis_timeout_s: float = option(1.0, "longest wait for Redis to connect or to say something")
     object_url: str = option(
-        "", "object store for blocks that no other tier has room for, as fsspec names it; default: none"
+        "", "object store for blocks that no other tier has room for, as fsspec names it; default: none", secret=True
     )
     object_write: str = option("evicted", "blocks that go to the object store", choices=_WRITE)
     object_timeout_s: float = option(20.0, "longest time of one batch of requests to the object store")
@@ -136,7 +137,9 @@ class KVStoreConfig(TierConfig):
     advertise_host: str = option("", "host under which instances reach this store's blocks; default: --host")
     instance_id: str = option("", "name of this store; default: kvstore-<random>")
     register_redis: str = option(
-        "", "URL of a Redis to register in, as one of several nodes, for instances with --kvstore discover"
+        "",
+        "URL of a Redis to register in, as one of several nodes, for instances with --kvstore discover",
+        secret=True,
     )
     register_prefix: str = option("baton", "put before every key there; instances call it --redis-prefix")
     tenant_bytes: int = option(
@@ -164,6 +167,7 @@ class KVStoreConfig(TierConfig):
     max_pending_puts: int = option(64, "Puts running or waiting; more are refused")
     pull_timeout_s: float = option(30.0, "longest time that one Put may take")
     drain_timeout_s: float = option(5.0, "time that running calls have at shutdown")
+    core_dumps: bool = option(False, CORE_DUMPS_HELP)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from baton.config.flags import TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP, option
+from baton.config.flags import CORE_DUMPS_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP, option
+from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
 from baton.errors import ConfigError
 
@@ -136,7 +137,9 @@ class RouterConfig:
     kubernetes_account: str = option(
         "/var/run/secrets/kubernetes.io/serviceaccount", "folder with the service account's token, ca.crt, namespace"
     )
-    redis: str = option("", "URL of a Redis through which several routers share their books; default: none")
+    redis: str = option(
+        "", "URL of a Redis through which several routers share their books; default: none", secret=True
+    )
     redis_prefix: str = option("baton", "put before every key in Redis")
     replica_name: str = option("", "what other routers call this one; default: host name and --grpc-port")
     replicas: int = option(0, "routers for which a part of every capacity is kept, whether they are there or not")
@@ -151,6 +154,7 @@ class RouterConfig:
     probe_failures: int = option(3, "probes in a row without an answer after which an instance counts as lost")
     reconnect_max_s: float = option(2.0, "longest pause between two attempts to reach an instance")
     drain_timeout_s: float = option(30.0, "seconds running requests get to end on SIGTERM")
+    core_dumps: bool = option(False, CORE_DUMPS_HELP)
     log_level: str = option("info", "least important messages to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -246,7 +250,7 @@ def check_address(address: str, *, field: str) -> None:
     """
     match = _ADDRESS.match(address)
     if match is None or not 1 <= int(match[2]) <= 65535:
-        raise ConfigError(f"{address!r} is not host:port", field=field)
+        raise ConfigError(f"{shown_url(address)!r} is not host:port", field=field)
 
 
 def _at_least(config: RouterConfig, name: str, least: int) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from baton.config.secrets import shown_url
 from baton.errors import BatonError, ConfigError, NotFoundError, UnauthenticatedError, UnavailableError
 
 _NOTHING = "-"
@@ -108,7 +109,7 @@ def _asker(args: argparse.Namespace) -> Callable[[str], Any]:
     """
     url = urllib.parse.urlsplit(args.url)
     if url.scheme not in {"http", "https"} or not url.hostname or url.query or url.fragment:
-        raise ConfigError(f"--url must look like http://127.0.0.1:8000, got {args.url!r}", field="url")
+        raise ConfigError(f"--url must look like http://127.0.0.1:8000, got {shown_url(args.url)!r}", field="url")
     if not args.timeout_s > 0:
         raise ConfigError("--timeout-s must be above 0", field="timeout_s")
     if not 1 <= args.limit <= 500:
@@ -127,10 +128,10 @@ def _asker(args: argparse.Namespace) -> Callable[[str], Any]:
                 return json.loads(answer.read(_MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                raise _refused(error, args.url) from error
+                raise _refused(error, shown_url(args.url)) from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise UnavailableError(f"no answer of a router from {args.url}: {reason}") from error
+            raise UnavailableError(f"no answer of a router from {shown_url(args.url)}: {reason}") from error
 
     return ask
 

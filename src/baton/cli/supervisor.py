@@ -38,6 +38,7 @@ class ProcessSpec:
         health_address: gRPC address whose health check tells that it is ready.
         role: Word for the table: ``router``, ``prefill``, ``decode``, ``kvstore``.
         listens: What listens where, for the table.
+        env: Variables of its own: what others should not see in its command line.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ProcessSpec:
     health_address: str
     role: str
     listens: tuple[tuple[str, str], ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class ManagedProcess:
 
     async def start(self, env: dict[str, str]) -> None:
         """Start it in an environment."""
-        self._process = await self._start(self.spec, env)
+        self._process = await self._start(self.spec, {**env, **dict(self.spec.env)})
         self._reader = asyncio.create_task(self._read(self._process))
 
     async def wait_ready(self, timeout_s: float) -> None:

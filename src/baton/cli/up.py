@@ -11,6 +11,7 @@ import re
 import secrets
 import shlex
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from rich.table import Table
 
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.config import EngineConfig, add_flags, from_flags
-from baton.config.flags import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
+from baton.config.flags import CLEAR_KV_HELP, ENV_PREFIX, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
 from baton.config.pipes import AUTO, PIPES_HELP
+from baton.config.secrets import flags_with_passwords
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import read_token
@@ -41,6 +43,8 @@ _OWNED = {
     **dict.fromkeys(("prefill", "decode"), ("host", "port", "metrics-port", "instance-id", "routers", *_ACCESS)),
 }
 """Flags that are given to services here, so that they find each other."""
+_URLS = frozenset({"--redis", "--kvstore"})
+"""Flags of services that may have passwords in their values."""
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
 
 
@@ -87,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
 async def _up(args: argparse.Namespace) -> int:
     console = Console(stderr=False, highlight=False, soft_wrap=True)
     plan = plan_from(args)
+    for flag in flags_with_passwords(sys.argv[1:]):
+        console.print(
+            f"[yellow]everybody on this host can read the password in {flag} (ps): write @FILE there[/yellow]"
+        )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     supervisor = Supervisor(
@@ -205,20 +213,12 @@ def make_plan(
         for index in range(count):
             workers.append(_spec(role, f"{role}-{index}", (next(free), next(free)), [*shared, *own]))
     host, http_port = http.rsplit(":", 1)
+    args, env = _without_passwords([*access, *knows, *more.router])
     router = ProcessSpec(
         name="router",
         module="baton_router.main",
-        args=(
-            "--host",
-            host,
-            "--port",
-            http_port,
-            "--grpc-port",
-            grpc.rsplit(":", 1)[1],
-            *access,
-            *knows,
-            *more.router,
-        ),
+        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *args),
+        env=env,
         health_address=grpc,
         role="router",
         listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),
@@ -233,7 +233,25 @@ def _spec(role: str, name: str, ports: tuple[int, int], args: Sequence[str]) -> 
     own = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", name)
     address = f"{HOST}:{port}"
     listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
-    return ProcessSpec(name, f"baton_{role}.main", (*own, *args), address, role, listens)
+    more, env = _without_passwords(args)
+    return ProcessSpec(name, f"baton_{role}.main", (*own, *more), address, role, listens, env)
+
+
+def _without_passwords(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Take URLs with passwords out of a command line, which everybody on the host can read.
+
+    Returns:
+        What is left of it, and the variables that say the same.
+    """
+    words, env = list(args), dict[str, str]()
+    hidden = set(flags_with_passwords(args)) & _URLS
+    for at in reversed(range(len(words))):
+        flag, equals, value = words[at].partition("=")
+        if flag in hidden and (equals or words[at + 1 :]):
+            name = ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+            env.setdefault(name, value if equals else words[at + 1])
+            del words[at : at + (1 if equals else 2)]
+    return tuple(words), tuple(env.items())
 
 
 def plan_from(args: argparse.Namespace) -> DeploymentPlan:

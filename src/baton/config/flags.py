@@ -15,15 +15,17 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
 
 T = TypeVar("T")
 ENV_PREFIX = "BATON_"
+SECRET_HELP = "@FILE: as the file says, which only its owner may read"
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
-    """Declare a configuration field with its help text."""
-    metadata = {"help": help, "choices": choices}
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, secret: bool = False) -> Any:
+    """Declare a configuration field with its help text; a secret one may also be given as ``@FILE``, which has it."""
+    metadata = {"help": help + (f"; {SECRET_HELP}" if secret else ""), "choices": choices, "secret": secret}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -67,7 +69,7 @@ def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str]
     values: dict[str, Any] = {}
     for item in dataclasses.fields(cls):  # type: ignore[arg-type]
         if hasattr(args, item.name):
-            values[item.name] = getattr(args, item.name)
+            values[item.name] = _opened(item, getattr(args, item.name))
             continue
         variable = ENV_PREFIX + item.name.upper()
         if item.metadata.get("help") is not None and variable in source:
@@ -75,8 +77,19 @@ def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str]
             choices = item.metadata.get("choices")
             if choices and value not in choices:
                 raise ConfigError(f"{variable} must be one of {', '.join(choices)}, got {value!r}", field=variable)
-            values[item.name] = value
+            values[item.name] = _opened(item, value)
     return cls(**values)
+
+
+def _opened(item: dataclasses.Field[Any], value: Any) -> Any:
+    """Return what the file has that a secret value names."""
+    if not (item.metadata.get("secret") and value.startswith("@")):
+        return value
+    flag = f"--{item.name.replace('_', '-')}"
+    try:
+        return read_secret_file(value[1:], f"the file of {flag}", item.name).decode().strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the file of {flag} is no text", field=item.name) from error
 
 
 def options_by_name(names: Sequence[str], options: Sequence[str], *, field: str) -> dict[str, dict[str, str]]:
@@ -130,6 +143,7 @@ TLS_CERT_HELP = "file with this service's certificate (PEM), shown to all others
 TLS_KEY_HELP = "file with the key of --tls-cert"
 TLS_CA_HELP = "file with the authority whose certificates are believed"
 TLS_NAME_HELP = "name that others' certificates must have; default: the host under which they are reached"
+CORE_DUMPS_HELP = "let a crash write memory to disk, keys, prompts and KV with it"
 CLEAR_KV_HELP = "with --tls-cert, KV may travel in the clear: auto means tcp or nixl, not tls; they may leave loopback"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.config.secrets import shown_url
 from baton.errors import ConfigError
 
 DISCOVER = "discover"
@@ -48,7 +49,9 @@ class StoreAddress:
         for node in nodes:
             host, _, port = node.rpartition(":")
             if not host or not port.isdigit():
-                raise ConfigError(f"kvstore: the KV store's address must be host:port, got {node!r}", field="kvstore")
+                raise ConfigError(
+                    f"kvstore: the KV store's address must be host:port, got {shown_url(node)!r}", field="kvstore"
+                )
         if not nodes:
             raise ConfigError("kvstore: no address", field="kvstore")
         if len(set(nodes)) < len(nodes):

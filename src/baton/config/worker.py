@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.config.flags import CLEAR_KV_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP, option
+from baton.config.flags import (
+    CLEAR_KV_HELP,
+    CORE_DUMPS_HELP,
+    TLS_CA_HELP,
+    TLS_CERT_HELP,
+    TLS_KEY_HELP,
+    TLS_NAME_HELP,
+    option,
+)
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
@@ -87,7 +95,7 @@ class WorkerConfig:
     instance_id: str = option("", "name of this instance; default: role, host and port")
     advertise: str = option("", "host:port under which others reach this instance; default: where it listens")
     routers: tuple[str, ...] = option((), "gRPC addresses of routers to register with")
-    redis: str = option("", "URL of a Redis to register in, for routers with --discover redis")
+    redis: str = option("", "URL of a Redis to register in, for routers with --discover redis", secret=True)
     redis_prefix: str = option("baton", "put before every key in Redis")
     pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
     layerwise: bool = option(True, "prefill: offer KV, and save it, layer by layer while it is computed")
@@ -108,6 +116,7 @@ class WorkerConfig:
         "KV store to load from and save to: host:port of its node or, with commas, of all its nodes; discover, for "
         "nodes that register in --redis; redis://..., redis+cluster://... or mooncake://... for what keeps blocks "
         "without a KV store process; default: none",
+        secret=True,
     )
     kvstore_replication: int = option(1, "nodes of the KV store that get each block; 1 or 2")
     kvstore_hot_loads: float = option(
@@ -132,6 +141,7 @@ class WorkerConfig:
     load_interval_ms: int = option(100, "shortest time between two load reports")
     kv_events: bool = option(True, "tell routers what the prefix cache holds; else they go by their own decisions")
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
+    core_dumps: bool = option(False, CORE_DUMPS_HELP)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from baton.config.pipes import clear_pipes
+from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
-from baton.rpc.secret_files import read_secret_file
 from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)

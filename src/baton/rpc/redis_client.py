@@ -9,8 +9,8 @@ import logging
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
-from urllib.parse import urlsplit
 
+from baton.config.secrets import shown_url
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ COMMAND_TIMEOUT_S = 1.0
 LEASE_TTL_S = 10.0
 """Life of an instance's key; it is renewed three times as often."""
 NEWS_LENGTH = 1024
+UNREADABLE_URL = "a URL of Redis must be redis://user:password@host:port/0, with %2F for / and %40 for @ in a password"
 _ASK_AGAIN_S = 0.1
 _RETRY_S = 0.5
 
@@ -71,14 +72,9 @@ def _open(kind: str, url: str, timeout_s: float, *, retries: int) -> object:
             protocol=2,
         )
     except ValueError as error:
-        raise ConfigError(f"the URL of Redis cannot be read: {error}", field="redis") from error
+        # What the library says may have a part of the password in it.
+        raise ConfigError(f"{UNREADABLE_URL}, got {shown_url(url)}", field="redis") from error
     return opened
-
-
-def shown_url(url: str) -> str:
-    """Return a URL without user and password, for logs and traces."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def redis_errors() -> tuple[type[Exception], ...]:

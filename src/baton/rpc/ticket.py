@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from baton.api.v1 import worker_pb2
+from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError, PermissionDeniedError
-from baton.rpc.secret_files import read_secret_file
 
 MIN_KEY_BYTES = 16
 _NONCE_BYTES = 16

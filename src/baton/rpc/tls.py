@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
-from baton.rpc.secret_files import read_secret_file
 
 log = logging.getLogger(__name__)
 

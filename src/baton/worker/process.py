@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, NoReturn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -22,11 +23,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
 
 from baton.config import add_flags, from_flags
+from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
 
 log = logging.getLogger(__name__)
 
+_INSTEAD = "give it as @FILE, or by its BATON_... variable"
 _MOST_DESCRIPTORS = 1 << 20
 _FEW_DESCRIPTORS = 4096
 _MAX_SCRAPES = 16
@@ -65,6 +68,10 @@ def run_service(
     try:
         given: list[Any] = [from_flags(config, args) for config in configs]
         set_up_logging(given[0].log_level, getattr(given[0], "instance_id", "") or name)
+        for flag in flags_with_passwords(sys.argv[1:] if argv is None else argv):
+            log.warning("everybody on this host can read the password in %s (ps): %s", flag, _INSTEAD)
+        if not given[0].core_dumps:
+            forbid_core_dumps()
         raise_descriptor_limit()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(serve(*given))
@@ -112,6 +119,21 @@ def _escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def forbid_core_dumps() -> None:
+    """Have a crash of this process, and of those that it starts, leave nothing of its memory on disk.
+
+    Programs that the kernel hands dumps to (``core_pattern`` with a pipe) are not bound by the limit, so what they get
+    has no memory in it. The process stays one that others of its user may look into (``PR_SET_DUMPABLE``): NIXL's
+    copies within a host do, and whoever runs a profiler.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    try:
+        Path("/proc/self/coredump_filter").write_text("0", encoding="ascii")
+    except OSError as error:
+        log.debug("core dumps that go to a program have memory in them: %s", error)
 
 
 def raise_descriptor_limit() -> int:

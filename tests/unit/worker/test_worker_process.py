@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 import urllib.request
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -121,3 +123,46 @@ def test_a_process_may_open_what_the_hard_limit_allows(caplog: pytest.LogCapture
         assert f"at most {most} (the limit was 512)" in caplog.text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+SERVES = """
+import sys
+from dataclasses import dataclass
+from baton.config.flags import option
+from baton.worker.process import run_service
+
+@dataclass(frozen=True)
+class Config:
+    redis: str = option("", "where Redis is", secret=True)
+    core_dumps: bool = option(False, "let a crash write memory to disk")
+    log_level: str = option("info", "log level")
+
+async def serve(config):
+    print(open("/proc/self/coredump_filter").read().strip(), flush=True)
+    sys.stdin.read()
+    return 0
+
+run_service("kvstore", "A service.", (Config,), serve, None)
+"""
+
+
+@pytest.mark.parametrize(("flags", "dumps"), [((), False), (("--core-dumps",), True)])
+def test_a_crash_leaves_no_memory_on_disk(tmp_path: Path, flags: tuple[str, ...], dumps: bool) -> None:
+    command = ("bash", "-c", 'ulimit -c unlimited; exec "$@"', "bash", sys.executable, "-c", SERVES, *flags)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        seen = int(process.stdout.readline(), 16)
+        process.send_signal(signal.SIGABRT)
+        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        assert (end.si_code, bool(seen)) == (os.CLD_DUMPED if dumps else os.CLD_KILLED, dumps)
+
+
+def test_a_password_on_the_command_line_is_warned_of_and_not_repeated() -> None:
+    for words, warned in ((["--redis", "redis://:s3cr3t@host"], True), (["--redis", "redis://host"], False)):
+        done = subprocess.run(
+            [sys.executable, "-c", SERVES, *words], input="", capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ("password in --redis" in done.stderr) is warned
+        assert "s3cr3t" not in done.stderr

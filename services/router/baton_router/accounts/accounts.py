@@ -21,9 +21,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc.convert import tenant_to_pb
-from baton.rpc.secret_files import read_secret_file
 from baton.types import Tenant
 from baton_router.types import Account, salt_of
 

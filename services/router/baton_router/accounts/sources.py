@@ -9,9 +9,9 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
 from baton.rpc.redis_client import open_redis, redis_errors
-from baton.rpc.secret_files import read_secret_file
 from baton.rpc.tls import Tls
 from baton_router.accounts.accounts import FIELD, MAX_FILE_BYTES, Accounts, entries_of_json, read_entries
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeoutError
 from typing import Any, TypeVar
 
+from baton.config.secrets import shown_url
 from baton.errors import ConfigError
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_kind
@@ -59,7 +60,8 @@ class ObjectBackend:
             found = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except (ImportError, ValueError, OSError) as error:
             raise ConfigError(
-                f"--object-url {url.partition('://')[0]}://… cannot be used: {error}", field="object_url"
+                f"--object-url {shown_url(url)} cannot be used: {str(error).replace(url, shown_url(url))}",
+                field="object_url",
             ) from error
         self._fs: Any = found[0]
         self._root = str(found[1]).rstrip("/")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.errors import ConfigError
+from baton.rpc.redis_client import UNREADABLE_URL
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_kind
 from baton_kvstore.types import KvFormat
@@ -88,7 +89,7 @@ class RedisBackend:
         try:
             redis.connection.parse_url(options.url)  # type: ignore[no-untyped-call]
         except ValueError as error:
-            raise ConfigError(f"--redis-url cannot be read: {error}", field="redis_url") from error
+            raise ConfigError(f"--redis-url: {UNREADABLE_URL}", field="redis_url") from error
         made = redis.cluster.RedisCluster if options.cluster else redis.Redis
         self._connect: Callable[[], Any] = lambda: made.from_url(options.url, **settings)
         self._primaries = {"target_nodes": redis.cluster.RedisCluster.PRIMARIES} if options.cluster else {}

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
+from baton.config.secrets import shown_url
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.kv_transfer.blocks import BlockSource
-from baton.rpc.redis_client import shown_url
 from baton.rpc.tls import Tls
 from baton.types import BlockHash, BlockId, Tenant
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.config.secrets import shown_url
 from baton.errors import ConfigError, DeadlineError, QueueFullError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards
@@ -32,7 +33,7 @@ from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.staging import Lanes
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import leading
-from baton.rpc.redis_client import open_redis, open_redis_cluster, redis_errors, shown_url
+from baton.rpc.redis_client import open_redis, open_redis_cluster, redis_errors
 from baton.types import BlockHash, BlockId
 
 T = TypeVar("T")
@@ -387,7 +388,7 @@ def mooncake_options(url: str) -> dict[str, str]:
     except ValueError:
         port = None
     if not parts.hostname or port is None or parts.path not in ("", "/"):
-        raise ConfigError(f"kvstore: {url} is not mooncake://host:port of a master", field="kvstore")
+        raise ConfigError(f"kvstore: {shown_url(url)} is not mooncake://host:port of a master", field="kvstore")
     unknown = set(given) - set(_DEFAULTS)
     if unknown:
         raise ConfigError(f"kvstore: {sorted(unknown)[0]} is no option of mooncake://", field="kvstore")

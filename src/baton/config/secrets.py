@@ -1,16 +1,19 @@
-"""Files with tokens and keys: whoever else may read or write them is told, and most of them are refused."""
+"""Tokens, keys and passwords: files that others can read are told of or refused, URLs are shown without passwords."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
+from collections.abc import Sequence
 
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 MAX_SECRET_BYTES = 1 << 20
+_PASSWORD = re.compile(r"://[^@]*:[^@]*@|[?&]password=")
 
 
 def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, most: int = MAX_SECRET_BYTES) -> bytes:
@@ -39,6 +42,25 @@ def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, mos
     if len(data) > most:
         raise ConfigError(f"{what} {os.fspath(path)} is longer than {most} bytes", field=field)
     return data
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without user, password and options, for logs and traces."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    beyond = rest.rpartition("@")[2]
+    if "?" in rest.removesuffix(beyond):  # an option with @, or a password with a question mark
+        beyond = "..."
+    return f"{scheme}{separator}{beyond.partition('?')[0]}"
+
+
+def flags_with_passwords(words: Sequence[str]) -> list[str]:
+    """Return the flags of a command line whose values are URLs with passwords, ``--redis`` for one."""
+    found = []
+    for before, word in zip(("", *words), words, strict=False):
+        if _PASSWORD.search(word):
+            flag = word if word.startswith("--") and "=" in word else before
+            found.append(flag.partition("=")[0] if flag.startswith("--") else "an argument")
+    return found
 
 
 def _require_private(fd: int, path: str | os.PathLike[str], what: str, field: str) -> None:

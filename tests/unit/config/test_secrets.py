@@ -1,0 +1,102 @@
+"""Passwords in URLs: nobody reads them in command lines, messages and logs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.cli import up
+from baton.config import add_flags, from_flags
+from baton.config.flags import option
+from baton.config.secrets import flags_with_passwords, shown_url
+from baton.config.stores import StoreAddress
+from baton.errors import ConfigError
+from baton.rpc.redis_client import open_redis
+from baton_router.config import check_address
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:pw@host:6379/0", "redis://host:6379/0"),
+        ("redis://user:p/w@host/1", "redis://host/1"),
+        ("redis://:p@w@host", "redis://host"),
+        ("redis://:p?w@host", "redis://..."),
+        ("redis://host/0?password=pw", "redis://host/0"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("host:9000", "host:9000"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert shown_url(url) == shown
+
+
+@given(password=st.text("xyz?@/:#%&=", min_size=1))
+def test_no_part_of_a_password_is_shown(password: str) -> None:
+    for url in (f"redis://:{password}@h:1/0", f"redis://u:{password}@h?a=1", f"redis://h/0?password={password}"):
+        assert not set("xyz") & set(shown_url(url))
+
+
+@pytest.mark.parametrize("password", ["s3cr3t/Pass", "s3cr3tPass"])
+def test_errors_about_urls_have_no_password(password: str) -> None:
+    url = f"redis://:{password}@host:port/0"
+    for refused in (
+        lambda: open_redis(url),
+        lambda: check_address(url, field="kvstore"),
+        lambda: StoreAddress.parse(f"{url},{url}".replace("redis://", "")),
+        lambda: StoreAddress.parse(f"x{url}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert "s3cr3t" not in caught.value.message
+
+
+@dataclass(frozen=True)
+class Config:
+    redis: str = option("", "where Redis is", secret=True)
+    name: str = option("", "a name")
+
+
+def parsed(*words: str, **env: str) -> Config:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Config)
+    return from_flags(Config, parser.parse_args(words), env=env)
+
+
+def test_a_secret_value_may_stand_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "url"
+    file.write_text("redis://:pw@host\n")
+    file.chmod(0o600)
+    for config in (parsed("--redis", f"@{file}"), parsed(BATON_REDIS=f"@{file}")):
+        assert config.redis == "redis://:pw@host"
+    assert parsed("--name", "@me").name == "@me"
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        parsed("--redis", f"@{file}")
+    assert caught.value.field == "redis"
+    with pytest.raises(ConfigError, match="--redis"):
+        parsed("--redis", f"@{tmp_path / 'none'}")
+
+
+def test_flags_with_passwords_are_found() -> None:
+    words = ["--redis", "redis://:p@h", "--name", "x", "--url=redis://u:p@h", "--open", "redis://h:1/0", "s3://b/k"]
+    assert flags_with_passwords(words) == ["--redis", "--url"]
+    assert flags_with_passwords(["redis://h?password=p"]) == ["an argument"]
+
+
+def test_baton_up_gives_passwords_to_nobody_by_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    up.add_parser(parser.add_subparsers())
+    words = "--discover redis --redis redis://:s3cr3t@h:1/0 --strict-fields"
+    args = parser.parse_args(["up", f"--router-args={words}", "--decode-args=--kvstore=redis://u:s3cr3t@h"])
+    plan = up.plan_from(args)
+    for spec in (plan.router, *plan.workers):
+        assert "s3cr3t" not in " ".join(spec.args)
+    assert plan.router.args[-3:] == ("--discover", "redis", "--strict-fields")
+    assert plan.router.env == (("BATON_REDIS", "redis://:s3cr3t@h:1/0"),)
+    assert [dict(spec.env) for spec in plan.workers] == [{}, {"BATON_KVSTORE": "redis://u:s3cr3t@h"}]
