@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from baton.config.flags import (
+    AUDIT_LOG_HELP,
     CLEAR_KV_HELP,
     CORE_DUMPS_HELP,
     TLS_CA_HELP,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
     TLS_NAME_HELP,
+    TLS_ROLES_HELP,
     option,
     options_by_name,
 )
@@ -152,6 +154,7 @@ class KVStoreConfig(TierConfig):
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)
     tls_name: str = option("", TLS_NAME_HELP)
+    tls_roles: str = option("", TLS_ROLES_HELP)
     clear_kv: bool = option(False, CLEAR_KV_HELP)
     kv_port: int = option(
         0,
@@ -167,6 +170,7 @@ class KVStoreConfig(TierConfig):
     max_pending_puts: int = option(64, "Puts running or waiting; more are refused")
     pull_timeout_s: float = option(30.0, "longest time that one Put may take")
     drain_timeout_s: float = option(5.0, "time that running calls have at shutdown")
+    audit_log: str = option("", AUDIT_LOG_HELP)
     core_dumps: bool = option(False, CORE_DUMPS_HELP)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 

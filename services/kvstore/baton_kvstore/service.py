@@ -15,6 +15,7 @@ from baton.hashing import HASH_BYTES
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.types import source_from_pb
+from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
@@ -145,10 +146,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         with self._counted("Delete"):
             if bool(request.all) + bool(request.block_hashes) + bool(request.tenant) > 1:
                 raise InvalidRequestError("name blocks, set all, or name a tenant: one of them", field="all")
+            hashes = None if request.all or request.tenant else self._hashes(request.block_hashes)
             if request.tenant:
-                return kvstore_pb2.DeleteResponse(num_deleted=await self._tiers.delete_tenant(request.tenant))
-            hashes = None if request.all else self._hashes(request.block_hashes)
-            deleted = await self._tiers.delete(read_fingerprint(request.fingerprint), hashes)
+                deleted = await self._tiers.delete_tenant(request.tenant)
+            else:
+                deleted = await self._tiers.delete(read_fingerprint(request.fingerprint), hashes)
+            what = "all" if request.all else f"tenant {request.tenant}" if request.tenant else "blocks"
+            audit("deleted", what=what, blocks=deleted, peer=peer_of(context))
             return kvstore_pb2.DeleteResponse(num_deleted=deleted)
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:

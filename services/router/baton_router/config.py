@@ -6,7 +6,16 @@ import os
 import re
 from dataclasses import dataclass
 
-from baton.config.flags import CORE_DUMPS_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP, option
+from baton.config.flags import (
+    AUDIT_LOG_HELP,
+    CORE_DUMPS_HELP,
+    TLS_CA_HELP,
+    TLS_CERT_HELP,
+    TLS_KEY_HELP,
+    TLS_NAME_HELP,
+    TLS_ROLES_HELP,
+    option,
+)
 from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
 from baton.errors import ConfigError
@@ -99,6 +108,7 @@ class RouterConfig:
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)
     tls_name: str = option("", TLS_NAME_HELP)
+    tls_roles: str = option("", TLS_ROLES_HELP)
     max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
     instance_slots: int | None = option(
         None,
@@ -154,6 +164,7 @@ class RouterConfig:
     probe_failures: int = option(3, "probes in a row without an answer after which an instance counts as lost")
     reconnect_max_s: float = option(2.0, "longest pause between two attempts to reach an instance")
     drain_timeout_s: float = option(30.0, "seconds running requests get to end on SIGTERM")
+    audit_log: str = option("", AUDIT_LOG_HELP)
     core_dumps: bool = option(False, CORE_DUMPS_HELP)
     log_level: str = option("info", "least important messages to log", choices=("debug", "info", "warning", "error"))
 

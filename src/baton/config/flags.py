@@ -143,6 +143,10 @@ TLS_CERT_HELP = "file with this service's certificate (PEM), shown to all others
 TLS_KEY_HELP = "file with the key of --tls-cert"
 TLS_CA_HELP = "file with the authority whose certificates are believed"
 TLS_NAME_HELP = "name that others' certificates must have; default: the host under which they are reached"
+TLS_ROLES_HELP = (
+    "URI in certificates that says what holders may call, as spiffe://example.org/{role}; default: everything"
+)
+AUDIT_LOG_HELP = "file for the audit log, a JSON line per event; default: the standard log"
 CORE_DUMPS_HELP = "let a crash write memory to disk, keys, prompts and KV with it"
 CLEAR_KV_HELP = "with --tls-cert, KV may travel in the clear: auto means tcp or nixl, not tls; they may leave loopback"
 
@@ -156,3 +160,4 @@ class AccessConfig:
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)
     tls_name: str = option("", TLS_NAME_HELP)
+    tls_roles = ""  # a client does not look at the roles of services

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.config.flags import (
+    AUDIT_LOG_HELP,
     CLEAR_KV_HELP,
     CORE_DUMPS_HELP,
     TLS_CA_HELP,
     TLS_CERT_HELP,
     TLS_KEY_HELP,
     TLS_NAME_HELP,
+    TLS_ROLES_HELP,
     option,
 )
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
@@ -107,6 +109,7 @@ class WorkerConfig:
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)
     tls_name: str = option("", TLS_NAME_HELP)
+    tls_roles: str = option("", TLS_ROLES_HELP)
     clear_kv: bool = option(False, CLEAR_KV_HELP)
     ticket_key_file: str = option(
         "", "decode: file with the key of placement tickets; a client that comes without a router must show one"
@@ -141,6 +144,7 @@ class WorkerConfig:
     load_interval_ms: int = option(100, "shortest time between two load reports")
     kv_events: bool = option(True, "tell routers what the prefix cache holds; else they go by their own decisions")
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
+    audit_log: str = option("", AUDIT_LOG_HELP)
     core_dumps: bool = option(False, CORE_DUMPS_HELP)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import socket
@@ -10,16 +11,18 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.errors import BatonError, ConfigError, QueueFullError, UnauthenticatedError
+from baton.errors import BatonError, ConfigError, PermissionDeniedError, QueueFullError, UnauthenticatedError
+from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits, admits_services, require_safe_bind
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
+from baton.rpc.roles import CertificateRoles
 from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -70,7 +73,7 @@ class GrpcServer:
     ) -> None:
         require_safe_bind(host, token, tls)
         self._host, self._port, self._services, self._tls = host, port, list(services), tls
-        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [_ErrorInterceptor()]
+        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [_ErrorInterceptor(tls.roles if tls else None)]
         if admits is not None or token is not None:
             interceptors.insert(0, _AuthInterceptor(admits or admits_services(token)))
         self.server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
@@ -196,9 +199,9 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
 class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(self, admits: Admits) -> None:
         self._admits = admits
-        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
-    async def _refuse(self, request: Any, context: Any) -> None:
+    async def _refuse(self, method: str, request: Any, context: Any) -> None:
+        audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)
         await abort_with(context, UnauthenticatedError("this call needs the shared token, or an API key"))
 
     async def intercept_service(
@@ -211,11 +214,15 @@ class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         given = next((v for k, v in handler_call_details.invocation_metadata or () if k == HEADER), None)
         if self._admits(handler_call_details.method, given):
             return await continuation(handler_call_details)
-        return self._refusal
+        refuse = functools.partial(self._refuse, handler_call_details.method)
+        return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns exceptions of handlers into statuses with details."""
+    """Turns exceptions of handlers into statuses with details, and checks what a caller's certificate lets it call."""
+
+    def __init__(self, roles: CertificateRoles | None) -> None:
+        self._roles = roles
 
     async def intercept_service(
         self,
@@ -225,17 +232,33 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler: Any = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/baton."):
             return handler
+        check = functools.partial(self._check_role, handler_call_details.method)
         if handler.unary_unary:
-            return handler._replace(unary_unary=_guard_unary(handler.unary_unary))
+            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, check))
         for kind in ("unary_stream", "stream_stream"):
             if behavior := getattr(handler, kind):
-                return handler._replace(**{kind: _guard_stream(behavior)})
+                return handler._replace(**{kind: _guard_stream(behavior, check)})
         return handler
 
+    def _check_role(self, method: str, context: Any) -> None:
+        if self._roles is None:
+            return
+        uris = [uri.decode("utf-8", "replace") for uri in context.auth_context().get("peer_uri", ())]
+        try:
+            self._roles.require_call(uris, method)
+        except PermissionDeniedError:
+            audit("denied", over="grpc", peer=peer_of(context), certificate=" ".join(uris), method=method)
+            raise
 
-def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+
+Check: TypeAlias = Callable[[Any], None]
+"""Looks at a call's context; raises what ends the call."""
+
+
+def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], check: Check) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         try:
+            check(context)
             return await behavior(request, context)
         except BatonError as error:
             await abort_with(context, error)
@@ -247,10 +270,14 @@ def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[An
     return call
 
 
-def _guard_stream(behavior: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _guard_stream(
+    behavior: Callable[[Any, Any], AsyncIterator[Any]], check: Check
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-        responses = behavior(request, context)
+        responses = None
         try:
+            check(context)
+            responses = behavior(request, context)
             async for response in responses:
                 yield response
         except BatonError as error:

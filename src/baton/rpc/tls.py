@@ -18,6 +18,8 @@ import grpc
 
 from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
+from baton.rpc.audit import audit
+from baton.rpc.roles import CertificateRoles
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ class TlsFields(Protocol):
     def tls_name(self) -> str:
         """Name that others' certificates must have; empty: the host under which they are reached."""
 
+    @property
+    def tls_roles(self) -> str:
+        """Pattern of the URIs in certificates that say what their holders may call; empty: everything."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Material:
@@ -60,12 +66,17 @@ class Tls:
         key: File with its key, PEM, without a password.
         ca: File with the authority's certificates, PEM.
         name: Name that others' certificates must have; empty: the host under which they are reached.
+        roles: Pattern of the URIs in certificates that say what their holders may call; empty: everything.
+
+    Attributes:
+        roles: What holders of certificates may call; ``None``: everything.
 
     Raises:
         ConfigError: A file cannot be read, or the certificate would be refused by others; says why.
     """
 
-    def __init__(self, cert: str, key: str, ca: str, *, name: str = "") -> None:
+    def __init__(self, cert: str, key: str, ca: str, *, name: str = "", roles: str = "") -> None:
+        self.roles = CertificateRoles(roles) if roles else None
         self._paths = (Path(cert), Path(key), Path(ca))
         self._name = name
         self._lock = threading.Lock()
@@ -139,6 +150,7 @@ class Tls:
             self._contexts.clear()
             self.generation += 1
             log.info("certificates were read again")
+            audit("certificates_changed", file=str(self._paths[0]))
             return True
 
     def _next_configuration(self) -> grpc.ServerCertificateConfiguration | None:
@@ -169,13 +181,15 @@ def read_tls(config: TlsFields) -> Tls | None:
     """
     paths = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
     if not any(paths.values()):
-        if config.tls_name:
-            raise ConfigError("--tls-name needs --tls-cert, --tls-key and --tls-ca", field="tls_name")
+        for field in ("tls_name", "tls_roles"):
+            if getattr(config, field):
+                flag = f"--{field.replace('_', '-')}"
+                raise ConfigError(f"{flag} needs --tls-cert, --tls-key and --tls-ca", field=field)
         return None
     for field, path in paths.items():
         if not path:
             raise ConfigError(f"TLS needs --{field.replace('_', '-')} too", field=field)
-    return Tls(config.tls_cert, config.tls_key, config.tls_ca, name=config.tls_name)
+    return Tls(config.tls_cert, config.tls_key, config.tls_ca, name=config.tls_name, roles=config.tls_roles)
 
 
 def _pipe_context(cert: Path, key: Path, ca: Path, server_side: bool) -> ssl.SSLContext:

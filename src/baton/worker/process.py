@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_w
 from baton.config import add_flags, from_flags
 from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
+from baton.rpc.audit import open_audit_log
 from baton.version import __version__
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,9 @@ def run_service(
     args = parser.parse_args(argv)
     try:
         given: list[Any] = [from_flags(config, args) for config in configs]
-        set_up_logging(given[0].log_level, getattr(given[0], "instance_id", "") or name)
+        shown = getattr(given[0], "instance_id", "") or name
+        set_up_logging(given[0].log_level, shown)
+        open_audit_log(given[0].audit_log, shown)
         for flag in flags_with_passwords(sys.argv[1:] if argv is None else argv):
             log.warning("everybody on this host can read the password in %s (ps): %s", flag, _INSTEAD)
         if not given[0].core_dumps:

@@ -15,6 +15,7 @@ from baton.config.stores import DISCOVER, StoreAddress
 from baton.engine.request import EngineStats
 from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
+from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_to_pb, role_from_pb, role_to_pb
 from baton.rpc.multiplex import generate_many
 from baton.rpc.ticket import TicketCheck
@@ -57,6 +58,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._tickets.verify(request)
             except PermissionDeniedError as error:
                 self._worker.metrics.requests.labels("generate", error.code).inc()
+                audit("denied", over="grpc", method="Generate", reason="ticket", peer=peer_of(context))
                 raise
         async with aclosing(responses):
             async for response in responses:
@@ -104,6 +106,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """
         before = self.role.role
         await self._change_role(role_from_pb(request.role))
+        audit("role_changed", before=before, now=self.role.role, peer=peer_of(context))
         return worker_pb2.SetRoleResponse(previous=role_to_pb(before))
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:

@@ -135,6 +135,7 @@ from baton.worker.process import run_service
 class Config:
     redis: str = option("", "where Redis is", secret=True)
     core_dumps: bool = option(False, "let a crash write memory to disk")
+    audit_log: str = ""
     log_level: str = option("info", "log level")
 
 async def serve(config):

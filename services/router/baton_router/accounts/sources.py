@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
+from baton.rpc.audit import audit
 from baton.rpc.redis_client import open_redis, redis_errors
 from baton.rpc.tls import Tls
 from baton_router.accounts.accounts import FIELD, MAX_FILE_BYTES, Accounts, entries_of_json, read_entries
@@ -65,8 +66,10 @@ class FileAccounts:
             self.accounts.replace(read_entries(self._path))
         except ConfigError as error:
             log.error("API keys stay as they were: %s", error.message)
+            audit("keys_changed", source=str(self._path), taken="no")
             return False
         log.info("API keys were read again: %d tenants", len(self.accounts))
+        audit("keys_changed", source=str(self._path), taken="yes", tenants=len(self.accounts))
         return True
 
     def _stamp(self) -> tuple[int, int, int] | None:
@@ -154,6 +157,7 @@ class RedisAccounts:
             if data != self._seen:
                 self._take(data)
                 log.info("API keys were read again: %d tenants", len(self.accounts))
+                audit("keys_changed", source="redis", taken="yes", tenants=len(self.accounts))
         except ConfigError as error:
             self._complain(error.message)
         except redis_errors() as error:

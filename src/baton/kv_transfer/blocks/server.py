@@ -12,7 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, CancelledError, ConfigError, DeadlineError, PipeClosedError, QueueFullError
+from baton.errors import (
+    BatonError,
+    CancelledError,
+    ConfigError,
+    DeadlineError,
+    PermissionDeniedError,
+    PipeClosedError,
+    QueueFullError,
+    UnauthenticatedError,
+)
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
@@ -31,6 +40,7 @@ from baton.kv_transfer.protocol.frames import send_error
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_READ, Facts, greet_as_server
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockSource, Endpoint
+from baton.rpc.audit import Event, audit
 from baton.rpc.tls import Tls
 from baton.types import Epoch, InstanceId
 
@@ -298,6 +308,9 @@ class BlockServer:
         except BatonError as error:
             # As text: a handler that keeps the record would keep the exception's frames, and a gloo group in them.
             log.warning("%s was sent away: %s", stream.peer, str(error))
+            if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+                what: Event = "denied" if isinstance(error, PermissionDeniedError) else "authentication_failed"
+                audit(what, over="pipe", kind=greeting.kind, peer=greeting.peer)
             with contextlib.suppress(BatonError):  # it may not even listen
                 send_error(stream, error, Wait(time.monotonic() + 1.0))
         finally:

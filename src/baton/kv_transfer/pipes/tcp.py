@@ -11,6 +11,7 @@ the target arena.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -20,7 +21,7 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from baton.errors import ConfigError, InternalError, InvalidRequestError
+from baton.errors import BatonError, ConfigError, InternalError, InvalidRequestError, PermissionDeniedError
 from baton.kv_transfer.copy.socket_mover import PieceHasher, recv_spans
 from baton.kv_transfer.pipes.base import (
     FollowingReadPipe,
@@ -35,7 +36,7 @@ from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.protocol.connect import bind_tcp, connect_tcp, join_address, split_address
 from baton.kv_transfer.protocol.deadline import EitherFlag, Wait, run_together
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header
+from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header, send_error
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.kv_transfer.protocol.read_wire import (
     Checksums,
@@ -219,8 +220,18 @@ class TlsServer(TcpServer):
         self._tls = tls
 
     def admit(self, stream: Stream, wait: Wait) -> Stream:
-        """Encrypt the connection."""
-        return tls_from(stream, self._tls, wait)
+        """Encrypt the connection, of a peer that may read blocks."""
+        encrypted = tls_from(stream, self._tls, wait)
+        if self._tls.roles is not None:
+            try:
+                self._tls.roles.require_reader(encrypted.certificate_uris)
+            except PermissionDeniedError as error:
+                # It reads this in the place of a challenge.
+                with contextlib.suppress(BatonError):
+                    send_error(encrypted, error, wait)
+                encrypted.close()
+                raise
+        return encrypted
 
 
 class TcpKind(PipeKind):

@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from baton.errors import PipeClosedError, UnauthenticatedError
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
@@ -325,6 +326,12 @@ class TlsStream(Stream):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def certificate_uris(self) -> list[str]:
+        """URIs in the peer's certificate."""
+        names: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
+        return [value for kind, value in names if kind == "URI"]
 
     def wait_readable(self, wait: Wait, what: str) -> None:
         """Block until bytes (or the peer's end) are there."""

@@ -26,7 +26,7 @@ from baton.errors import InvalidRequestError, NotFoundError, shown
 from baton.version import __version__
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.window_stats import Flows, WindowStats
-from baton_router.frontend.http.middleware import require_admin, tenant_alone
+from baton_router.frontend.http.middleware import note_admin, require_admin, tenant_alone
 from baton_router.indexer.stores import Store
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
@@ -159,7 +159,7 @@ class DebugEndpoints:
     async def decisions(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions``: the latest, newest first; ``limit`` and ``id`` (a part of it) narrow it."""
         limit = _limit(request.query_params.get("limit", ""))
-        tenant = tenant_alone(request)
+        tenant = _whose(request)
         found = self._decisions.recent(limit, containing=request.query_params.get("id", ""), tenant=tenant)
         seen = self._decisions.num_begun if tenant is None else len(found)  # how many others sent is theirs to know
         return _json({"decisions": [summary(record) for record in found], "seen": seen})
@@ -167,7 +167,7 @@ class DebugEndpoints:
     async def decision(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions/{id}``: by whole id, the answer's ``id``, or ``x-request-id``."""
         name = request.path_params["request_id"]
-        found = self._decisions.find(name, tenant=tenant_alone(request))
+        found = self._decisions.find(name, tenant=_whose(request))
         if not found:
             raise NotFoundError(f"no decision of {shown(name)} is remembered; only the latest are", field="request_id")
         return _json({**explanation(found[0]), "others": [record.request_id for record in found[1:]]})
@@ -299,6 +299,14 @@ def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> 
         for x in stores
     ]
     return {"instances": rows, "groups": groups, "stores": held}
+
+
+def _whose(request: Request) -> str | None:
+    """Return the tenant whose requests alone may be shown; an administrator, who sees all, is noted."""
+    tenant = tenant_alone(request)
+    if tenant is None:
+        note_admin(request)
+    return tenant
 
 
 def _limit(text: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import InvalidRequestError
+from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits, admits_services
 from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
 from baton.types import ORDER_HEADER, Order, SamplingParams
@@ -102,6 +103,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ListInstancesRequest, context: Any
     ) -> router_pb2.ListInstancesResponse:
         """Say which instances there are."""
+        account = self._account(context)
+        if account is not None:
+            audit("admin_read", over="grpc", account=account.name, method="ListInstances", peer=peer_of(context))
         return router_pb2.ListInstancesResponse(instances=[x.describe() for x in self._registry.instances()])
 
     def _account(self, context: Any) -> Account | None:

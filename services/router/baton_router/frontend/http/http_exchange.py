@@ -33,6 +33,10 @@ class Connection(Protocol):
     loop: AbstractEventLoop
     server_state: Any
 
+    @property
+    def host(self) -> str:
+        """Where the client is."""
+
     def on_response_complete(self) -> None:
         """An answer is complete."""
 
@@ -171,6 +175,11 @@ class HttpExchange:
         self._count()
 
     # --- the answer ---
+
+    @property
+    def peer(self) -> str:
+        """Where the client is."""
+        return self._connection.host
 
     @property
     def paused(self) -> bool:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import InternalError, PermissionDeniedError, UnauthenticatedError
+from baton.rpc.audit import Event, audit
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.hosts import HostRule
@@ -134,23 +135,40 @@ def tenant_alone(request: Request) -> str | None:
 
 
 def require_admin(request: Request) -> None:
-    """Check that a request may see what all tenants do.
+    """Check that a request may see what all tenants do, and note who looks.
 
     Raises:
         PermissionDeniedError: It showed an API key that is not an administrator's.
     """
+    note_admin(request)
     if tenant_alone(request) is not None:
         raise PermissionDeniedError("this shows what all tenants do: it wants an administrator's API key")
 
 
-def identify(accounts: Accounts, headers: Headers) -> Account:
+def note_admin(request: Request) -> None:
+    """Note in the audit log that somebody with an API key asks for what all tenants do."""
+    account = account_of(request)
+    if account is not None:
+        peer = request.client.host if request.client is not None else ""
+        event: Event = "admin_read" if account.admin else "denied"
+        audit(event, over="http", account=account.name, endpoint=_endpoint(request.url.path), peer=peer)
+
+
+def identify(accounts: Accounts, headers: Headers, *, endpoint: str, peer: str) -> Account:
     """Return whose API key a request shows.
+
+    Args:
+        accounts: Whose keys there are.
+        headers: The request's.
+        endpoint: What it asks for, and
+        peer: from which address, for the audit log.
 
     Raises:
         UnauthenticatedError: No account's.
     """
     account = accounts.identify(_header(headers, b"authorization"))
     if account is None:
+        audit("authentication_failed", over="http", endpoint=endpoint, peer=peer)
         raise UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
     return account
 
@@ -203,7 +221,9 @@ class HttpMiddleware:
             if self._hosts is not None:
                 self._hosts.check(scope["headers"])
             if self._accounts is not None and endpoint not in _OPEN_ENDPOINTS:
-                scope.setdefault("state", {})[_ACCOUNT] = identify(self._accounts, scope["headers"])
+                peer = (scope.get("client") or ("",))[0]
+                account = identify(self._accounts, scope["headers"], endpoint=endpoint, peer=peer)
+                scope.setdefault("state", {})[_ACCOUNT] = account
             await self._app(scope, receive, send_with_id)
         except (UnauthenticatedError, PermissionDeniedError) as error:
             await answer_to(error)(scope, receive, send_with_id)

@@ -86,7 +86,7 @@ class PostEndpoints:
             if options.hosts is not None:
                 options.hosts.check(headers)
             if options.accounts is not None:
-                exchange.account = identify(options.accounts, headers)
+                exchange.account = identify(options.accounts, headers, endpoint=exchange.path, peer=exchange.peer)
         except (UnauthenticatedError, PermissionDeniedError) as error:
             return error
         return check_media(headers, options.max_body_bytes)

@@ -1,0 +1,180 @@
+"""The audit log: who was turned away, who looked at what all tenants do, what was deleted and which keys changed.
+
+One JSON line per event, in a file (``--audit-log``) or in the standard log. Lines have names, addresses, methods and
+counts; never keys, tokens, prompts or KV. Nobody can fill a disk with them: what repeats within minutes is counted
+instead, and each kind of event has a rate of its own, so that a flood of one kind leaves room for the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import stat
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from datetime import UTC, datetime
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
+from typing import Any, Literal, TypeAlias
+from urllib.parse import unquote
+
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+_lines = logging.getLogger("baton.audit")
+_lines.setLevel(logging.INFO)  # whatever --log-level is
+
+Event: TypeAlias = Literal[
+    "authentication_failed", "denied", "admin_read", "deleted", "keys_changed", "certificates_changed", "role_changed"
+]
+SECONDS = 300.0
+"""How long an event that was written is counted when it comes again, instead of being written."""
+_PER_SECOND, _BURST = 1.0, 60.0
+_MAX_RECENT = 1024
+_MAX_CHARS = 200
+
+
+class AuditLog:
+    """Decides which events become lines. For any thread.
+
+    Args:
+        write: Takes a line.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        service: What every line calls this process.
+    """
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.service = ""
+        self._write, self._clock = write, clock
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[tuple[Any, ...], tuple[float, dict[str, Any]]] = OrderedDict()
+        self._repeats: Counter[tuple[Any, ...]] = Counter()
+        self._left_out: Counter[str] = Counter()
+        self._tokens: dict[str, tuple[float, float]] = {}
+        self._timer: threading.Timer | None = None
+
+    def record(self, event: str, fields: dict[str, Any]) -> None:
+        """Write an event, or count it."""
+        fields = {name: value[:_MAX_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
+        key = (event, *sorted(fields.items()))
+        with self._lock:
+            now = self._clock()
+            self._tell_counts(now - SECONDS)
+            if key in self._recent:
+                self._repeats[key] += 1
+                self._tell_later()
+            elif self._has_room(event, now):
+                self._put({"event": event, **fields})
+                self._recent[key] = now, fields
+                if len(self._recent) > _MAX_RECENT:
+                    self._forget(next(iter(self._recent)))
+            else:
+                self._left_out[event] += 1
+                self._tell_later()
+
+    def flush(self) -> None:
+        """Write what was counted until now."""
+        with self._lock:
+            self._tell_counts(self._clock())
+            self._tell_left_out()
+
+    def _tell_counts(self, before: float) -> None:
+        while self._recent and next(iter(self._recent.values()))[0] <= before:
+            self._forget(next(iter(self._recent)))
+
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        _, fields = self._recent.pop(key)
+        if repeats := self._repeats.pop(key, 0):
+            self._put({"event": key[0], **fields, "repeats": repeats})
+
+    def _has_room(self, event: str, now: float) -> bool:
+        tokens, at = self._tokens.get(event, (_BURST, now))
+        tokens = min(_BURST, tokens + _PER_SECOND * (now - at))
+        room = tokens >= 1.0
+        self._tokens[event] = (tokens - 1.0 if room else tokens), now
+        return room
+
+    def _tell_left_out(self) -> None:
+        for event, count in self._left_out.items():
+            self._put({"event": event, "left_out": count})
+        self._left_out.clear()
+
+    def _put(self, fields: dict[str, Any]) -> None:
+        head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "service": self.service}
+        self._write(json.dumps(head | fields))
+
+    def _tell_later(self) -> None:
+        """Have what is counted told in time also when nothing else happens."""
+        if self._timer is None:
+            self._timer = threading.Timer(SECONDS, self._on_time)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _on_time(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._tell_counts(self._clock() - SECONDS)
+            self._tell_left_out()
+            if self._repeats:
+                self._tell_later()
+
+
+class _AuditFile(WatchedFileHandler):
+    """Appends to a file that is its user's alone; one that was moved away (logrotate) is made anew."""
+
+    def _open(self) -> TextIOWrapper:
+        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            os.fchmod(fd, 0o600)
+        return open(fd, "a", encoding="utf-8")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Put what cannot be written into the standard log."""
+        log.error("the audit log %s cannot be written: %s", self.baseFilename, record.getMessage())
+
+
+_log = AuditLog(_lines.info)
+atexit.register(_log.flush)
+
+
+def open_audit_log(path: str, service: str) -> None:
+    """Have this process's events go to a file.
+
+    Args:
+        path: The file, which several processes of one host may share; empty: the standard log.
+        service: What to call this process in every line.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    _log.service = service
+    if not path:
+        return
+    try:
+        handler = _AuditFile(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the audit log {path}: {error.strerror}", field="audit_log") from error
+    handler.setFormatter(logging.Formatter())
+    _lines.handlers[:] = [handler]
+    _lines.propagate = False
+
+
+def audit(event: Event, **fields: str | int) -> None:
+    """Note an event.
+
+    Args:
+        event: What happened.
+        fields: Who (``account``, ``peer``), what, how. Never keys, tokens or what users wrote.
+    """
+    _log.record(event, fields)
+
+
+def peer_of(context: Any) -> str:
+    """Return the address of a gRPC call's client, without its port: that of the next connection is another one."""
+    return unquote(str(context.peer()).rpartition(":")[0])

@@ -1,0 +1,124 @@
+"""The audit log: every event is told of or counted, however many come, and the file is its user's alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError
+from baton.rpc import audit as module
+from baton.rpc.audit import SECONDS, AuditLog, audit, open_audit_log
+
+EVENTS = st.tuples(st.sampled_from(["deleted", "denied"]), st.integers(0, 200), st.floats(0, 100))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def told(lines: list[str]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "service")} for line in lines]
+
+
+def count(lines: list[str], event: str) -> int:
+    """How many events lines stand for."""
+    mine = [line for line in told(lines) if line["event"] == event]
+    return sum(line.get("repeats", 0) or line.get("left_out", 0) or 1 for line in mine)
+
+
+def test_what_repeats_is_counted() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    log = AuditLog(lines.append, clock)
+    for _ in range(1000):
+        log.record("deleted", {"peer": "a"})
+    log.record("deleted", {"peer": "b"})
+    assert told(lines) == [{"event": "deleted", "peer": "a"}, {"event": "deleted", "peer": "b"}]
+    clock.now = SECONDS
+    log.record("deleted", {"peer": "a"})
+    assert told(lines[2:]) == [{"event": "deleted", "peer": "a", "repeats": 999}, {"event": "deleted", "peer": "a"}]
+
+
+def test_a_flood_of_one_kind_is_bounded_and_leaves_room_for_others() -> None:
+    lines: list[str] = []
+    log = AuditLog(lines.append, Clock())
+    for at in range(100_000):
+        log.record("authentication_failed", {"peer": f"10.0.0.{at}", "method": "x" * 10_000})
+    assert len(lines) <= 100
+    assert max(map(len, lines)) < 1000
+    log.record("deleted", {"blocks": 3})
+    assert told(lines)[-1] == {"event": "deleted", "blocks": 3}
+    log.flush()
+    assert count(lines, "authentication_failed") == 100_000
+
+
+@given(events=st.lists(EVENTS, max_size=400))
+def test_no_event_is_lost(events: list[tuple[str, int, float]]) -> None:
+    lines: list[str] = []
+    clock = Clock()
+    log = AuditLog(lines.append, clock)
+    for event, peer, pause in events:
+        clock.now += pause
+        log.record(event, {"peer": str(peer)})
+    log.flush()
+    for event in ("deleted", "denied"):
+        assert count(lines, event) == sum(each == event for each, _, _ in events)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put back what :func:`open_audit_log` changes."""
+    lines = logging.getLogger("baton.audit")
+    monkeypatch.setattr(module, "_log", AuditLog(lines.info))
+    handlers, propagate = lines.handlers[:], lines.propagate
+    yield
+    for handler in lines.handlers:
+        handler.close()
+    lines.handlers[:], lines.propagate = handlers, propagate
+
+
+def test_the_file_is_its_users_alone_and_made_anew_after_it_was_moved(fresh: None, tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text("")
+    path.chmod(0o644)
+    open_audit_log(str(path), 'router "1" %s')
+    audit("deleted", blocks=1)
+    path.rename(tmp_path / "old")
+    audit("deleted", blocks=2)
+    for name, blocks in (("old", 1), ("audit.jsonl", 2)):
+        file = tmp_path / name
+        assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+        (line,) = map(json.loads, file.read_text().splitlines())
+        assert line["time"].endswith("+00:00")
+        assert (line["service"], line["event"], line["blocks"]) == ('router "1" %s', "deleted", blocks)
+
+
+def test_a_file_that_cannot_be_written_is_named(fresh: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="audit log") as caught:
+        open_audit_log(str(tmp_path / "none" / "log"), "x")
+    assert caught.value.field == "audit_log"
+
+
+def test_without_a_file_events_are_lines_of_the_standard_log(fresh: None, caplog: pytest.LogCaptureFixture) -> None:
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # as by --log-level error
+    try:
+        open_audit_log("", "x")
+        audit("denied", account="a\nb")
+    finally:
+        root.setLevel(level)
+    (record,) = caplog.records
+    assert json.loads(record.getMessage())["account"] == "a\nb"
+    assert "\n" not in record.getMessage()
