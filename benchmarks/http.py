@@ -16,9 +16,11 @@ router's process, user and system, from the kernel's clock for it. Unary cases a
 run with the least is reported (what else goes on on the machine can only add to it), beside the median and all of them.
 A token's delay is the time from the step that made it to the arrival at the client.
 
-    python benchmarks/http.py --write
+    chrt -r 10 python benchmarks/http.py --write   with real-time priority, so that nothing else is in the figures
+    python benchmarks/http.py --write    without; written beside the others, as "without_priority"
     python benchmarks/http.py --tls      the same with certificates: HTTPS before the router, mTLS behind it; no rival
-    python benchmarks/http.py --kill     20,000 requests while one of four workers is killed
+    python benchmarks/http.py --kill     20,000 streams while one worker after the other is killed and started again;
+                                         each answer is compared with the undisturbed one to the same prompt
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ import ssl
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -62,6 +65,7 @@ PROMPT_BYTES, SHARED, BEGINNINGS = 4096, 2048, 8
 WARM_UP = 1024
 """Requests before a measurement: what a router remembers of requests is full then, and it has seen most words."""
 STREAM_TOKENS, CONCURRENCY, WORKERS = 100, 32, 4
+KILL_TOKENS, KILL_STEP_MS, KILL_CONCURRENCY, KILL_PROMPTS = 50, 10.0, 128, 512
 BAR_REQUEST_US, BAR_TOKEN_US = 250.0, 12.0
 
 
@@ -99,7 +103,7 @@ def main() -> int:
     parser.add_argument("--without-rival", action="store_true")
     parser.add_argument("--tls", action="store_true", help="with certificates, and without the rival")
     parser.add_argument("--only", default="", help="cases whose name has this, e.g. baton-text-stream")
-    parser.add_argument("--kill", action="store_true", help="kill one of four workers under load instead")
+    parser.add_argument("--kill", action="store_true", help="kill one worker after the other under load instead")
     parser.add_argument("--kill-requests", type=int, default=20_000)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args()
@@ -162,10 +166,14 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),
+        "real_time_priority": os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO),
         "concurrency": CONCURRENCY,
         "workers": WORKERS,
         "prompt_bytes": PROMPT_BYTES,
         "cases": results,
+    }
+    report["paced_token_us"] = {
+        name: round(result["cpu_us_per_token"], 1) for name, result in results.items() if "-paced" in name
     }
     tls = "-tls" if any(name.endswith("-tls") for name in results) else ""
     for router, prompt in (("baton", "text"), ("baton", "ids"), ("sglang", "text")):
@@ -192,34 +200,58 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def kill(requests: int, *, write: bool) -> int:
-    """Kill one of four workers with SIGKILL while streams run; every request must still get all its tokens."""
+    """Kill one worker after the other with SIGKILL; every stream must get the tokens of an undisturbed one."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         folder = Path(directory)
-        workers = start_workers(stack, folder, "baton", 1.0)
+        workers = start_workers(stack, folder, "baton", KILL_STEP_MS)
         _, port = start_baton(stack, [worker.port for worker in workers])
-        tokens = 20
-        bodies = write_bodies(folder, "ids", tokens, 512, stream=True)
-        # Said by the load, amid a stream: who asks the router how far it is kills when it has just caught up.
-        with load(port, folder, bodies, tokens, requests, tell_after=requests // 4) as generator:
+        bodies = write_bodies(folder, "ids", KILL_TOKENS, KILL_PROMPTS, stream=True)
+        with load(port, folder, bodies, KILL_TOKENS, requests, concurrency=KILL_CONCURRENCY) as generator:
             names = ("migrations", "retries", "retries_denied", "request_failures")
             before = {name: metric(port, f"baton_router_{name}_total") for name in names}
+            done, kills = threading.Event(), list[int]()
+            killer = threading.Thread(target=kill_in_turns, args=(stack, folder, port, workers, done, kills))
             generator.begin()
-            generator.wait_for("tell")
-            workers[0].process.kill()
-            result = generator.end()
-        result["killed_after"] = requests // 4
+            killer.start()
+            try:
+                result = generator.end()
+            finally:
+                done.set()
+                killer.join()
+        result["kills"] = len(kills)
         for name in names:
             result[name] = metric(port, f"baton_router_{name}_total") - before[name]
     print(json.dumps(result, indent=2))
-    if not result["migrations"] + result["retries"]:
-        print("no request was where the worker was killed: this shows nothing", file=sys.stderr)
+    if not result["migrations"]:
+        print("no stream was where a worker was killed: this shows nothing", file=sys.stderr)
         return 1
-    if result["failed"] or result["requests"] != requests:
+    if result["failed"] or result["wrong"] or result["requests"] != requests:
         return 1
     if write:
         known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
         RESULT.write_text(json.dumps({**known, "kill": result}, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def kill_in_turns(
+    stack: contextlib.ExitStack, folder: Path, port: int, workers: list[Worker], done: threading.Event, kills: list[int]
+) -> None:
+    """Kill workers and start them again, until ``done``; each kill finds all of them healthy and streams under way.
+
+    ``kills`` gets the index of each worker that was killed.
+    """
+    generated = metric(port, "baton_request_generated_tokens_total")
+    while not done.wait(0.02):
+        now = metric(port, "baton_request_generated_tokens_total")
+        healthy = metric(port, "baton_router_instance_healthy")
+        if healthy < len(workers) or now < generated + KILL_CONCURRENCY * KILL_TOKENS / 4:
+            continue
+        at = len(kills) % len(workers)
+        workers[at].process.kill()
+        workers[at].process.wait()
+        kills.append(at)
+        workers[at] = start_worker(stack, folder, "baton", at, KILL_STEP_MS, port=workers[at].port)
+        generated = metric(port, "baton_request_generated_tokens_total")
 
 
 def metric(port: int, name: str, certificate: Certificate | None = None) -> float:
@@ -252,16 +284,27 @@ def start_workers(
 ) -> list[Worker]:
     """Start the workers; they end with the stack."""
     times = folder / "times"
-    times.write_bytes(bytes(SLOT_BYTES * CONCURRENCY))
-    workers = []
-    for at in range(WORKERS):
-        command = [sys.executable, str(PARTS / "worker.py"), kind, "--name", f"w{at}", "--model", str(MODEL)]
-        command += ["--times", str(times), "--step-ms", str(step_ms)]
-        command += ["--tls", certificate.cert, certificate.key, certificate.ca] if certificate else []
-        process = spawn(stack, command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        workers.append(Worker(process, int(process.stdout.readline())))
-    return workers
+    times.write_bytes(bytes(SLOT_BYTES * max(CONCURRENCY, KILL_CONCURRENCY)))
+    return [start_worker(stack, folder, kind, at, step_ms, certificate) for at in range(WORKERS)]
+
+
+def start_worker(
+    stack: contextlib.ExitStack,
+    folder: Path,
+    kind: str,
+    at: int,
+    step_ms: float,
+    certificate: Certificate | None = None,
+    *,
+    port: int = 0,
+) -> Worker:
+    """Start one worker; ``port`` 0: one that is free."""
+    command = [sys.executable, str(PARTS / "worker.py"), kind, "--name", f"w{at}", "--model", str(MODEL)]
+    command += ["--times", str(folder / "times"), "--step-ms", str(step_ms), "--port", str(port)]
+    command += ["--tls", certificate.cert, certificate.key, certificate.ca] if certificate else []
+    process = spawn(stack, command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    return Worker(process, int(process.stdout.readline()))
 
 
 def start_baton(
@@ -370,16 +413,14 @@ def load(
     tokens: int,
     requests: int,
     *,
-    tell_after: int | None = None,
+    concurrency: int = CONCURRENCY,
     certificate: Certificate | None = None,
 ) -> Iterator[Generator]:
     """Start the load generator and warm up."""
     command = [sys.executable, str(PARTS / "load.py"), "--port", str(port), "--bodies", str(bodies)]
-    command += ["--times", str(folder / "times"), "--concurrency", str(CONCURRENCY), "--warm-up", str(WARM_UP)]
+    command += ["--times", str(folder / "times"), "--concurrency", str(concurrency), "--warm-up", str(WARM_UP)]
     command += ["--tokens", str(tokens), "--requests", str(requests)]
     command += ["--ca", certificate.ca] if certificate else []
-    if tell_after is not None:
-        command += ["--tell-after", str(tell_after)]
     with contextlib.ExitStack() as stack:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stack.enter_context(process)
@@ -434,8 +475,9 @@ def say(name: str, result: dict[str, Any]) -> None:
 def write(report: dict[str, Any], *, tls: bool) -> None:
     """Write the results, and keep those of the other modes."""
     known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    kept = {mode: known[mode] for mode in ("kill", "tls") if mode in known}
-    written = {**known, "tls": report} if tls else {**report, **kept}
+    kept = {mode: known[mode] for mode in ("kill", "tls", "without_priority") if mode in known}
+    mode = "tls" if tls else "" if report["real_time_priority"] else "without_priority"
+    written = {**known, mode: report} if mode else {**report, **kept}
     RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """The load generator of ``benchmarks/http.py``: closed loop, one request at a time per connection.
 
-Prints ``warm`` when the requests before the measurement are done and waits for a line on standard input; prints
-``tell`` when a stream is half way after ``--tell-after`` requests, and a JSON object when all are done.
+Prints ``warm`` when the requests before the measurement are done and waits for a line on standard input; prints a JSON
+object when all are done. An answer is wrong if its text is not that of the first one to the same body.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httptools
 import uvloop
 
 TOKENS_PER_SLOT = 1024
-_TEXT = re.compile(rb'"text":"(a*)"')
+_TEXT = re.compile(rb'"text":"([a-z]*)"')
 
 
 class Load:
@@ -35,17 +35,18 @@ class Load:
         self.tokens = 0
         self.next_body = 0
         self.failed: list[str] = []
+        self.texts: dict[int, bytes] = {}
+        self.wrong = 0
         self.expected = args.tokens
-        self.tell_after: int | None = None
         self.latencies: list[float] = []
         self.delays: list[float] = []
         self.done = asyncio.Event()
         self.busy = 0
 
-    async def run(self, connections: list[Connection], total: int, tell_after: int | None = None) -> None:
+    async def run(self, connections: list[Connection], total: int) -> None:
         """Send ``total`` requests and wait for their answers."""
-        self.left, self.busy, self.tell_after = total, len(connections), tell_after
-        self.latencies, self.delays, self.tokens = [], [], 0
+        self.left, self.busy = total, len(connections)
+        self.latencies, self.delays, self.tokens, self.wrong = [], [], 0, 0
         self.done.clear()
         for connection in connections:
             connection.send()
@@ -59,7 +60,8 @@ class Connection(asyncio.Protocol):
         self._load, self._slot = load, slot
         self._body = bytearray()
         self._parser = httptools.HttpResponseParser(self)
-        self._seen = self._tokens = 0
+        self._seen = self._tokens = self._body_at = 0
+        self._text = b""
         self._waiting = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -81,9 +83,11 @@ class Connection(asyncio.Protocol):
                 load.done.set()
             return
         load.left -= 1
-        body = load.bodies[load.next_body % len(load.bodies)].replace(b"c0000", b"c%d" % self._slot)
+        self._body_at = load.next_body % len(load.bodies)
+        body = load.bodies[self._body_at].replace(b"c0000", b"c%d" % self._slot)
         load.next_body += 1
         self._body.clear()
+        self._text = b""
         self._seen = self._tokens = 0
         self._waiting = True
         self._began = time.monotonic()
@@ -107,17 +111,16 @@ class Connection(asyncio.Protocol):
                 sent = struct.unpack_from("d", load.times, 8 * (base + self._tokens))[0]
                 load.delays.append(self._now - sent)
                 self._tokens += 1
+            self._text += match[1]
             self._seen = match.end()
-        after = load.tell_after
-        if after is not None and len(load.latencies) >= after and 2 * self._tokens >= load.expected:
-            load.tell_after = None
-            say("tell")
 
     def on_message_complete(self) -> None:
         """Take the end of an answer."""
         load = self._load
         if self._parser.get_status_code() != 200 or self._tokens != load.expected:
             load.failed.append(bytes(self._body[:300] + b" ... " + self._body[-300:]).decode(errors="replace"))
+        elif load.texts.setdefault(self._body_at, self._text) != self._text:
+            load.wrong += 1
         load.latencies.append(self._now - self._began)
         load.tokens += self._tokens
         asyncio.get_running_loop().call_soon(self._finish)  # not inside of the parser
@@ -150,7 +153,6 @@ async def main() -> None:
     parser.add_argument("--warm-up", type=int, default=256)
     parser.add_argument("--tokens", type=int, required=True, help="tokens that each answer must have")
     parser.add_argument("--ca", help="authority of the router's certificate; default: no TLS")
-    parser.add_argument("--tell-after", type=int, help="requests after which `tell` is printed")
     args = parser.parse_args()
     load = Load(args)
     loop = asyncio.get_running_loop()
@@ -169,12 +171,13 @@ async def main() -> None:
     await asyncio.to_thread(sys.stdin.readline)
     load.failed.clear()
     began = time.monotonic()
-    await load.run(connections, args.requests, args.tell_after)
+    await load.run(connections, args.requests)
     result = {
         "requests": len(load.latencies),
         "tokens": load.tokens,
         "failed": len(load.failed),
         "failures": load.failed[:3],
+        "wrong": load.wrong,
         "seconds": time.monotonic() - began,
         "latency_ms": {"p50": 1e3 * quantile(load.latencies, 0.5), "p99": 1e3 * quantile(load.latencies, 0.99)},
         "chunk_delay_ms": {"p50": 1e3 * quantile(load.delays, 0.5), "p99": 1e3 * quantile(load.delays, 0.99)},

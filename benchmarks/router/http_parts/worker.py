@@ -3,6 +3,9 @@
     baton    Baton's worker protocol: one gRPC message per step
     openai   what a server of the OpenAI interface sends: one event per request and step
 
+Tokens are letters, and each follows from all tokens before it, the prompt's too: who repeats one or leaves one out gets
+another text. The OpenAI kind has no prompt's tokens, and gives the same letter always.
+
 The step's time is written to a shared file just before the tokens leave, so that the load generator, which knows when
 they arrive, can tell how long they were under way. A request says by ``c<slot>`` in its id where to write.
 """
@@ -12,10 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import mmap
+import os
 import re
+import string
 import struct
 import sys
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +37,7 @@ from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.multiplex import Outbox
 from baton.rpc.server import GrpcServer
 from baton.rpc.tls import Tls
+from baton.token_ids import pack_ids
 from baton.tokenizer import Tokenizer
 
 TOKENS_PER_SLOT = 1024
@@ -120,14 +127,15 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._name, self._model, self.clock = name, model, clock
         tokenizer = Tokenizer.load(model)
         self._vocab_size = tokenizer.vocab_size
-        (self._token,) = tokenizer.encode("a", add_special_tokens=False)
+        self._letters = [tokenizer.encode(x, add_special_tokens=False)[0] for x in string.ascii_lowercase]
+        self._epoch = os.urandom(16)
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:
         """Say who this is."""
         return worker_pb2.GetInfoResponse(
             instance_id=self._name,
             role=common_pb2.ROLE_DECODE,
-            epoch=b"0" * 16,
+            epoch=self._epoch,
             fingerprint=fingerprint_to_pb(_FINGERPRINT),
             num_blocks=100_000,
             max_model_len=32768,
@@ -149,7 +157,7 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.StreamKvEventsResponse]:
         """Report an empty cache."""
         stored = events_pb2.KvEvent(stored=events_pb2.KvBlocksStored(tier="device"))
-        batch = events_pb2.KvEventBatch(epoch=b"0" * 16, sequence=0, snapshot=True, events=[stored])
+        batch = events_pb2.KvEventBatch(epoch=self._epoch, sequence=0, snapshot=True, events=[stored])
         yield worker_pb2.StreamKvEventsResponse(batch=batch)
         await asyncio.Event().wait()
 
@@ -181,11 +189,16 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
             prompt_tokens=len(request.prompt_token_ids) // 4,
         )
 
+        context = zlib.crc32(pack_ids(request.output_token_ids), zlib.crc32(request.prompt_token_ids))
+
         def send(first: bool, last: bool) -> None:
+            nonlocal context
+            token = self._letters[context % len(self._letters)]
+            context = zlib.crc32(pack_ids([token]), context)
             if not (first or last):
-                outbox.token(start.call, self._token)
+                outbox.token(start.call, token)
                 return
-            delta = worker_pb2.SequenceDelta(token_ids=[self._token])
+            delta = worker_pb2.SequenceDelta(token_ids=[token])
             if last:
                 delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
             outbox.send(start.call, worker_pb2.GenerateResponse(deltas=[delta], trace=trace))
@@ -283,6 +296,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("baton", "openai"))
     parser.add_argument("--name", required=True)
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", required=True)
     parser.add_argument("--times", required=True)
     parser.add_argument("--step-ms", type=float, default=0.0)
@@ -290,7 +304,7 @@ async def main() -> None:
     args = parser.parse_args()
     clock = Clock(args.times, args.step_ms / 1000)
     if args.kind == "baton":
-        server = GrpcServer(host="127.0.0.1", port=0, services=[], tls=Tls(*args.tls) if args.tls else None)
+        server = GrpcServer(host="127.0.0.1", port=args.port, services=[], tls=Tls(*args.tls) if args.tls else None)
         kind: Any = BatonWorker  # the calls that it lacks nobody makes
         worker = kind(args.name, args.model, clock)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
@@ -300,7 +314,7 @@ async def main() -> None:
     else:
         engine = Engine(clock)
         loop = asyncio.get_running_loop()
-        http = await loop.create_server(lambda: OpenAiWorker(engine), "127.0.0.1", 0)
+        http = await loop.create_server(lambda: OpenAiWorker(engine), "127.0.0.1", args.port)
         sys.stdout.write(f"{http.sockets[0].getsockname()[1]}\n")
         sys.stdout.flush()
         await engine.run()
