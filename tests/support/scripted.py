@@ -36,6 +36,15 @@ def logprob(token_id: int, top: int) -> TokenLogprob:
     return TokenLogprob(token_id, -1.0, 2, values[:top])
 
 
+def _plain(chunk: RoutedChunk) -> TokenDelta | None:
+    """Return what a chunk brings if that is tokens of the first sequence and nothing else."""
+    if len(chunk.deltas) != 1 or chunk.trace is not None or chunk.decision is not None:
+        return None
+    (delta,) = chunk.deltas
+    ends = delta.finish_reason is not None or delta.stop_token_id is not None
+    return None if delta.index or delta.logprobs or ends else delta
+
+
 class ScriptedRun:
     """A task that hands on what a dispatcher's ``stream`` yields."""
 
@@ -49,10 +58,15 @@ class ScriptedRun:
 
     async def _run(self, chunks: AsyncIterator[RoutedChunk], sink: ChunkSink) -> None:
         failure: Exception | None = None
+        begun = False
         try:
             async for chunk in chunks:
                 await self._flow.wait()
-                sink.on_chunk(chunk)
+                if begun and (delta := _plain(chunk)) is not None:
+                    sink.on_tokens(delta.index, delta.token_ids)
+                else:
+                    sink.on_chunk(chunk)
+                begun = True
         except Exception as error:
             failure = error
         self._close(early=failure is not None)

@@ -353,7 +353,7 @@ class CallStream:
     Args:
         channel: To the instance.
         name: Of the instance, for errors.
-        deliver: Has :meth:`Call.flush` called soon, for a call to which something came.
+        deliver: Has :meth:`CallStream.flush` called soon, for a stream on which something came.
         deliver_end: Has :meth:`Call.tell_end` called soon, for a call that has ended well.
 
     Attributes:
@@ -366,12 +366,14 @@ class CallStream:
         self,
         channel: grpc.aio.Channel,
         name: str,
-        deliver: Callable[[Call], None],
+        deliver: Callable[[CallStream], None],
         deliver_end: Callable[[Call], None],
     ) -> None:
         self._name, self._deliver, self.deliver_end = name, deliver, deliver_end
         self.broken = False
         self._calls: dict[int, Call] = {}
+        self._touched: dict[int, Call] = {}
+        """To which something came that is not handed on yet."""
         self._next = 0
         self._cancels: list[int] = []
         self._later: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
@@ -424,7 +426,7 @@ class CallStream:
             calls, self._calls = self._calls, {}
             for call in calls.values():
                 call.end(failure)
-                self._deliver(call)
+            self._touch(calls)
 
     async def _write(self) -> None:
         try:
@@ -477,8 +479,21 @@ class CallStream:
                     touched[end.call] = call
                     call.end(_failure(end) if end.code else None)
         finally:
-            for call in touched.values():
-                self._deliver(call)
+            self._touch(touched)
+
+    def _touch(self, calls: dict[int, Call]) -> None:
+        if calls and not self._touched:
+            self._deliver(self)
+        self._touched |= calls
+
+    def flush(self) -> None:
+        """Hand on what came, one call after the other: what a step of the engine brings to all is one thing to do."""
+        touched, self._touched = self._touched, {}
+        for call in touched.values():
+            try:
+                call.flush()
+            except (Exception, asyncio.CancelledError):  # of one reader: the others' tokens must come
+                log.exception("a reader of %s failed", self._name)
 
     def _failed(self, error: grpc.aio.AioRpcError) -> CallEnded:
         """Why the stream is gone. Errors of single calls come in their ends: this one is no request's fault."""

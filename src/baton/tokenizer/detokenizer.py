@@ -27,7 +27,7 @@ class IncrementalDetokenizer:
     whatever the portions they came in. An incomplete character is held back until its last byte is there.
     """
 
-    __slots__ = ("_held", "_hidden", "_strip", "_token_bytes", "_window")
+    __slots__ = ("_held", "_hidden", "_strip", "_texts", "_token_bytes", "_window")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         """Begin a sequence.
@@ -40,6 +40,7 @@ class IncrementalDetokenizer:
         """
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._token_bytes, self._held, self._strip = tokenizer.token_bytes, b"", 0
+        self._texts = tokenizer.whole_texts
         self._window: _WindowDecoder | None = None
         """Decodes where a text is not the concatenation of its tokens' bytes."""
         if tokenizer.scheme is None:
@@ -56,10 +57,14 @@ class IncrementalDetokenizer:
             ids = self._shown(ids)
         if self._window is not None:
             return self._window.push(ids)
+        if len(ids) == 1 and not self._held and not self._strip and (known := self._texts.get(ids[0])) is not None:
+            return known
         data = self._held + b"".join(map(self._token_bytes, ids))
         # What an incremental decoder calls: one of those for each sequence costs more than the decoding.
         text, used = utf_8_decode(data, "replace", False)
         self._held = data[used:]
+        if len(ids) == 1 and 0 < used == len(data) == len(self._token_bytes(ids[0])):
+            self._texts[ids[0]] = text
         return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
@@ -172,6 +177,8 @@ class SequenceText:
 
     Attributes:
         ended: Whether the sequence has ended; it takes no more tokens then.
+        push_plain: Takes tokens behind which the sequence goes on, and returns their text; only for sequences without
+            stop strings and log probabilities.
     """
 
     __slots__ = (
@@ -184,6 +191,7 @@ class SequenceText:
         "_own_stops",
         "_with_offsets",
         "ended",
+        "push_plain",
     )
 
     def __init__(
@@ -196,6 +204,7 @@ class SequenceText:
         include_stop: bool = False,
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt)
+        self.push_plain = self._detokenizer.push
         self._include_stop = include_stop
         self._matcher = None if stops is None else StopStringMatcher(stops, include_stop)
         self._min_tokens = sampling.min_tokens

@@ -64,6 +64,8 @@ class Tokenizer:
         self.scheme: ByteScheme | None = byte_scheme(parts.get("decoder"))
         self._most_chars = most_chars_per_token(parts, list(backend.get_vocab(with_added_tokens=True)))
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}
+        """Of ids whose bytes are whole characters, as far as they were met; a look takes 0.1 us, decoding 0.3."""
         self._fast = fast_encoder(backend, parts)
         self.encoder = "tokenizers" if self._fast is None else "fastokens"
 

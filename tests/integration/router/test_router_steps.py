@@ -11,6 +11,7 @@ from tests.integration.router.test_router_dispatch import Router, World, make_re
 from tests.support.servers.fake_worker import FakeWorker
 
 from baton.errors import DeadlineError
+from baton.tokenizer import TokenDelta
 from baton_router.dispatch.event_loop import PLACE
 from baton_router.dispatch.interface import RoutedChunk
 
@@ -25,6 +26,9 @@ class Sink:
 
     def on_chunk(self, chunk: RoutedChunk) -> None:
         self.chunks.append(chunk)
+
+    def on_tokens(self, index: int, token_ids: list[int]) -> None:
+        self.chunks.append(RoutedChunk([TokenDelta(index, token_ids)]))
 
     def on_end(self, error: Exception | None) -> None:
         self.ends.append(error)

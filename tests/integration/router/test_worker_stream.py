@@ -63,7 +63,7 @@ async def opened() -> AsyncIterator[tuple[CallStream, Wire, TurnBatcher]]:
     stream = CallStream(
         channel,
         "d0",
-        functools.partial(steps.later, TAKE, Call.flush),
+        functools.partial(steps.later, TAKE, CallStream.flush),
         functools.partial(steps.later, END, Call.tell_end),
     )
     yield stream, wire, steps

@@ -31,7 +31,7 @@ from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
 from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
 from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
-from baton_router.dispatch.interface import RoutedChunk
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import Placement
 
@@ -53,7 +53,7 @@ class WorkerStreams:
 
     def __init__(self, steps: TurnBatcher) -> None:
         self._streams: WeakKeyDictionary[Instance, CallStream] = WeakKeyDictionary()
-        self._deliver = functools.partial(steps.later, TAKE, Call.flush)
+        self._deliver = functools.partial(steps.later, TAKE, CallStream.flush)
         self._deliver_end = functools.partial(steps.later, END, Call.tell_end)
 
     def start(self, instance: Instance, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
@@ -201,7 +201,13 @@ class Group(msgspec.Struct):
 
 
 class AttemptOwner(Protocol):
-    """Whose attempt it is: :class:`~baton_router.dispatch.request.RequestRun`."""
+    """Whose attempt it is: :class:`~baton_router.dispatch.request.RequestRun`.
+
+    Attributes:
+        sink: Takes what comes; ``None``: the request has ended.
+    """
+
+    sink: ChunkSink | None
 
     def on_message(self, attempt: Attempt, chunk: RoutedChunk) -> None:
         """Take what came."""
@@ -233,15 +239,18 @@ class Attempt:
         closed: Whether it has left again.
     """
 
-    __slots__ = ("_call", "_grace", "_run", "closed", "group", "number", "placement", "tokens_before")
+    __slots__ = (
+        *("_begun", "_call", "_first", "_grace", "_run", "closed", "group", "number", "placement", "tokens_before"),
+    )
 
     def __init__(self, run: AttemptOwner, group: Group, placement: Placement, number: int) -> None:
         self._run = run
         self.group, self.placement, self.number = group, placement, number
+        self._first = group.sequences[0]
         self.tokens_before = group.num_tokens
         self._call: Call | None = None
         self._grace: asyncio.TimerHandle | None = None
-        self.closed = False
+        self._begun = self.closed = False
 
     def start(self, streams: WorkerStreams, request: worker_pb2.GenerateRequest) -> None:
         """Begin the call."""
@@ -284,7 +293,17 @@ class Attempt:
 
     def on_tokens(self, token_ids: list[int]) -> None:
         """Take tokens of the first sequence."""
-        self._take(RoutedChunk([TokenDelta(self.group.sequences[0].index, token_ids)]))
+        sequence, sink = self._first, self._run.sink
+        if not self._begun:
+            self._take(RoutedChunk([TokenDelta(sequence.index, token_ids)]))
+        elif sink is not None and not self.closed and not sequence.finished:
+            # What the run makes of a message, in few steps: nearly all that ever comes is such tokens.
+            sequence.token_ids += token_ids
+            self.placement.grow(len(token_ids))
+            try:
+                sink.on_tokens(sequence.index, token_ids)
+            except Exception as error:  # as in _take
+                self._run.finish(error)
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
         """Take a message."""
@@ -302,6 +321,7 @@ class Attempt:
     def _take(self, chunk: RoutedChunk) -> None:
         if self.closed:
             return
+        self._begun |= bool(chunk.deltas)
         try:
             self._run.on_message(self, chunk)
         except Exception as error:  # of ours, or of the sink: this request's end alone

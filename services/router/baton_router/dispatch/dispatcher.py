@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import QueueFullError, UnavailableError
+from baton.tokenizer import TokenDelta
 from baton.tracing import Span
 from baton_router.admission.estimates import Estimates, Room
 from baton_router.admission.gate import Admission, Ticket
@@ -29,6 +30,13 @@ from baton_router.scheduler.placer import LowerTiers, Placer, parse_tier_weights
 from baton_router.scheduler.policies.registry import configured_policy
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import ModelInfo, RoutedRequest
+
+
+class _Chunks(ChunkQueue[RoutedChunk]):
+    """A request's chunks, read by one task."""
+
+    def on_tokens(self, index: int, token_ids: list[int]) -> None:
+        self.on_chunk(RoutedChunk([TokenDelta(index, token_ids)]))
 
 
 @dataclass(eq=False, slots=True)
@@ -149,7 +157,7 @@ class PlacingDispatcher:
         Raises:
             BatonError: See ``Dispatcher.start``.
         """
-        chunks: ChunkQueue[RoutedChunk] = ChunkQueue()
+        chunks = _Chunks()
         async with chunks.of(self.start(request, chunks)) as items:
             async for chunk in items:
                 yield chunk

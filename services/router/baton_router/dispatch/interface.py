@@ -46,6 +46,9 @@ class ChunkSink(Protocol):
     def on_chunk(self, chunk: RoutedChunk) -> None:
         """Take a chunk."""
 
+    def on_tokens(self, index: int, token_ids: list[int]) -> None:
+        """Take tokens of a sequence that brought nothing else, behind the first chunk: nearly all that ever comes."""
+
     def on_end(self, error: Exception | None) -> None:
         """Take the end, the last thing there is; ``None``: every sequence has ended."""
 

@@ -91,11 +91,11 @@ class RequestRun:
 
     __slots__ = (
         *("_attempts", "_begun", "_context", "_deadline", "_ended", "_held", "_num_attempts"),
-        *("_num_open", "_prefill_first", "_request", "_sequences", "_sink", "_tasks", "_ticket", "_traces"),
+        *("_num_open", "_prefill_first", "_request", "_sequences", "_tasks", "_ticket", "_traces", "sink"),
     )
 
     def __init__(self, context: RequestContext, request: RoutedRequest, sink: ChunkSink | None = None) -> None:
-        self._context, self._request, self._sink = context, request, sink
+        self._context, self._request, self.sink = context, request, sink
         self._deadline = 0.0  # from its admission on
         self._ticket: Ticket | None = None
         self._traces = TraceMerge()
@@ -129,7 +129,7 @@ class RequestRun:
         if error is not None:
             code = error.code if isinstance(error, BatonError) else InternalError.code
             self._context.metrics.failures.labels(code).inc()
-        sink = self._sink
+        sink = self.sink
         self._end(code)
         if sink is not None:
             sink.on_end(error)
@@ -198,7 +198,7 @@ class RequestRun:
 
     def _end(self, status: str) -> None:
         self._ended = True
-        self._sink = None  # breaks the reference cycle: all of it is freed at once
+        self.sink = None  # breaks the reference cycle: all of it is freed at once
         context = self._context
         context.deadlines.discard(self)
         for attempt in list(self._attempts):
@@ -460,8 +460,8 @@ class RequestRun:
         else:
             chunk.prompt_logprobs = None
         chunk.trace = self._traces.merged() if first or not self._num_open else None
-        if self._sink is not None:
-            self._sink.on_chunk(chunk)
+        if self.sink is not None:
+            self.sink.on_chunk(chunk)
 
     # --- failures ---
 

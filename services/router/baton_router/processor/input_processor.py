@@ -31,7 +31,7 @@ from baton_router.admission.tenant_limits import Charge
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
 from baton_router.processor.tenant_turns import TenantTurns
-from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextRequest
+from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextDelta, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.types import MAX_SALT_CHARS, Account, ModelInfo, RoutedRequest
 
@@ -294,7 +294,7 @@ class InputProcessor:
         Raises:
             BatonError: See :meth:`start`.
         """
-        chunks: ChunkQueue[TextChunk] = ChunkQueue()
+        chunks = _Chunks()
         async with chunks.of(self.start(prepared, chunks)) as items:
             async for chunk in items:
                 yield chunk
@@ -302,6 +302,13 @@ class InputProcessor:
     async def route(self, prepared: PreparedRequest) -> Decision:
         """Say where a request would go, and reserve nothing."""
         return await self._dispatcher.route(prepared.routed)
+
+
+class _Chunks(ChunkQueue[TextChunk]):
+    """A request's chunks, read by one task."""
+
+    def on_text(self, prompt_index: int, index: int, text: str, token_ids: list[int]) -> None:
+        self.on_chunk(TextChunk([TextDelta(index, text, token_ids)], prompt_index=prompt_index))
 
 
 def count_chars(prompt: Prompt) -> int:

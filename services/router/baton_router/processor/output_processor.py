@@ -68,18 +68,20 @@ class GenerationClock:
         for delta in deltas:
             if count := len(delta.token_ids):
                 counts[delta.index] = counts.get(delta.index, 0) + count
-        if not counts:
-            return
+        for index, count in counts.items():
+            self.count(index, count)
+
+    def count(self, index: int, count: int) -> None:
+        """Count new tokens of one sequence."""
         now, metrics, last = time.perf_counter(), self._metrics, self._last
-        if self.first_token_s is None:
+        if (before := last.get(index)) is not None:
+            metrics.itl.observe((now - before) / count, count)
+        elif self.first_token_s is None:
             self.first_token_s = now - self._arrived
             metrics.ttft.observe(self.first_token_s)
-        for index, count in counts.items():
-            if (before := last.get(index)) is not None:
-                metrics.itl.observe((now - before) / count, count)
-            last[index] = now
-            self.generated += count
-            metrics.generated_tokens.inc(count)
+        last[index] = now
+        self.generated += count
+        metrics.generated_tokens.value += count
 
     def told(self, first_token_s: float | None, gaps_s: Iterable[float], generated: int) -> None:
         """Take what a client that has the tokens from an instance itself has measured.
@@ -140,6 +142,9 @@ class TextSink(Protocol):
     def on_chunk(self, chunk: TextChunk) -> None:
         """Take a chunk."""
 
+    def on_text(self, prompt_index: int, index: int, text: str, token_ids: list[int]) -> None:
+        """Take what tokens that came with nothing else say, behind the first chunk: nearly all that ever comes."""
+
     def on_end(self, error: Exception | None) -> None:
         """Take the end, the last thing there is; ``None``: every sequence has ended."""
 
@@ -155,8 +160,8 @@ class OutputProcessor:
     """
 
     __slots__ = (
-        *("_clock", "_decisions", "_ended", "_generating", "_open", "_per_token", "_prepared", "_record", "_running"),
-        *("_sequences", "_sink"),
+        *("_clock", "_decisions", "_ended", "_generating", "_open", "_per_token", "_plain", "_prepared"),
+        *("_prompt_index", "_record", "_running", "_sequences", "_sink"),
     )
 
     def __init__(self, prepared: PreparedRequest, sink: TextSink, clock: GenerationClock, log: DecisionLog) -> None:
@@ -167,6 +172,9 @@ class OutputProcessor:
         self._open = self._generating = len(self._sequences)
         """Sequences whose text has not ended; and those that the instance still runs, also behind a stop string."""
         self._per_token = prepared.request.per_token
+        self._prompt_index = prepared.request.prompt_index
+        self._plain = prepared.stops is None and routed.sampling.logprobs is None
+        """Whether a token is its text and nothing else, and no text ends a sequence."""
         self._running: Running | None = None
         self._ended = False
 
@@ -188,7 +196,7 @@ class OutputProcessor:
         except Exception as error:
             self._end(error)
             return
-        text = TextChunk(deltas, trace, chunk.decision, chunk.prompt_logprobs, 0, prepared.request.prompt_index)
+        text = TextChunk(deltas, trace, chunk.decision, chunk.prompt_logprobs, 0, self._prompt_index)
         if trace is not None:
             text.cached_tokens = cached_tokens(trace)
             self._decisions.answered(self._record, trace)
@@ -201,6 +209,17 @@ class OutputProcessor:
             self._sink.on_end(None)
         else:
             self._sink.on_chunk(text)
+
+    def on_tokens(self, index: int, token_ids: list[int]) -> None:
+        """Take tokens that came with nothing else."""
+        if self._ended:
+            return
+        if not self._plain or (self._per_token and len(token_ids) > 1):
+            self.on_chunk(RoutedChunk([TokenDelta(index, token_ids)]))
+            return
+        text = self._sequences[index].push_plain(token_ids)
+        self._clock.count(index, len(token_ids))
+        self._sink.on_text(self._prompt_index, index, text, token_ids)
 
     def _text(self, deltas: list[TokenDelta]) -> list[TextDelta]:
         """Return what tokens say; those after a sequence's stop string are left out.

@@ -191,6 +191,13 @@ class WholeAnswer:
             choices[delta.index].add(delta)
         return b""
 
+    def text(self, at: int, index: int, text: str, token_ids: list[int]) -> bytes:
+        """Take text of a sequence of one prompt that came with nothing else."""
+        choice = self._choices[at][index]
+        choice.texts.append(text)
+        choice.ids += token_ids
+        return b""
+
     @property
     def _writer(self) -> LogprobWriter:  # made where it is wanted, which is rare
         return LogprobWriter(self._prepared[0].text_model.tokenizer, as_ids=self._request.tokens_as_ids)
@@ -286,6 +293,11 @@ class EventStream:
         self._after_text = b'},"logprobs":' if request.chat else b',"logprobs":'
         # With include_usage every event has the field: null up to the last one.
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._after_plain = self._after_text + b'null,"finish_reason":null}' + self._tail
+        self._plain = not (
+            request.logprobs or request.return_token_ids or request.continuous_usage or request.score_only
+        )
+        """Whether an event amid a sequence is its text between two pieces that never change."""
         self._begun = [False] * len(prepared)
         self._echo_chars = [0] * len(prepared)
 
@@ -313,6 +325,15 @@ class EventStream:
             if delta.text or delta.finish_reason or (delta.token_ids and by_token):
                 events.append(self._piece(at, delta))
         return b"".join(events)
+
+    def text(self, at: int, index: int, text: str, token_ids: list[int]) -> bytes:
+        """Return the event for text of a sequence of one prompt that came with nothing else, as :meth:`add` does."""
+        if not self._plain:
+            return self.add(TextChunk([TextDelta(index, text, token_ids)], prompt_index=at))
+        self._tokens += len(token_ids)
+        if not text:
+            return b""
+        return self._before_text[at * self._request.n + index] + orjson.dumps(text) + self._after_plain
 
     def end(self) -> bytes:
         """Return the events that end a stream."""

@@ -153,7 +153,7 @@ class Generation:
 
     __slots__ = (
         *("_endpoints", "_ended", "_exchange", "_format", "_headers", "_name", "_prepared", "_preparing"),
-        *("_request", "_routes", "_running", "_stall", "_started", "_unfinished"),
+        *("_request", "_routes", "_running", "_stall", "_started", "_unfinished", "_unsent"),
     )
 
     def __init__(self, endpoints: PostEndpoints, exchange: HttpExchange, request: OpenAIRequest, name: str) -> None:
@@ -167,6 +167,7 @@ class Generation:
         self._format: WholeAnswer | EventStream | None = None
         self._ended = self._started = False
         self._stall: asyncio.TimerHandle | None = None
+        self._unsent = b""
         exchange.on_gone = self._leave
         exchange.on_flow = self._flow
         endpoints.deadlines.add(self)
@@ -239,6 +240,20 @@ class Generation:
         except Exception as error:
             self._fail(error)
 
+    def on_text(self, prompt_index: int, index: int, text: str, token_ids: list[int]) -> None:
+        """Take what tokens that came with nothing else say."""
+        if self._ended:
+            return
+        try:
+            assert self._format is not None
+            data = self._format.text(prompt_index, index, text, token_ids)
+            if data:
+                if not self._unsent:
+                    self._endpoints.steps.later(RESPOND, Generation._write, self)
+                self._unsent += data
+        except Exception as error:
+            self._fail(error)
+
     def _send(self, data: bytes) -> None:
         exchange = self._exchange
         if not self._started:
@@ -247,7 +262,15 @@ class Generation:
             if not data:  # a token that is half a character: the client may wait for its headers, not for its text
                 exchange.send_head()
         if data:
-            exchange.send(data)
+            if not self._unsent:
+                self._endpoints.steps.later(RESPOND, Generation._write, self)
+            self._unsent += data
+
+    def _write(self) -> None:
+        """Send what this turn brought, when all that other streams get in it is made, too."""
+        data, self._unsent = self._unsent, b""
+        if data and not self._ended:
+            self._exchange.send(data)
 
     def on_end(self, error: Exception | None) -> None:
         """Take the end of one prompt's generation; the first error ends all."""
@@ -276,7 +299,7 @@ class Generation:
             return
         self._leave()
         if self._started:
-            self._exchange.finish(data)
+            self._exchange.finish(self._unsent + data)
         else:
             self._exchange.respond(200, head + _JSON_HEADER, data)
 
@@ -318,7 +341,7 @@ class Generation:
             exchange.status = 500  # for the metrics: the head with 200 has left
             error = hide(error, exchange)
         assert isinstance(self._format, EventStream)
-        exchange.finish(self._format.error(error))
+        exchange.finish(self._unsent + self._format.error(error))
 
     def _leave(self) -> None:
         """Leave nothing running."""
