@@ -22,6 +22,8 @@ from baton.errors import ConfigError
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
 _HOST = re.compile(r"^(\*|(\*\.)?[A-Za-z0-9_.\-]+)$")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+"""As browsers send it: a schema and a host, without a path."""
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
 
 
@@ -77,6 +79,9 @@ class RouterConfig:
     )
     block_size: int | None = option(None, "tokens per block that instances must have; default: any sizes")
     strict_fields: bool = option(False, "refuse requests with unknown fields")
+    max_request_sequences: int = option(
+        1024, "sequences that one completion request may ask for: prompts times n; more are refused with 400"
+    )
     allow_special_tokens: bool = option(
         False,
         "read names of special tokens in chat messages as those tokens; default: as text; the "
@@ -184,9 +189,15 @@ class RouterConfig:
             raise ConfigError("--kvstore discover needs --redis", field="redis")
         for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
             _at_least(self, name, 1)
-        _at_least(self, "probe_failures", 1)
+        for name in ("probe_failures", "max_request_sequences"):
+            _at_least(self, name, 1)
         if self.max_inflight_per_instance is not None:
             _at_least(self, "max_inflight_per_instance", 0)
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"{origin!r} is no origin: http(s)://host[:port] without a path, or *", field="cors_origins"
+                )
         check_discovery(self.discover, self.redis, self.kubernetes_selector)
         if self.api_keys == "redis" and not self.redis:
             raise ConfigError("--api-keys redis needs --redis", field="redis")

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.errors import BatonError, ConfigError, PermissionDeniedError, QueueFullError, UnauthenticatedError
 from baton.rpc.audit import audit, peer_of
@@ -81,6 +81,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
+        _serve_reflection_v1(names, self.server)
 
     async def start(self) -> int:
         """Listen and return the port.
@@ -110,6 +111,19 @@ class GrpcServer:
         """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""
         await self.set_serving(False)
         await self.server.stop(grace_s)
+
+
+def _serve_reflection_v1(names: Sequence[str], server: grpc.aio.Server) -> None:
+    """Answer ``grpc.reflection.v1`` too: its messages are v1alpha's, which is all that grpcio-reflection has."""
+    call = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,  # type: ignore[attr-defined]
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    service = grpc.method_handlers_generic_handler(
+        "grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": call}
+    )
+    server.add_generic_rpc_handlers((service,))
 
 
 def require_free_port(host: str, port: int, *, field: str = "port") -> None:

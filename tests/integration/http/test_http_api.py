@@ -18,6 +18,8 @@ import openai
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
+from prometheus_client import parser as plain_parser
+from prometheus_client.openmetrics import parser
 from tests.support.scripted import ANSWER, EOS, MODEL, ScriptedDispatcher, encode
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError, UnavailableError
@@ -104,7 +106,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Served]:
-    with Served(max_body_bytes=200_000, max_prompts=4, cors_origins=("https://ui.example",)) as served:
+    with Served(
+        max_body_bytes=200_000, max_prompts=4, max_sequences=128, cors_origins=("https://ui.example",)
+    ) as served:
         yield served
 
 
@@ -349,6 +353,8 @@ def test_chat_options(api: Served) -> None:
         ("chat", {"messages": []}, 400, "messages"),
         ("chat", {"messages": "hi"}, 400, "messages"),
         ("chat", {"messages": [{"content": "x"}]}, 400, "messages[0].role"),
+        ("chat", {"messages": [*CHAT, {"role": "wizard", "content": "x"}]}, 400, "messages[1].role"),
+        ("chat", {"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages[0].role"),
         ("chat", {"messages": [*CHAT, {"role": "user"}]}, 400, "messages[1].content"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]"),
         ("chat", {"model": "gpt-4"}, 404, "model"),
@@ -380,6 +386,8 @@ def test_chat_options(api: Served) -> None:
         ("", {"prompt": [[1], []]}, 400, "prompt[1]"),
         ("", {"prompt": ["x"] * 5}, 400, "prompt"),
         ("", {"prompt": [5000]}, 400, "prompt"),
+        ("", {"prompt": ["x"] * 4, "n": 100}, 400, "n"),
+        ("", {"prompt": ["x"] * 4, "n": 10**6}, 400, "n"),
         ("", {"best_of": 2}, 400, "best_of"),
         ("", {"suffix": "x"}, 400, "suffix"),
         ("", {"logprobs": 21}, 400, "logprobs"),
@@ -442,7 +450,9 @@ def test_unknown_fields_are_named_and_counted(api: Served) -> None:
         "store", "mystery??x", "zzz_vendor", "stream_options.odd",
         "chat_template_kwargs.enable_thinking", "reasoning_effort",
     ]  # fmt: skip
-    assert 'baton_http_ignored_fields_total{field="zzz_vendor"} 1.0' in api.http.get("/metrics").text
+    text = api.http.get("/metrics").text
+    assert 'baton_http_ignored_fields_total{field="zzz_vendor"} 1.0' in text
+    assert 'baton_http_ignored_fields_total{field="mystery??x"} 1.0' in text
 
 
 def test_strict_fields_and_api_keys() -> None:
@@ -638,6 +648,26 @@ def test_health_and_metrics(api: Served) -> None:
     assert cors["access-control-allow-origin"] == "https://ui.example"
 
 
+def test_metrics_in_the_format_that_the_scraper_asks_for(api: Served) -> None:
+    api.chat()
+    for accept, kind in (
+        ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
+        ("application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+         "application/openmetrics-text"),
+        ("text/plain;version=0.0.4", "text/plain"),
+        ("*/*", "text/plain"),
+        ("", "text/plain"),
+    ):  # fmt: skip
+        answer = api.http.get("/metrics", headers={"accept": accept})
+        assert answer.headers["content-type"].startswith(kind)
+        assert "Accept" in answer.headers["vary"]
+        openmetrics = kind.startswith("application")
+        parse = (parser if openmetrics else plain_parser).text_string_to_metric_families
+        samples = {sample.name for family in parse(answer.text) for sample in family.samples}
+        assert {"baton_http_requests_total", "baton_request_ttft_seconds_count"} <= samples
+        assert answer.text.endswith("# EOF\n") is openmetrics
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hang_after", [0, 3])
 @pytest.mark.parametrize("prompts", [1, 3])
@@ -810,9 +840,11 @@ def test_head(api: Served) -> None:
 
 
 def test_a_request_head_is_bounded_in_size(api: Served) -> None:
-    assert b" 200 " in raw(api, b"GET /health HTTP/1.1\r\nconnection: close\r\nx: " + b"a" * 10_000 + b"\r\n\r\n")
+    assert b" 200 " in raw(
+        api, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: " + b"a" * 10_000 + b"\r\n\r\n"
+    )
     with contextlib.suppress(ConnectionError):  # the server may close while we still send
-        answer = raw(api, b"GET /health HTTP/1.1\r\nx: " + b"a" * 3_000_000)
+        answer = raw(api, b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 3_000_000)
         assert answer.startswith(b"HTTP/1.1 431 ")
     assert api.http.get("/health").status_code == 200
 
@@ -838,8 +870,8 @@ def test_an_offer_of_another_protocol_is_ignored(api: Served, step: int) -> None
     data = (
         post + offer + b"content-length: %d\r\n\r\n" % len(body) + body
         + post + offer + chunked
-        + b"GET /health HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\nsec-websocket-version: 13\r\n\r\n"
-        + b"GET /health HTTP/1.1\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
+        + b"GET /health HTTP/1.1\r\nhost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+        + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
     )  # fmt: skip
     received = bytearray()
     with socket.create_connection(api.socket.getsockname()[:2], timeout=30) as connection:
@@ -857,7 +889,6 @@ def test_an_offer_of_another_protocol_is_ignored(api: Served, step: int) -> None
 
 def test_what_is_no_http_gets_a_400(api: Served) -> None:
     for data in (
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01",
         b"CONNECT other:443 HTTP/1.1\r\n\r\n",
     ):
@@ -871,16 +902,14 @@ def test_a_request_head_must_come_in_time() -> None:
     with Served(protocol=Hasty) as api:
         assert raw(api, b"") == b""
         assert raw(api, b"GET /health HT") == b""
-        second = raw(api, b"GET /health HTTP/1.1\r\n\r\nGET /heal")
+        second = raw(api, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /heal")
         assert second.startswith(b"HTTP/1.1 200 ")
         assert second.count(b"HTTP/1.1") == 1
         # A body may take longer than that.
         body = b'{"prompt": "def", "max_tokens": 1}'
         with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=30) as connection:
-            head = (
-                b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-                % len(body)
-            )
+            kind = b"content-type: application/json\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (kind, len(body))
             connection.sendall(head + body[:5])
             assert not select.select([connection], [], [], 1.0)[0]
             connection.sendall(body[5:])
@@ -967,15 +996,42 @@ def test_paths_with_queries_and_escapes_are_the_same_endpoints(api: Served) -> N
 def test_pages_of_allowed_origins_may_read_answers(api: Served, stream: bool) -> None:
     body = {"prompt": "def", "stream": stream}
     for origin, allowed in (("https://ui.example", "https://ui.example"), ("https://other.example", None)):
-        for content in (body, {"prompt": 5}):
-            headers = api.post("/v1/completions", content, headers={"origin": origin}).headers
-            assert headers.get("access-control-allow-origin") == allowed
-            assert headers.get("vary", "").lower() == ("origin" if allowed else "")
-    asked = {"origin": "https://ui.example", "access-control-request-method": "POST"}
-    preflight = api.http.options("/v1/completions", headers=asked)
-    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "https://ui.example")
+        for answer in (
+            api.post("/v1/completions", body, headers={"origin": origin}),
+            api.post("/v1/completions", {"prompt": 5}, headers={"origin": origin}),
+            api.http.get("/v1/models", headers={"origin": origin}),
+            api.http.get("/nothing", headers={"origin": origin}),
+        ):
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            assert answer.headers["vary"].lower() == "origin"  # what a cache keeps for one page is not another's
+            assert "access-control-allow-credentials" not in answer.headers  # keys are no cookies
+    assert api.post("/v1/completions", body).headers["vary"].lower() == "origin"
+
+
+def test_preflight_requests_need_no_key_and_allow_what_the_endpoints_take() -> None:
+    asked = {
+        "origin": "https://ui.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-baton-session",
+    }
+    with Served(accounts=Accounts.of_keys(*KEYS), cors_origins=("https://ui.example",)) as api:
+        preflight = httpx.options(f"{api.url}/v1/completions", headers=asked, timeout=20)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://ui.example"
+        assert preflight.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        refused = httpx.options(f"{api.url}/v1/completions", headers={**asked, "origin": "https://x"}, timeout=20)
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
+        wrong = httpx.post(f"{api.url}/v1/completions", headers={"origin": "https://ui.example"}, json={}, timeout=20)
+        assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (401, "https://ui.example")
+    with Served(cors_origins=("*",)) as anybody:
+        headers = anybody.post("/v1/completions", {"prompt": "def"}, headers={"origin": "https://x"}).headers
+        assert (headers["access-control-allow-origin"], headers.get("vary")) == ("*", None)
     with Served() as closed:
-        assert "access-control-allow-origin" not in closed.post("/v1/completions", body, headers=asked).headers
+        headers = closed.post("/v1/completions", {"prompt": "def"}, headers=asked).headers
+        assert "access-control-allow-origin" not in headers
+        assert "vary" not in headers
 
 
 def test_openapi_has_the_schemas_of_all_bodies(api: Served) -> None:

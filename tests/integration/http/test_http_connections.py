@@ -88,7 +88,7 @@ def paused_with_another_in_line(api: Served, noted: type[Noted]) -> Iterator[soc
     with connect(api, buffer=4096) as client:
         client.sendall(post({"prompt": "def", "stream": True, "max_tokens": 10**5}))
         api.wait_until(lambda: bool(noted.made) and noted.made[0].flow.write_paused)
-        client.sendall(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         api.wait_until(lambda: bool(noted.made[0].pipeline))
         yield client
 
@@ -113,8 +113,12 @@ def test_a_stream_goes_on_when_its_client_reads_again_with_a_request_in_line(api
 
 def test_many_requests_in_line_are_answered_in_their_order(api: Served) -> None:
     api.completion()  # loads the tokenizer
-    bad, good, health = post({"prompt": 5}), post({"prompt": "def", "max_tokens": 1}), b"GET /health HTTP/1.1\r\n\r\n"
-    last = b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"
+    bad, good, health = (
+        post({"prompt": 5}),
+        post({"prompt": "def", "max_tokens": 1}),
+        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    )
+    last = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     answer = raw(api, good + bad * 300 + good + health + bad + good + last)
     statuses = [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", answer)]
     assert statuses == [200, *[400] * 300, 200, 200, 400, 200, 200]

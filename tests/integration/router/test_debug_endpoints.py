@@ -165,7 +165,7 @@ async def test_metrics_have_every_term(watched: Watched) -> None:
     await watched.complete("one")
     text = (await watched.http.get("/metrics")).text
     for role, term in (("decode", "match"), ("prefill", "load"), ("pair", "score"), ("pair", "match")):
-        assert f'baton_router_decision_term_count{{role="{role}",term="{term}"}} 1.0' in text
+        assert f'baton_router_decision_term_bucket{{le="+Inf",role="{role}",term="{term}"}} 1.0' in text
     assert 'baton_http_requests_total{endpoint="/debug/index"' not in text
     await watched.get("/debug/index")
     assert 'baton_http_requests_total{endpoint="/debug/index"' in (await watched.http.get("/metrics")).text

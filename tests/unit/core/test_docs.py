@@ -14,8 +14,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import prometheus_client
+import prometheus_client.openmetrics.exposition
+import prometheus_client.openmetrics.parser
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, openmetrics
 
 from baton.api.v1 import common_pb2
 from baton.engine.request import EngineStats
@@ -212,6 +214,17 @@ async def test_metrics_document_names_every_metric_and_no_other(registries):
     assert len(real) > 60
     assert not [name for name, (kind, _) in real.items() if kind == "gauge" and name.endswith("_total")]
     assert documented_metrics(read("docs/metrics.md")) == real
+
+
+async def test_every_metric_is_valid_openmetrics_whatever_its_labels(registries):
+    for registry in registries.values():
+        for collector in set(registry._collector_to_names):
+            names = getattr(collector, "_labels", getattr(collector, "_labelnames", None))
+            if names:
+                collector.labels(*['odd "value" \\ \n\u2028'] * len(names))
+        text = openmetrics.exposition.generate_latest(registry).decode()
+        seen = {family.name for family in openmetrics.parser.text_string_to_metric_families(text)}
+        assert seen == {name.removesuffix("_total") for name in families(registry)}
 
 
 def test_nothing_counts_outside_of_these_registries():

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from tests.support.servers.certificates import Authority
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
@@ -164,14 +164,19 @@ async def test_who_watches_health_is_bounded(server):
             call.cancel()
 
 
-async def test_reflection_lists_the_service(server):
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_and_describes_the_service(server, version):
     _, address, _ = server
-    async with open_channel(address, token="secret") as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        async for answer in stub.ServerReflectionInfo(iter([request]), metadata=(("authorization", "Bearer secret"),)):
-            assert SERVICE in [item.name for item in answer.list_services_response.service]
-            break
+    kind = reflection_pb2.ServerReflectionRequest
+    path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    async with open_channel(address) as channel:
+        ask = channel.stream_stream(path, kind.SerializeToString, reflection_pb2.ServerReflectionResponse.FromString)
+        requests = [kind(list_services=""), kind(file_containing_symbol=SERVICE)]
+        answers = [x async for x in ask(iter(requests), metadata=(("authorization", "Bearer secret"),))]
+        assert SERVICE in [item.name for item in answers[0].list_services_response.service]
+        assert answers[1].file_descriptor_response.file_descriptor_proto
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await ask(iter(requests[:1])).read()
 
 
 async def test_nobody_there_is_unavailable():

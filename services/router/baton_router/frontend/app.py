@@ -10,7 +10,8 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -256,7 +257,8 @@ class Health:
     async def metrics(self, request: Request) -> Response:
         """Serve ``GET /metrics``: counters that all tenants move, so with API keys for administrators alone."""
         require_admin(request)
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._registry), media_type=media_type, headers={"vary": "Accept"})
 
     async def version(self, request: Request) -> Response:
         """Serve ``GET /version``."""

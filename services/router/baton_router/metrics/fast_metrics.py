@@ -178,12 +178,8 @@ class Histogram(_Family[Distribution]):
         """Yield what was counted."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for key, values in self._series.items():
-            buckets = values.buckets()
-            family.add_metric([str(value) for value in key], buckets=buckets, sum_value=values.total)
-            if self._bounds[0] < 0:  # then the client library leaves these two out
-                labels = dict(zip(self._labels, key, strict=True))
-                family.add_sample(self._name + "_count", labels, buckets[-1][1])
-                family.add_sample(self._name + "_sum", labels, values.total)
+            # Where values may be negative there is no _sum and no _count: OpenMetrics has these for what only rises.
+            family.add_metric([str(value) for value in key], buckets=values.buckets(), sum_value=values.total)
         yield family
 
     def _make(self) -> Distribution:

@@ -8,13 +8,27 @@ from typing import Any, TypeAlias
 import msgspec
 
 from baton.api.v1 import common_pb2
+from baton.errors import InvalidRequestError, shown
 from baton.token_ids import TokenIds
 from baton.tokenizer import SequenceText, StopStrings, TextDelta, TextModel
 from baton.types import Order, SamplingParams, TokenLogprob
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account, ModelInfo, RoutedRequest
 
-__all__ = ["ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest"]
+__all__ = ["ROLES", "ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest", "check_role"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Whose a message may be, as in OpenAI's interface: templates leave others' out in silence, or take them for users'."""
+
+
+def check_role(role: Any, field: str) -> None:
+    """Check whose a message is.
+
+    Raises:
+        InvalidRequestError: There is no such role.
+    """
+    if role not in ROLES:
+        raise InvalidRequestError(f"{field} must be one of {', '.join(ROLES)}, got {shown(role)}", field=field)
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant", "tool" """
+    """"system", "developer", "user", "assistant", "tool", "function"; others are refused"""
     content: _builtins.str
     def __init__(
         self,

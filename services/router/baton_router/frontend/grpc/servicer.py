@@ -16,7 +16,7 @@ from baton.types import ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.processor.input_processor import InputProcessor
-from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextRequest
+from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextRequest, check_role
 from baton_router.registry.registry import Registry
 from baton_router.types import Account
 
@@ -164,6 +164,8 @@ def _prompt(request: router_pb2.RouterGenerateRequest | router_pb2.RouteRequest)
     if kind == "token_ids":
         return list(request.token_ids.ids)
     if kind == "chat":
+        for at, item in enumerate(request.chat.messages):
+            check_role(item.role, f"chat.messages[{at}].role")
         return ChatPrompt([{"role": item.role, "content": item.content} for item in request.chat.messages])
     raise InvalidRequestError("the request has no prompt: set text, token_ids or chat", field="prompt")
 

@@ -13,11 +13,17 @@ from starlette.exceptions import HTTPException
 from baton.errors import BatonError
 
 _CODES = {
+    400: "invalid_request",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
     413: "payload_too_large",
+    414: "uri_too_long",
     415: "unsupported_media_type",
+    417: "expectation_failed",
+    431: "headers_too_large",
+    501: "not_implemented",
+    505: "version_not_supported",
 }
 _RETRY_LATER = frozenset({429, 503})
 
@@ -29,6 +35,11 @@ def error_object(status: int, message: str, *, code: str, param: str | None = No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def http_error_code(status: int) -> str:
+    """Return what ``code`` is called in HTTP's own errors."""
+    return _CODES.get(status, "http_error")
+
+
 def baton_error_object(error: BatonError) -> dict[str, Any]:
     """Return the body for one of Baton's errors."""
     code = "model_not_found" if error.http_status == 404 and error.field == "model" else error.code
@@ -38,8 +49,7 @@ def baton_error_object(error: BatonError) -> dict[str, Any]:
 def answer_to(error: BatonError | HTTPException) -> Response:
     """Return the response for an error: Baton's own, with Retry-After where trying again makes sense, or HTTP's."""
     if isinstance(error, HTTPException):  # no such path, wrong method, too large
-        code = _CODES.get(error.status_code, "http_error")
-        body = error_object(error.status_code, str(error.detail), code=code)
+        body = error_object(error.status_code, str(error.detail), code=http_error_code(error.status_code))
         return _response(error.status_code, body, error.headers or {})
     headers = {}
     if error.http_status in _RETRY_LATER:

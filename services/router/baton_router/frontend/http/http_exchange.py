@@ -102,8 +102,8 @@ class HttpExchange:
         self._received = 0
         self._whole = self._counted = False
         self._timer: TimerHandle | None = None
-        self._expects_continue = connection.expect_100_continue
         self._chunked = connection.parser.get_http_version() == "1.1"
+        self._expects_continue = connection.expect_100_continue and self._chunked
         self.keep_alive = self._chunked and connection.parser.should_keep_alive()
         self.in_turn = False
         self.path = path
@@ -162,6 +162,12 @@ class HttpExchange:
             self._expects_continue = False
             self._connection.transport.write(_CONTINUE)
         self._timer = self._connection.loop.call_later(self._handler.options.body_timeout_s, self._refuse)
+
+    def refuse(self, error: HTTPException) -> None:
+        """The rest of the body cannot be read: answer that, in turn."""
+        self._refusal, self.keep_alive = self._refusal or error, False
+        if self.in_turn and not self.response_complete:
+            self._refuse()
 
     def lost(self) -> None:
         """The client has gone."""

@@ -41,6 +41,10 @@ _WITH_NAME = (
 )
 
 
+NO_ENDPOINT = "other"
+"""What requests that are to none are called in the metrics."""
+
+
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
     """Options of the HTTP front.
@@ -50,6 +54,7 @@ class HttpOptions:
         strict_fields: Refuse requests with fields that have no effect, instead of naming these in a header.
         max_body_bytes: Longest request body.
         max_prompts: Prompts in one completion request.
+        max_sequences: Sequences that it asks for, of all prompts together.
         body_timeout_s: Seconds a client has to send its request.
         send_timeout_s: Seconds a client may leave a piece of the answer untaken before its request is cancelled.
         request_timeout_s: Seconds a generation may take.
@@ -62,6 +67,7 @@ class HttpOptions:
     strict_fields: bool = False
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 128
+    max_sequences: int = 1024
     body_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
@@ -105,13 +111,18 @@ class HttpMetrics:
     def count_ignored(self, fields: Iterable[str]) -> None:
         """Count ignored fields. Clients choose the names, so only the first hundred have series of their own."""
         for field in fields:
-            label = field[:64]
+            label = plain_name(field)
             if label not in self._field_labels:
                 if len(self._field_labels) < _MAX_FIELD_LABELS:
                     self._field_labels.add(label)
                 else:
                     label = "other"
             self._ignored.labels(label).inc()
+
+
+def plain_name(field: str) -> str:
+    """Return a name that a client chose as headers and metrics can bear it: short, and without odd characters."""
+    return "".join(char if char.isascii() and (char.isalnum() or char in "_.-[]") else "?" for char in field[:64])
 
 
 def request_id(headers: Headers) -> str:
@@ -174,15 +185,19 @@ def identify(accounts: Accounts, headers: Headers, *, endpoint: str, peer: str) 
 
 
 def cors_lines(headers: Headers, origins: Collection[str]) -> bytes:
-    """Return the header lines that let a page of a request's origin read the answer; empty: it may not.
+    """Return the header lines by which a page of a request's origin may read the answer, or not.
 
     What Starlette's ``CORSMiddleware`` adds to answers of the other endpoints; it answers preflight requests to all.
     """
-    origin = _header(headers, b"origin") if origins else ""
-    if not origin or not ("*" in origins or origin in origins):
+    if not origins:
         return b""
-    allowed = "*" if "*" in origins else f"{origin}\r\nvary: Origin"
-    return f"access-control-allow-origin: {allowed}\r\naccess-control-expose-headers: *\r\n".encode("latin-1")
+    origin = _header(headers, b"origin")
+    vary = b"" if "*" in origins else b"vary: Origin\r\n"
+    if not origin or not ("*" in origins or origin in origins):
+        return vary
+    allowed = "*" if "*" in origins else origin
+    lines = f"access-control-allow-origin: {allowed}\r\naccess-control-expose-headers: *\r\n"
+    return lines.encode("latin-1") + vary
 
 
 class HttpMiddleware:
@@ -250,4 +265,4 @@ def _endpoint(path: str) -> str:
     """Return a path's name in the metrics; clients choose paths, so unknown ones share one."""
     if path in ENDPOINTS:
         return path
-    return next((name for prefix, name in _WITH_NAME if path.startswith(prefix)), "other")
+    return next((name for prefix, name in _WITH_NAME if path.startswith(prefix)), NO_ENDPOINT)

@@ -13,10 +13,13 @@ from collections import Counter, deque
 from typing import Any
 
 import httptools
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton_router.frontend.http.errors import error_object
 from baton_router.frontend.http.http_exchange import Handler, HttpExchange
+from baton_router.frontend.http.middleware import NO_ENDPOINT
+from baton_router.frontend.http.request_head import MAX_TARGET_BYTES, check_head, refusal, too_long_target, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +30,6 @@ _DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 """How much of a body behind its request's answer is read and dropped, in longest bodies, and for how long."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"content-type: text/plain; charset=utf-8\r\ncontent-length: 29\r\nconnection: close\r\n\r\n"
-    b"The request head is too large"
-)
 _FULL_BODY = json.dumps(
     error_object(503, "this router has all the connections it can take", code="overloaded")
 ).encode()
@@ -128,6 +126,8 @@ class HttpProtocol(HttpToolsProtocol):
     A body that goes on behind its request's answer is read and dropped, within bounds: cut off, the client might lose
     the answer; waited for, it would keep its connection for ever.
 
+    What is no good request is answered behind the answers to those before it, and ends its connection.
+
     Attributes:
         handler: Serves the endpoints that need no ASGI.
         crowd: All connections of the server.
@@ -158,6 +158,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._refused = False
+        """Whether nothing is read any more."""
+        self._refusal = b""
+        """The last answer, which waits for those before it."""
         self._idle_since: float | None = None
         """When the last request and its answer were complete, by the loop's clock; ``None``: another one has begun."""
         self._in_body = False
@@ -235,14 +238,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         try:
             self._parse(data)
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            ours = error.__context__
+            self._refuse(ours if isinstance(ours, HTTPException) else unreadable(error))
             return
         if self._in_head and self._head_timer is None:  # the rest of a head is still to come
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
         if self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            if self._in_head and not self.headers and len(self.url) > MAX_TARGET_BYTES:
+                self._refuse(too_long_target())
+            else:
+                self._refuse(HTTPException(431, "the request head is too large"))
         elif isinstance(self._serving, HttpExchange):
             self._serving.await_body()
 
@@ -256,7 +262,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self.parser = httptools.HttpRequestParser(self)
 
     def _head_without_upgrade(self) -> bytes:
-        lines = [b"%s %s HTTP/1.1\r\n" % (self.parser.get_method(), self.url)]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)]
         for name, value in self.headers:
             if name == b"connection":
                 tokens = [token.strip().lower() for token in value.split(b",")]
@@ -276,13 +283,16 @@ class HttpProtocol(HttpToolsProtocol):
         """End a request's head.
 
         Raises:
-            ValueError: It is for a proxy.
+            HTTPException: It is refused.
         """
-        method = self.parser.get_method()
-        if method == b"CONNECT":
-            raise ValueError("this is no proxy")
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        refused = check_head(method, self.url, version, self.headers)
+        if refused is not None:
+            raise refused
         if self.parser.should_upgrade():
             return
+        if version == "1.0":
+            self.expect_100_continue = False
         self._end_head()
         self._in_body = True
         in_turn = self.cycle is None or self.cycle.response_complete
@@ -335,6 +345,31 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             super().on_message_complete()
 
+    def _refuse(self, error: HTTPException) -> None:
+        """Read nothing more, and answer what could not be read as soon as its turn comes."""
+        self._refused = True
+        if not self._in_body:
+            self._end_head()
+            self._refusal = refusal(error, self.server_state.default_headers)
+            self.handler.metrics.begin(NO_ENDPOINT)
+            self.handler.metrics.end(NO_ENDPOINT, error.status_code, 0.0)
+            if self._serving is None:
+                self._linger()
+        elif self._drain_timer is not None:  # its request has been answered
+            self.transport.close()
+        elif isinstance(self.cycle, HttpExchange):
+            self.cycle.refuse(error)
+        else:
+            self.cycle.keep_alive = False
+
+    def _linger(self) -> None:
+        """Say why nothing more is read, and close when that can have been read."""
+        # Not closed at once: what the client sends meanwhile would reset the connection before the answer is read.
+        self.transport.write(self._refusal)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._head_timer = self.loop.call_later(_REFUSED_S, self.transport.close)
+
     # --- what goes out ---
 
     def on_response_complete(self) -> None:
@@ -353,7 +388,9 @@ class HttpProtocol(HttpToolsProtocol):
             else:
                 self._start_asgi_task(item, app)
             return
-        if self._in_body:
+        if self._refused:
+            self._linger()
+        elif self._in_body:
             self._drained = 0
             self._drain_timer = self.loop.call_later(self.drain_s, self.transport.close)
             if not self.cycle.keep_alive and self.transport.can_write_eof():

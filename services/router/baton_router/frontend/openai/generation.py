@@ -68,9 +68,10 @@ class PostEndpoints:
     ) -> None:
         self.processor, self.options, self.metrics, self.steps = processor, options, metrics, steps
         self.deadlines = Deadlines(options.request_timeout_s)
+        bounds = {"max_prompts": options.max_prompts, "max_sequences": options.max_sequences}
         self._parsers: dict[str, tuple[Callable[[Any], OpenAIRequest], str]] = {
             "/v1/chat/completions": (parse_chat, "chatcmpl"),
-            "/v1/completions": (functools.partial(parse_completion, max_prompts=options.max_prompts), "cmpl"),
+            "/v1/completions": (functools.partial(parse_completion, **bounds), "cmpl"),
         }
         self._others, self._tasks = others, set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in (*self._parsers, *others)}

@@ -16,7 +16,7 @@ import orjson
 
 from baton.errors import InvalidRequestError, shown
 from baton.tokenizer.chat_template import flatten_content
-from baton.types import MAX_LOGPROBS, ORDER_HEADER, Order, SamplingParams
+from baton.types import MAX_LOGPROBS, MAX_N, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
 from baton_router.frontend.openai.schemas import (
     ChatBody,
@@ -28,7 +28,7 @@ from baton_router.frontend.openai.schemas import (
     parse_body,
     unknown_fields,
 )
-from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest
+from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest, check_role
 from baton_router.types import Account
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -72,12 +72,13 @@ class OpenAIRequest(msgspec.Struct):
     template_fields: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-def parse_completion(value: Any, max_prompts: int) -> OpenAIRequest:
+def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAIRequest:
     """Return what the body of a completion request asks for.
 
     Args:
         value: The decoded body.
         max_prompts: How many prompts it may have.
+        max_sequences: How many sequences it may ask for, of all prompts together.
 
     Raises:
         InvalidRequestError: A field is wrong or asks for what can't be done; names it.
@@ -86,6 +87,11 @@ def parse_completion(value: Any, max_prompts: int) -> OpenAIRequest:
     prompts = parse_prompts(body.prompt, max_prompts)
     echo = bool(body.echo)
     sampling = _sampling(body, value, body.max_tokens, body.logprobs)
+    num_sequences = sampling.n * len(prompts)
+    if num_sequences > max_sequences and sampling.n <= MAX_N:  # a wrong n is told of as such
+        raise InvalidRequestError(
+            f"n times the number of prompts must be at most {max_sequences}, got {num_sequences}", field="n"
+        )
     score_only = echo and body.max_tokens == 0
     if score_only:
         sampling = sampling.replace(max_tokens=1, min_tokens=0)
@@ -322,8 +328,7 @@ def _message(value: Any, at: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{field} must be an object", field=field)
     role = value.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{field}.role must be a non-empty string", field=f"{field}.role")
+    check_role(role, f"{field}.role")
     content = value.get("content")
     calls = value.get("tool_calls")
     if content is None and not (role == "assistant" and calls):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton.errors import InvalidRequestError
+from baton_router.frontend.http.middleware import plain_name
 
 B = TypeVar("B", bound="Body")
 _MAX_NAME = 100
@@ -239,7 +240,7 @@ def header_value(ignored: Iterable[str]) -> str:
     names = []
     room = 1000
     for name in ignored:
-        clean = "".join(char if char.isascii() and (char.isalnum() or char in "_.-[]") else "?" for char in name[:64])
+        clean = plain_name(name)
         room -= len(clean) + 2
         if room < 0:
             names.append("...")
