@@ -44,6 +44,11 @@ class EngineConfig:
     max_queue: int = option(1024, "requests that may wait; more are refused with 429")
     policy: str = option("fcfs", "order of the queue", choices=("fcfs", "priority"))
     prefix_caching: bool = option(True, "reuse KV of earlier requests with the same prefix")
+    tenant_cache_share: float = option(
+        0.5,
+        "part of the KV pool that is divided equally among tenants with API keys: what a tenant has cached within its "
+        "part goes after what others have beyond theirs; 0: the least recently used go, whosever they are",
+    )
     kv_load_failure: str = option(
         "recompute",
         "when KV from outside does not come: compute what is missing here, or fail the request",
@@ -75,6 +80,10 @@ class EngineConfig:
             raise ConfigError(f"tp * pp must be at most {MAX_RANKS}, got {self.tp * self.pp}", field="tp")
         if self.tp * self.pp > 1 and not self.device.startswith("cpu"):
             raise ConfigError(f"tp and pp work on device cpu only, got {self.device}", field="device")
+        if not 0.0 <= self.tenant_cache_share <= 1.0:
+            raise ConfigError(
+                f"tenant_cache_share must be in [0, 1], got {self.tenant_cache_share}", field="tenant_cache_share"
+            )
         if not 0.0 < self.kv_memory_fraction <= 0.95:
             raise ConfigError(
                 f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}", field="kv_memory_fraction"

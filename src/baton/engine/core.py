@@ -81,7 +81,10 @@ class EngineCore:
         self._events: list[KVEvent] = []
         self._block_size = executor.layout.block_size
         self._pool = BlockPool(
-            self.arena.num_blocks, self.arena.generations, self._events.append if on_events else None
+            self.arena.num_blocks,
+            self.arena.generations,
+            self._events.append if on_events else None,
+            tenant_share=config.tenant_cache_share,
         )
         self._bridge = ConnectorBridge(connector, self._pool, self._block_size)
         if self._bridge.on_layer is not None:

@@ -246,8 +246,11 @@ class Scheduler:
         if full <= sequence.num_committed:
             return
         hashes = sequence.hash_blocks(sequence.num_computed, self._block_size)
+        owner = sequence.group.request.tenant
+        tenant = owner.id if owner is not None else ""
         for i in range(sequence.num_committed, full):
-            self._pool.commit(sequence.block_ids[i], hashes[i], hashes[i - 1] if i else None)
+            parent = hashes[i - 1] if i else None
+            self._pool.commit(sequence.block_ids[i], hashes[i], parent, tenant=tenant)
         sequence.num_committed = full
 
     def finish(self, sequence: Sequence) -> None:

@@ -11,7 +11,7 @@ from baton.engine.request import EngineRequest, SequenceOutput
 from baton.errors import ConfigError, InvalidRequestError
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.seeds import sequence_seed
-from baton.types import BlockHash, FinishReason, RequestId, SamplingParams
+from baton.types import BlockHash, FinishReason, RequestId, SamplingParams, Tenant
 
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -382,6 +382,21 @@ def test_tenants_with_another_salt_share_nothing() -> None:
     assert cached == [0, 8, 0]
     stats = engine.core.stats()
     assert (stats.prefix_hit_tokens, stats.prefix_query_tokens) == (8, 33)
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.0, 0), (0.5, 16)])
+def test_a_tenants_flood_leaves_another_ones_prefix_its_share(share: float, found: int) -> None:
+    engine = Engine(num_blocks=16, tenant_cache_share=share)  # of four tokens; a half for two is four blocks each
+    mine, flooder = list(range(10, 43)), Tenant("flooder")
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine.add("first", mine, one, cache_salt="b", tenant=Tenant("patient"))
+    engine.run()
+    for at in range(20):
+        engine.add(f"flood {at}", [(7 * at + i) % 50 + 5 for i in range(13)], one, cache_salt="a", tenant=flooder)
+        engine.run()
+    engine.add("again", mine, one, cache_salt="b", tenant=Tenant("patient"))
+    engine.run()
+    assert engine.end("again").metrics.cached_tokens == found  # type: ignore[union-attr]
 
 
 def test_events_and_snapshot_tell_the_same_cache() -> None:
