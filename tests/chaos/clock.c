@@ -2,13 +2,18 @@
  * BATON_CHAOS_CLOCK_ALL is set: then it is as if every deadline and every lease went by the wall clock.
  *
  * BATON_CHAOS_CLOCK names a file of int64 numbers, two for each process id modulo 32768: nanoseconds that are added to
- * CLOCK_REALTIME, and how often a clock was read that was not the machine's. */
+ * CLOCK_REALTIME, and how often a clock was read that was not the machine's.
+ *
+ * With BATON_CHAOS_NAMED_MEMORY it is as if memory that processes share had names in /dev/shm: there is none where that
+ * is full. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
@@ -61,6 +66,20 @@ int gettimeofday(struct timeval *restrict now, void *restrict zone) {
     now->tv_sec = at.tv_sec;
     now->tv_usec = at.tv_nsec / 1000;
     return 0;
+}
+
+int memfd_create(const char *name, unsigned int flags) {
+    if (getenv("BATON_CHAOS_NAMED_MEMORY")) {
+        int fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+        int status = fd < 0 ? errno : posix_fallocate(fd, 0, 1 << 20);
+        if (fd >= 0)
+            close(fd);
+        if (status) {
+            errno = status;
+            return -1;
+        }
+    }
+    return (int)syscall(SYS_memfd_create, name, flags);
 }
 
 time_t time(time_t *now) {

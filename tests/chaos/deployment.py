@@ -188,9 +188,10 @@ class Deployment:
         shape, redis = self.shape, self.redis
         self.proxies[REDIS] = TcpProxy(redis.port, host=PEERS, port=redis.port)
         url = f"redis://{PEERS}:{redis.port}/0"
-        worker = ("--model", str(MODEL), "--dtype", "float32", "--kv-blocks", str(KV_BLOCKS), "--prefill-chunk", "128",
-                  "--max-num-seqs", "16", "--prefill-stall-s", "4", "--remote-prefill-threshold", "16",
-                  "--lease-s", "15")  # fmt: skip
+        worker: tuple[str, ...] = (
+            "--model", str(MODEL), "--dtype", "float32", "--kv-blocks", str(KV_BLOCKS), "--prefill-chunk", "128",
+            "--max-num-seqs", "16", "--prefill-stall-s", "4", "--remote-prefill-threshold", "16", "--lease-s", "15",
+        )  # fmt: skip
         router = (*shape.router, "--redis", url, "--replicas", "2", "--replica-forget-s", "20",
                   "--probe-interval-s", "1", "--probe-timeout-s", "3", "--no-instance-wait-s", "15",
                   "--retry-budget", "1", "--max-retries", "6")  # fmt: skip
@@ -417,7 +418,8 @@ COUNTED = {
 }
 """Counters that show that faults bite, and what the log calls them."""
 _COMPLAINTS = re.compile(
-    "Cannot allocate memory|MemoryError|bad_alloc|Too many open files|No space left|start new thread|ended with"
+    "[Cc]an(?:not|.t) allocate memory|MemoryError|bad_alloc|start new thread|"
+    "Too many open files|No space left|ended with"
 )
 IDLE = (
     "baton_engine_num_running",

@@ -24,11 +24,11 @@ _BETWEEN_BYTES = 40_000
 """On average: less than a block."""
 LONG_S = 4.0
 """Faults that last longer do so whatever the requests do."""
-DEATHS = ("kill", "stop", "descriptors", "memory")
-"""Kinds after which a process does not serve, for a while at least."""
+DEATHS = ("kill", "stop", "descriptors", "memory", "shm")
+"""Kinds after which a process does not serve, or not all, for a while at least."""
 WEIGHTS = {
     "kill": 6, "stop": 5, "cut": 4, "freeze": 3, "delay": 3, "corrupt": 4, "truncate": 3, "duplicate": 3,
-    "disk": 2, "shm": 1, "descriptors": 2, "memory": 1, "clock": 2,
+    "disk": 2, "shm": 1, "descriptors": 2, "memory": 2, "clock": 2,
 }  # fmt: skip
 
 
@@ -63,6 +63,11 @@ class Fault:
         """The process that it strikes, or that it cuts off."""
         return self.target.split(" ")[0]
 
+    @property
+    def is_death(self) -> bool:
+        """Whether the process did not serve for a while; one that is stopped for a moment is only slow."""
+        return bool(self.struck) and self.kind in DEATHS and (self.kind != "stop" or self.hold_s > LONG_S)
+
     @classmethod
     def drawn(cls, rng: random.Random, deployment: Deployment, *, longest_s: float, only: Sequence[str] = ()) -> Fault:
         """Draw one that makes sense for a deployment."""
@@ -83,7 +88,7 @@ class Fault:
             target = rng.choice(list(deployment.proxies))
         elif kind in BYTES:
             target = rng.choice([name for name in deployment.proxies if name.endswith(" kv")])
-        elif kind in ("disk", "shm"):
+        elif kind == "disk":
             target = kind
         else:
             target = rng.choice(names)
@@ -95,6 +100,8 @@ class Fault:
         at, delay = rng.random() * 0.9, rng.uniform(0.0, 0.05)
         if kind in BYTES:  # they wait for their bytes, and prompts go first
             at, delay, hold = 0.0, 0.0, max(hold, 2.0)
+        elif kind == "delay":
+            at /= 4
         return cls(kind, target, at, delay, min(hold, longest_s), rng.random())
 
     @contextlib.asynccontextmanager
@@ -188,16 +195,21 @@ async def _fill(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExi
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
             fault.struck += 1
+    if fault.kind == "shm":  # its next life makes anew what is shared between processes
+        await _kill(fault, deployment, stack)
 
 
 async def _limit(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
-    """Give a process no more descriptors, or no more memory, than it has."""
+    """Give a process no more descriptors, or no more memory, than it has.
+
+    What wants some in vain says so in the log, which is counted.
+    """
     pid = deployment.pid(fault.process)
     with contextlib.suppress(psutil.Error, ProcessLookupError):
         if fault.kind == "descriptors":
             which, most = resource.RLIMIT_NOFILE, 4  # those that are open stay
         else:
-            which, most = resource.RLIMIT_AS, psutil.Process(pid).memory_info().vms + int(fault.number * (1 << 20))
+            which, most = resource.RLIMIT_AS, 1 << 20  # what it has stays, and the heap's holes; nothing is mapped anew
         before = resource.prlimit(pid, which)
         resource.prlimit(pid, which, (most, before[1]))
         stack.callback(_quietly, resource.prlimit, pid, which, before)

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 from tests.chaos.credentials import Credentials
 from tests.chaos.deployment import PEERS, SHAPES, Clocks, Deployment
-from tests.chaos.faults import DEATHS, LONG_S, NETWORK, SHM, WEIGHTS, Fault
+from tests.chaos.faults import LONG_S, NETWORK, SHM, WEIGHTS, Fault
 from tests.chaos.workload import MODEL, ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
@@ -66,6 +66,7 @@ class Outcome:
     seed: int
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -219,22 +220,27 @@ class Seed:
             counts["answered"] += not wrong
             return
         counts["refused"] += 1
-        counts[f"refused {request.error.code}"] += 1
-        if not self._explained(request):
-            outcome.wrong.append(f"{about}: {type(request.error).__name__}: {request.error}, which no fault explains")
+        said, why = f"{about}: {type(request.error).__name__}: {request.error}", self._explained(request)
+        if why:
+            counts[f"refused: {why}"] += 1
+            outcome.refused.append(f"{said} ({why})")
+        else:
+            outcome.wrong.append(f"{said}, which no fault explains")
 
-    def _explained(self, request: Request) -> bool:
-        """Whether a request's failure is what its faults allow: its router, or all decode instances, did not serve."""
+    def _explained(self, request: Request) -> str:
+        """Say what of the faults allows a request's failure: its router, or all decode instances, did not serve."""
         assert request.error is not None
         if request.error.code not in ("unavailable", "overloaded", "deadline_exceeded", "cancelled", "internal"):
-            return False
-        deployment = self._deployment
-        dead = {fault.process for fault in self.outcome.faults if fault.kind in DEATHS}
+            return ""
+        deployment, router = self._deployment, self._deployment.routers[request.router].name
+        of_router = sorted(fault.kind for fault in self.outcome.faults if fault.process == router and fault.is_death)
+        if of_router:
+            return f"{of_router[0]} of its router"
+        dead = {fault.process for fault in self.outcome.faults if fault.is_death}
         cut = {fault.process for fault in self.outcome.faults if fault.kind in NETWORK}
-        if deployment.routers[request.router].name in dead:
-            return True
         decodes = {name for name in deployment.names if deployment.role(name) == "decode"}
-        return decodes <= dead | cut and request.error.code in ("unavailable", "overloaded")
+        gone = decodes <= dead | cut and request.error.code in ("unavailable", "overloaded")
+        return "no decode instance" if gone else ""
 
 
 def _http_error(body: dict[str, Any]) -> BatonError:
@@ -342,8 +348,8 @@ async def run(
                         while left:
                             if time.monotonic() - begun > limit_s and tally.seeds:
                                 return
-                            bounds = {"longest_s": longest_s, "only": only}
-                            outcome = await Seed(left.popleft(), deployment, catalogue, **bounds).run()
+                            seed = Seed(left.popleft(), deployment, catalogue, longest_s=longest_s, only=only)
+                            outcome = await seed.run()
                             tally.add(outcome, shape.name)
                             _tell(outcome, shape.name)
                             if outcome.wrong:
@@ -403,6 +409,8 @@ async def _warm_up(deployment: Deployment, catalogue: Sequence[Case]) -> None:
 def _tell(outcome: Outcome, shape: str) -> None:
     faults = "; ".join(map(str, outcome.faults))
     _say(f"seed {outcome.seed} ({shape}) {outcome.seconds:.1f} s: {dict(outcome.counts)} | {faults}")
+    for line in outcome.refused:
+        _say(f"  refused {line}")
     for line in outcome.wrong:
         _say(f"  WRONG {line}")
 
