@@ -1,13 +1,22 @@
 # Baton's images, one target per service. Build from the repository's root:
-#     docker build --target router -t baton-router .
+#     docker build --target router -t baton-router --build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:DIGEST .
 # Targets: prefill, decode, router, kvstore. PIP_ARGS goes to pip, e.g. "--extra-index-url https://download.pytorch.org/whl/cpu"
-# for a torch without CUDA. Final images have no compiler; router and KV store have no torch.
-ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+# for a torch without CUDA. Final images have no compiler; router and KV store have no torch. Everything comes by its
+# hash: packages as requirements/*.txt have them, the base image by a digest, without which nothing is built.
+ARG PYTHON_IMAGE
+
+FROM ${PYTHON_IMAGE} AS checked
+ARG PYTHON_IMAGE
+RUN case "${PYTHON_IMAGE}" in *@sha256:????????????????????????????????????????????????????????????????) ;; \
+    *) echo "PYTHON_IMAGE must end with @sha256: and the image's digest (docs/operations.md)" >&2; exit 1 ;; esac
 
 # The wheel: the compiler comes from the package index, since the base image has none.
-FROM ${PYTHON_IMAGE} AS wheel
+FROM checked AS wheel
 ARG PIP_ARGS=""
 WORKDIR /build
+COPY requirements requirements
+COPY scripts/install_requirements.sh scripts/install_requirements.sh
+RUN scripts/install_requirements.sh python build
 COPY pyproject.toml hatch_build.py README.md LICENSE NOTICE ./
 COPY scripts/build_native.py scripts/build_native.py
 COPY native native
@@ -15,30 +24,27 @@ COPY models models
 COPY src src
 COPY services services
 COPY kernels kernels
-RUN pip wheel --no-cache-dir --no-deps ${PIP_ARGS} -w /wheels .
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation -w /wheels .
 
 # Dependencies have layers of their own, which stay when only the code changes.
-FROM ${PYTHON_IMAGE} AS dependencies
+FROM checked AS dependencies
 ARG PIP_ARGS=""
 WORKDIR /build
 RUN python -m venv /opt/baton
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-        > requirements.txt \
-    && /opt/baton/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt -r requirements.txt
+COPY requirements requirements
+COPY scripts/install_requirements.sh scripts/install_requirements.sh
+RUN scripts/install_requirements.sh /opt/baton/bin/python base
 
 FROM dependencies AS light
 COPY --from=wheel /wheels /wheels
 RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check
 
 FROM dependencies AS engine
-RUN python -c "import tomllib; x = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*x['engine'], *x['nixl'], sep='\n')" \
-        > engine.txt \
-    && /opt/baton/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt -r engine.txt
+RUN scripts/install_requirements.sh /opt/baton/bin/python engine torch
 COPY --from=wheel /wheels /wheels
 RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check
 
-FROM ${PYTHON_IMAGE} AS base
+FROM checked AS base
 RUN groupadd --gid 10001 baton && useradd --uid 10001 --gid 10001 --create-home baton
 ENV PATH=/opt/baton/bin:${PATH} PYTHONUNBUFFERED=1
 USER 10001:10001

@@ -3,9 +3,11 @@ PYTHON ?= $$(scripts/find_python.sh)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/tools
+FUZZ := $(VENV)/fuzz
 PYTEST_FLAGS ?=
 
-.PHONY: help install native wheel-check demo up check test chaos lint format protos bench test-gpu clean
+.PHONY: help install native wheel-check demo up check test chaos fuzz lint format protos lock audit sbom bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -16,10 +18,12 @@ install: $(STAMP) ## make .venv with Baton and its scripts in it
 native: $(STAMP) ## build the C helpers and CPU operators again, as far as their sources changed
 	@$(BIN)/python scripts/build_native.py
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer; try make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module; as root: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@scripts/install_requirements.sh $(BIN)/python base engine torch dev
+	@$(BIN)/python scripts/build_native.py --has-compilers || scripts/install_requirements.sh $(BIN)/python build
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 wheel-check: ## build the wheel, install it elsewhere, run the demo from it read-only and without a compiler
@@ -44,6 +48,15 @@ chaos: native ## faults by the thousand against whole deployments; SEEDS="0-9999
 	@scripts/install_redis.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run --log --seeds $(SEEDS)
 
+SECONDS_PER_TARGET ?= 600
+TARGETS ?=
+fuzz: native $(FUZZ)/.installed ## every parser of foreign bytes, and native code under sanitizers; SECONDS_PER_TARGET=600 TARGETS=http,table
+	PYTHONPATH=$(FUZZ) $(BIN)/python -m tests.fuzz.run --log --seconds $(SECONDS_PER_TARGET) --targets "$(TARGETS)"
+
+$(FUZZ)/.installed: requirements/fuzz.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --upgrade --target $(FUZZ) -r $<
+	@touch $@
+
 test-gpu: native ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
 
@@ -60,6 +73,20 @@ format: $(STAMP) ## let ruff mend what it can
 
 protos: $(STAMP) ## regenerate src/baton/api from protos/
 	$(BIN)/python scripts/gen_protos.py
+
+$(TOOLS)/.installed: requirements/tools.txt
+	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	@scripts/install_requirements.sh $(TOOLS)/bin/python tools
+	@touch $@
+
+lock: $(TOOLS)/.installed ## requirements/*.txt anew from pyproject.toml and constraints.txt, with the hashes of all files
+	$(TOOLS)/bin/python scripts/lock.py --uv $(TOOLS)/bin/uv
+
+audit: $(TOOLS)/.installed ## known vulnerabilities of what requirements/*.txt name; fails too where the advisories cannot be asked
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes $(foreach file,$(wildcard requirements/*.txt),-r $(file))
+
+sbom: $(STAMP) $(TOOLS)/.installed ## dist/baton-serve.cdx.json: what this environment is made of (CycloneDX)
+	@$(TOOLS)/bin/python scripts/sbom.py --cyclonedx $(TOOLS)/bin/cyclonedx-py --python $(BIN)/python dist/baton-serve.cdx.json
 
 bench: native ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write

@@ -210,7 +210,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="also for instruction sets that this processor has not")
     parser.add_argument("--check", action="store_true", help="build nothing; fail if something has to be built")
+    parser.add_argument("--has-compilers", action="store_true", help="build nothing; fail if there is no compiler")
     args = parser.parse_args()
+    if args.has_compilers:
+        return int(compilers() is None)
     wanted = libraries(every=args.all)
     if args.check:
         stale = [library.target.name for library in wanted if not library.is_current()]

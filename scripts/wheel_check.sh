@@ -12,13 +12,15 @@ chmod 755 "$folder" && chmod 555 "$folder/home"
 echo "in $folder"
 
 "$python" -m venv "$folder/light"
-"$folder/light/bin/pip" wheel --quiet --disable-pip-version-check --no-deps -w "$folder/dist" .
+"$python" -m venv "$folder/build"
+scripts/install_requirements.sh "$folder/build/bin/python" build
+"$folder/build/bin/pip" wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$folder/dist" .
 wheel=$(ls "$folder"/dist/baton_serve-*.whl)
 echo "wheel: $(basename "$wheel"), $(du -k "$wheel" | cut -f1) KiB"
 for kind in light engine; do
     test -d "$folder/$kind" || "$python" -m venv "$folder/$kind"
-    extra=$([ $kind = engine ] && echo "[engine]" || true)
-    "$folder/$kind/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt "$wheel$extra"
+    scripts/install_requirements.sh "$folder/$kind/bin/python" base $([ $kind = engine ] && echo engine torch)
+    "$folder/$kind/bin/pip" install --quiet --disable-pip-version-check --no-deps "$wheel"
     "$folder/$kind/bin/pip" check
     chmod -R a-w "$folder/$kind"
     echo "$kind: $(du -sm "$folder/$kind" | cut -f1) MiB"

@@ -1,0 +1,28 @@
+#!/bin/sh
+# Install what requirements/*.txt have, every file checked by its hash: usage: scripts/install_requirements.sh PYTHON NAME...
+# PIP_ARGS goes to pip.
+set -eu
+python=$1
+shift
+folder=$(cd "$(dirname "$0")/../requirements" && pwd)
+pip() { "$python" -m pip "$@"; }
+install() { pip install --quiet --disable-pip-version-check --require-hashes --no-deps "$@"; }
+
+# There are several builds of one version of torch. pip takes the best that it is offered, one without CUDA where an index
+# or a folder of this machine has it; but asked for hashes it prefers what an index lists with one. So: take first, check then.
+install_torch() {
+    wheels=$(mktemp -d)
+    trap 'rm -rf "$wheels"' EXIT
+    # shellcheck disable=SC2046,SC2086
+    pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest "$wheels" ${PIP_ARGS:-} \
+        $(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$folder/torch.txt")
+    install --no-index --find-links "$wheels" -r "$folder/torch.txt"
+    # shellcheck disable=SC2086
+    if "$python" -c 'import importlib.metadata as m, sys
+sys.exit(not any(each.startswith("nvidia-") for each in m.requires("torch")))'; then install ${PIP_ARGS:-} -r "$folder/cuda.txt"; fi
+}
+
+for name in "$@"; do
+    # shellcheck disable=SC2086
+    if [ "$name" = torch ]; then install_torch; else install ${PIP_ARGS:-} -r "$folder/$name.txt"; fi
+done

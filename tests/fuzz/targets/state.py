@@ -1,0 +1,155 @@
+"""What other processes tell a router: KV events, the numbers of replicas, registrations and API keys in Redis."""
+
+from __future__ import annotations
+
+import contextlib
+
+import orjson
+from tests.fuzz.choices import Choices
+
+from baton.api.v1 import events_pb2
+from baton.errors import BatonError, ConfigError
+from baton.hashing import HashChain
+from baton_router.accounts.accounts import Accounts, entries_of_json, entries_of_lines
+from baton_router.indexer.event_applier import EventApplier, EventGapError
+from baton_router.indexer.prefix_index import PrefixIndex
+from baton_router.registry.discovery import redis as redis_discovery
+from baton_router.replication.capacity import Peers
+from baton_router.replication.wire import Entry, EntryError, decode, encode
+
+_TIERS = ["", "device", "host", "disk", "remote", "tape", "\n"]
+
+
+def _names(choices: Choices) -> list[bytes]:
+    begin, step = choices.number(0, 40), choices.pick([1, 1, 3])
+    made = [bytes([begin + step * i]) * 32 for i in range(choices.number(0, 12))]
+    return made if choices.number(0, 7) else [each[: choices.number(0, 40)] for each in made]
+
+
+def events(data: bytes) -> None:
+    """Any batches in any order: applied, or a gap; afterwards the index holds what a plain set says it does."""
+    choices, index, now = Choices(data), PrefixIndex(), [0.0]
+    appliers = [EventApplier(index, now=lambda: now[0], stale_limit_s=10) for _ in range(2)]
+    held: list[set[bytes]] = [set(), set()]
+    exact = [False, False]
+    while choices.more():
+        at = choices.number(0, 1)
+        applier = appliers[at]
+        now[0] += choices.number(0, 3)
+        batch = events_pb2.KvEventBatch(
+            epoch=choices.pick([b"a" * 16, b"b" * 16, b""]),
+            sequence=choices.number(0, 6) if choices.flag() else applier._sequence + 1,
+            snapshot=choices.number(0, 3) == 0,
+            more=choices.number(0, 7) == 0,
+        )
+        for _ in range(choices.number(0, 3)):
+            event, kind = batch.events.add(), choices.number(0, 3)
+            if kind == 0:
+                event.stored.block_hashes.extend(_names(choices))
+                event.stored.tier = choices.pick(_TIERS)
+            elif kind == 1:
+                event.removed.block_hashes.extend(_names(choices))
+                event.removed.tier = choices.pick(_TIERS)
+            elif kind == 2:
+                event.cleared.tier = choices.pick(_TIERS)
+        try:
+            if choices.number(0, 7) == 0:
+                applier.heartbeat(batch, 1.0)
+                continue
+            applied = applier.apply(batch)
+        except EventGapError:
+            held[at], exact[at] = (held[at], exact[at]) if applier._known else (set(), False)
+            continue
+        if batch.snapshot:
+            held[at], exact[at] = set(), True
+        for event in batch.events if applied else ():
+            name = event.WhichOneof("event")
+            if name is None or getattr(event, name).tier not in ("", "device"):
+                continue
+            if name == "cleared":
+                held[at] = set()
+                continue
+            right = {each for each in getattr(event, name).block_hashes if len(each) == 32}
+            held[at] = held[at] | right if name == "stored" else held[at] - right
+        if exact[at]:
+            assert applier.num_blocks == len(held[at])
+            for each in list(held[at])[:3]:
+                assert index.match_any(HashChain(each), [1 << applier.slot]) == [1]
+    for applier in appliers:
+        applier.close()
+
+
+_ENTRY = ["replica", "epoch", "seq", "totals", "full", "count", "registered", "left", "v", "expected"]
+
+
+def replicas(data: bytes) -> None:
+    """An entry of a replica is read and says the same again, or is refused by an ``EntryError``."""
+    choices = Choices(data)
+    peers = Peers("me", 3.0, lambda: 0.0)
+    for _ in range(choices.number(1, 4)):
+        if choices.number(0, 3) == 0:
+            raw = choices.take(choices.number(0, 300))
+        else:
+            fields = {
+                "replica": choices.pick(["me", "b", "c"]), "epoch": "1", "seq": choices.number(0, 9), "v": 1,
+                "totals": {choices.pick(["i", "j"]): [choices.number(0, 9) for _ in range(choices.number(0, 4))]},
+                "full": choices.flag(), "left": choices.number(0, 7) == 0,
+                "registered": [["a:1", choices.pick(["prefill", "decode", "x"])]] * choices.number(0, 2),
+                "expected": {
+                    "at": [["i", "ee" * choices.number(0, 70)]] * choices.number(0, 2),
+                    "chains": ["QUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUE="[: choices.pick([44, 43, 4, 0])]],
+                    "new": [[choices.number(0, 3), choices.number(0, 2), choices.number(0, 2)]],
+                    "over": [choices.number(0, 9)], "live": [],
+                },
+                **(choices.fields(_ENTRY, 2) if choices.flag() else {}),
+            }  # fmt: skip
+            try:
+                raw = orjson.dumps(fields)
+            except TypeError:  # what no JSON can say
+                continue
+            raw = choices.mutated(raw) if choices.number(0, 3) == 0 else raw
+        try:
+            entry = decode(raw)
+        except EntryError:
+            continue
+        assert isinstance(entry, Entry)
+        assert decode(encode(entry)) == entry
+        peers.apply(entry)
+        peers.in_flight("i")
+        peers.live()
+    peers.expire()
+
+
+_ACCOUNT = [
+    *("keys", "key_sha256", "weight", "max_in_flight", "requests_per_minute", "tokens_per_minute", "kv_bytes"),
+    *("kv_disk_bytes", "priority_floor", "admin"),
+]
+
+
+def registrations(data: bytes) -> None:
+    """Values of Redis that others wrote: an instance's registration, the table of API keys; and such a file."""
+    choices = Choices(data)
+    raw = choices.take(choices.number(0, 200))
+    item = {"address": choices.pick(["h:1", "[::1]:9", "h:0", "h", "a b:1", "h:" + "9" * 5000]), "role": "decode"}
+    item.update(choices.fields(["address", "role", "epoch"], 2))
+    with contextlib.suppress(TypeError):
+        whole = orjson.dumps(item)
+        for value in (raw, whole, choices.mutated(whole)):
+            # What discovery calls a registration that cannot be read.
+            with contextlib.suppress(ConfigError, ValueError, KeyError, TypeError):
+                address, role = redis_discovery._read(value)
+                assert address.rpartition(":")[2].isdigit()
+                assert role in ("prefill", "decode")
+    tenants = {
+        choices.text(): choices.fields(_ACCOUNT, 4) | {"keys": [choices.text()]} for _ in range(choices.number(0, 3))
+    }
+    accounts = Accounts({}, b"s" * 32)
+    with contextlib.suppress(TypeError):
+        whole = orjson.dumps({"tenants": tenants})
+        for value in (raw, whole, choices.mutated(whole)):
+            with contextlib.suppress(ConfigError):
+                accounts.replace(entries_of_json(value))
+    with contextlib.suppress(BatonError):
+        entries_of_lines(raw.decode("utf-8", "replace"))
+    accounts.identify(choices.text())
+    accounts.identify(f"Bearer {choices.text()}")
