@@ -35,6 +35,12 @@ def test_a_simple_cross_site_post_runs_no_generation(served: Served) -> None:
     assert served.http.post("/v1/completions", content=BODY, headers=JSON).status_code == 200
 
 
+def test_a_page_of_another_origin_posts_nothing_without_a_body_either(served: Served) -> None:
+    for origin, status in (("https://evil.example", 403), ("null", 403), (served.url, 405), (None, 405)):
+        answer = served.http.post("/health", headers={} if origin is None else {"origin": origin})
+        assert answer.status_code == status, origin
+
+
 def ask(served: Served, method: str, path: str, host: str | None) -> tuple[int, bytes]:
     address: tuple[str, int] = served.socket.getsockname()
     with closing(http.client.HTTPConnection(*address, timeout=20)) as connection:

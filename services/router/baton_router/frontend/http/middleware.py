@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 _ACCOUNT = "baton_account"
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _MAX_ID_CHARS = 128
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MAX_FIELD_LABELS = 100
@@ -200,6 +201,17 @@ def cors_lines(headers: Headers, origins: Collection[str]) -> bytes:
     return lines.encode("latin-1") + vary
 
 
+def require_own_page(headers: Headers, origins: Collection[str]) -> None:
+    """Check that no foreign page has a browser change something; bodies are no proof of it here, there may be none.
+
+    Raises:
+        PermissionDeniedError: It is one of another origin, which CORS does not allow either.
+    """
+    origin = _header(headers, b"origin")
+    if origin and not cors_lines(headers, origins) and origin.partition("://")[2] != _header(headers, b"host"):
+        raise PermissionDeniedError(f"pages of {origin!r:.120} may not do this: --cors-origins", field="origin")
+
+
 class HttpMiddleware:
     """ASGI middleware around the whole app."""
 
@@ -212,6 +224,7 @@ class HttpMiddleware:
             metrics: Where to count.
         """
         self._app, self._accounts, self._hosts, self._metrics = app, options.accounts, options.hosts, metrics
+        self._origins = options.cors_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -235,6 +248,8 @@ class HttpMiddleware:
         try:
             if self._hosts is not None:
                 self._hosts.check(scope["headers"])
+                if scope["method"] not in _SAFE:
+                    require_own_page(scope["headers"], self._origins)
             if self._accounts is not None and endpoint not in _OPEN_ENDPOINTS:
                 peer = (scope.get("client") or ("",))[0]
                 account = identify(self._accounts, scope["headers"], endpoint=endpoint, peer=peer)
