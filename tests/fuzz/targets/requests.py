@@ -62,7 +62,7 @@ def openai(data: bytes) -> None:
             body = orjson.loads(orjson.dumps(body))
         except TypeError:  # what no JSON can say
             return
-    for parse in (parse_chat, lambda value: parse_completion(value, 8)):
+    for parse in (parse_chat, lambda value: parse_completion(value, 8, 64)):
         with contextlib.suppress(BatonError):
             parse(body)
 

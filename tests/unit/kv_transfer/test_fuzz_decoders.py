@@ -342,7 +342,7 @@ message_objects = st.lists(
 def test_http_bodies(body: dict[str, Any], said: list[Any], anything: Any) -> None:
     for value in (body, {**body, "prompt": "x"}, anything):
         with contextlib.suppress(BatonError):
-            parse_completion(value, 8)
+            parse_completion(value, 8, 64)
     for value in (body, {**body, "messages": said}, {**body, "messages": [{"role": "user", "content": "x"}]}, anything):
         with contextlib.suppress(BatonError):
             parse_chat(value)
