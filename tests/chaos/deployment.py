@@ -58,6 +58,7 @@ class Shape:
         prefill_tp: Ranks of each prefill instance.
         decode_tp: Ranks of each decode instance.
         proxied: Whether others dial proxies: before gRPC and the tcp pipe; other pipes have ports of their own.
+        connection: Descriptors and threads that one of its KV pipes' connections takes.
         router: More flags of both routers.
         secured: Whether it has a token, API keys and TLS everywhere.
     """
@@ -67,6 +68,7 @@ class Shape:
     prefill_tp: int = 1
     decode_tp: int = 1
     proxied: bool = True
+    connection: tuple[int, int] = (1, 1)
     router: tuple[str, ...] = ()
     secured: bool = False
 
@@ -80,7 +82,7 @@ class Shape:
 SHAPES = (
     Shape("tcp", "tcp"),
     Shape("shm", "shm,tcp"),
-    Shape("gloo", "gloo", proxied=False),
+    Shape("gloo", "gloo", proxied=False, connection=(6, 3)),
     Shape("tcp, decode tp 2", "tcp", decode_tp=2),
     Shape("nixl", "nixl", proxied=False),
     Shape("tcp, prefill first", "tcp", router=("--order", "prefill_first")),
@@ -116,7 +118,7 @@ class Clocks:
         return int(struct.unpack_from("q", self._slots, 16 * (pid % _CLOCK_SLOTS) + 8)[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Plan(DeploymentPlan):
     second: ProcessSpec
 
@@ -389,9 +391,11 @@ class Deployment:
 
     def leaks(self) -> str:
         """Say which process has more than what had its name after the first work, which the first call notes."""
+        descriptors, threads = self.shape.connection
+        slack_of_all = (descriptors * SLACK_DESCRIPTORS, threads * SLACK_THREADS, SLACK_BYTES)
         for name, now in self.resources().items():
             first = self.first_idle.setdefault(name, now)
-            limits = zip(now, first, (SLACK_DESCRIPTORS, SLACK_THREADS, SLACK_BYTES), strict=True)
+            limits = zip(now, first, slack_of_all, strict=True)
             if any(value > before + slack for value, before, slack in limits):
                 return f"{name}: descriptors, threads and bytes {now}, first {first}"
         return ""
