@@ -164,7 +164,7 @@ class SamplingParams:
         Raises:
             InvalidRequestError: Names the first field that is out of range.
         """
-        for (name, low, high, what), value in zip(_RANGES, _RANGED_VALUES(self), strict=True):
+        for (name, low, high, what), value in zip(RANGES, _RANGED_VALUES(self), strict=True):
             if value is not None and not low <= value <= high:
                 raise _out_of_range(name, what, value, prefix)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -193,7 +193,7 @@ def _out_of_range(name: str, what: str, value: object, prefix: str) -> InvalidRe
 
 _FIELD_VALUES = operator.attrgetter(*SamplingParams.__slots__)
 _ABOVE_0 = math.nextafter(0.0, 1.0)
-_RANGES: tuple[tuple[str, float, float, str], ...] = (
+RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("max_tokens", 1, math.inf, "at least 1"),
     ("min_tokens", 0, math.inf, "at least 0"),
     ("temperature", 0.0, 100.0, "between 0 and 100"),
@@ -209,4 +209,4 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("n", 1, MAX_N, f"between 1 and {MAX_N}"),
 )
 """Fields of :class:`SamplingParams` that are numbers: least and greatest value, and what errors say."""
-_RANGED_VALUES = operator.attrgetter(*(name for name, *_ in _RANGES))
+_RANGED_VALUES = operator.attrgetter(*(name for name, *_ in RANGES))

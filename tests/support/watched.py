@@ -54,13 +54,15 @@ class Watched:
 
 
 @contextlib.asynccontextmanager
-async def watched_router(directory: Path, prefills: int = 1, decodes: int = 2) -> AsyncIterator[Watched]:
+async def watched_router(
+    directory: Path, prefills: int = 1, decodes: int = 2, *, max_model_len: int = 4096
+) -> AsyncIterator[Watched]:
     """Run prefill instances p0, p1, ... and decode instances d0, d1, ... behind a router that wants a key."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [FakeWorker(Role.PREFILL, f"p{at}") for at in range(prefills)]
         workers += [FakeWorker(Role.DECODE, f"d{at}") for at in range(decodes)]
         for worker in workers:
-            worker.state.model_path = TINY
+            worker.state.model_path, worker.state.max_model_len = TINY, max_model_len
             await worker.start()
             stack.push_async_callback(worker.stop)
         keys = directory / "keys"

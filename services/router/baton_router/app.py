@@ -129,6 +129,7 @@ class RouterApp:
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origins,
             hosts=HostRule.of_server(config.host, config.allowed_hosts, keyed=self._accounts is not None),
+            metrics_port=config.metrics_port,
             max_sequences=config.max_request_sequences,
             max_connections=_most_connections(),
         )

@@ -166,7 +166,7 @@ def test_every_sampling_field_has_its_place_in_bodies_and_on_the_wire() -> None:
 
 
 def test_whole_numbers_are_numbers() -> None:
-    body = parse_body(CompletionBody, {"temperature": 1})
+    body = parse_body(CompletionBody, {"prompt": "x", "temperature": 1})
     assert isinstance(body.temperature, float)
 
 

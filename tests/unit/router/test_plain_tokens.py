@@ -17,7 +17,7 @@ from baton_router.frontend.openai.openai_request import parse_chat, parse_comple
 from baton_router.processor.output_processor import GenerationMetrics, OutputProcessor
 from baton_router.processor.text_request import TextChunk, TextRequest
 
-completion = functools.partial(parse_completion, max_prompts=8)
+completion = functools.partial(parse_completion, max_prompts=8, max_sequences=64)
 STREAM: dict[str, Any] = {"model": "baton-tiny", "max_tokens": 50, "stream": True}
 BODIES: list[dict[str, Any]] = [
     {"prompt": "x"},

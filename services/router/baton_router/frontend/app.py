@@ -21,18 +21,12 @@ from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
+from baton_router.frontend.document import OPERATIONS, openapi
 from baton_router.frontend.http import errors
 from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions, require_admin
 from baton_router.frontend.openai.generation import OtherEndpoint, PostEndpoints
 from baton_router.frontend.openai.openai_request import chat_prompt
-from baton_router.frontend.openai.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    json_schemas,
-)
+from baton_router.frontend.openai.schemas import Body, DetokenizeBody, TokenizeBody
 from baton_router.processor.input_processor import InputProcessor, about_tokens, count_chars
 from baton_router.processor.text_request import Prompt, TextRequest
 from baton_router.types import Account, ModelInfo
@@ -41,12 +35,6 @@ _INLINE_TOKENS = 4096
 _LEAST_BOUND = 2**20
 """Characters, and tokens, that can be tokenized and turned back whatever the model's context."""
 
-_BODIES: Mapping[str, type[Body]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -55,7 +43,7 @@ class HttpFront:
     """The HTTP interface, for ``uvicorn.Config(front.app, http=HttpProtocol.serving(front.posts))``.
 
     Attributes:
-        app: All endpoints but those that take a body, which it has in its documentation alone.
+        app: All endpoints but those that take a body.
         posts: The endpoints that take a body.
     """
 
@@ -86,8 +74,8 @@ def create_app(
     """
     options = options or HttpOptions()
     metrics = HttpMetrics(registry)
-    app = _DocumentedApp(title="Baton", version=__version__, redoc_url=None)
-    errors.install(app)
+    app = FastAPI(openapi_url=None)
+    errors.install(app, [f"{method} {path}" for method, path in OPERATIONS])
     app.add_middleware(HttpMiddleware, options=options, metrics=metrics)
     if options.cors_origins:
         app.add_middleware(
@@ -100,8 +88,10 @@ def create_app(
     tokenizer = TokenizerEndpoints(processor)
     models = Models(processor)
     health = Health(ready or (lambda: dispatcher.model_info() is not None), refused, registry)
-    for path, body in _BODIES.items():
-        _add(app, "POST", path, _served_by_the_protocol, body)
+    document = openapi(keyed=options.accounts is not None, metrics_port=options.metrics_port)
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        _add(app, "POST", path, _served_by_the_protocol)
+    _add(app, "GET", "/openapi.json", _Constant(document).get)
     _add(app, "GET", "/v1/models", models.list)
     _add(app, "GET", "/v1/models/{model:path}", models.get)
     _add(app, "GET", "/health", health.health)
@@ -115,15 +105,15 @@ def create_app(
     return HttpFront(app, PostEndpoints(processor, options, metrics, steps or TurnBatcher(), others))
 
 
-class _DocumentedApp(FastAPI):
-    """An app whose ``/openapi.json`` has the schemas of bodies that FastAPI doesn't read."""
+class _Constant:
+    """Serves the same JSON to everybody."""
 
-    def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document."""
-        document = super().openapi()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(json_schemas(tuple(_BODIES.values())))
-        return document
+    def __init__(self, value: Any) -> None:
+        self._body = orjson.dumps(value)
+
+    async def get(self, request: Request) -> Response:
+        """Return it."""
+        return Response(self._body, media_type="application/json")
 
 
 async def _served_by_the_protocol(request: Request) -> Response:
@@ -131,16 +121,11 @@ async def _served_by_the_protocol(request: Request) -> Response:
     raise InternalError("this server does not use Baton's HTTP protocol, which serves this endpoint")
 
 
-def _add(app: FastAPI, method: str, path: str, endpoint: Endpoint, body: type[Body] | None = None) -> None:
-    """Add a route that takes the bare request; the body's schema is for the documentation alone."""
-    extra: dict[str, Any] = {}
-    if body is not None:
-        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    name = path.strip("/").replace("/", "_")
-    app.add_api_route(path, endpoint, methods=[method], response_class=Response, openapi_extra=extra, name=name)
-    if method == "GET":  # whatever can be got can be asked for without its body
-        app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
+def _add(app: FastAPI, method: str, path: str, endpoint: Endpoint) -> None:
+    """Add a route that takes the bare request; ``document.py`` describes it."""
+    # Whatever can be got can be asked for without its body.
+    methods = ["GET", "HEAD"] if method == "GET" else [method]
+    app.add_api_route(path, endpoint, methods=methods, response_class=Response)
 
 
 class Models:
@@ -209,8 +194,6 @@ class TokenizerEndpoints:
     async def detokenize(self, body: DetokenizeBody, account: Account | None) -> dict[str, Any]:
         """Serve ``POST /detokenize``."""
         info = self._processor.model_info(body.model or "")
-        if body.tokens is None:
-            raise InvalidRequestError("tokens is required", field="tokens")
         most = max(_LEAST_BOUND, info.max_model_len)
         if len(body.tokens) > most:
             raise InvalidRequestError(f"tokens must be at most {most}, got {len(body.tokens)}", field="tokens")

@@ -38,7 +38,6 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_PAGE = "console.html"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -71,9 +70,13 @@ class ConsoleFiles:
                 etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
                 self._files[item.name] = _File(content, media_type, etag)
 
-    async def page(self, request: Request) -> Response:
+    async def console(self, request: Request) -> Response:
         """Serve ``GET /console``."""
-        return self._serve(request, _PAGE)
+        return self._serve(request, "console.html")
+
+    async def docs(self, request: Request) -> Response:
+        """Serve ``GET /docs``: a page that shows ``/openapi.json``."""
+        return self._serve(request, "docs.html")
 
     async def file(self, request: Request) -> Response:
         """Serve ``GET /console/{name}``."""
@@ -253,9 +256,9 @@ def watch(
         ("/debug/console", endpoints.console),
         ("/debug/replicas", endpoints.replicas),
     ):
-        app.add_api_route(path, endpoint, methods=["GET"], response_class=Response)
-    for path, endpoint in (("/console", files.page), ("/console/{name}", files.file)):
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
+    for path, endpoint in (("/console", files.console), ("/docs", files.docs), ("/console/{name}", files.file)):
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
 
 
 def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> dict[str, Any]:

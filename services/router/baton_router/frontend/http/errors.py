@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError
+from baton.errors import BatonError, shown
 
 _CODES = {
     400: "invalid_request",
@@ -59,13 +60,23 @@ def answer_to(error: BatonError | HTTPException) -> Response:
     return _response(error.http_status, baton_error_object(error), headers)
 
 
-def install(app: FastAPI) -> None:
-    """Make an app answer errors of clients and Baton's own in this shape; ``HttpMiddleware`` takes all others."""
+def install(app: FastAPI, endpoints: Sequence[str]) -> None:
+    """Make an app answer errors of clients and Baton's own in this shape; ``HttpMiddleware`` takes all others.
+
+    Args:
+        app: The app.
+        endpoints: Methods and paths, for who asks for another one.
+    """
+
+    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"there is no endpoint {shown(scope['path'])}; there are {', '.join(endpoints)}"
+        await answer_to(HTTPException(404, message))(scope, receive, send)
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError | HTTPException)
         return answer_to(error)
 
+    app.router.default = nothing
     app.add_exception_handler(BatonError, answer)
     app.add_exception_handler(HTTPException, answer)
 

@@ -29,11 +29,11 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _MAX_ID_CHARS = 128
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MAX_FIELD_LABELS = 100
-_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/version", "/console", "/console/{file}"})
-"""What probes and browsers on their way to the console call, without a key."""
+_OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/version", "/console", "/console/{file}", "/docs", "/openapi.json"})
+"""What probes, and browsers on their way to the console or the documentation, call without a key."""
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}
-    | {"/debug/decisions", "/debug/index", "/debug/console"}
+    | {"/debug/decisions", "/debug/index", "/debug/console", "/debug/replicas"}
 )
 _WITH_NAME = (
     ("/v1/models/", "/v1/models/{id}"),
@@ -61,6 +61,7 @@ class HttpOptions:
         request_timeout_s: Seconds a generation may take.
         cors_origins: Origins that browsers may call from.
         hosts: Hosts that requests may be for; ``None``: any.
+        metrics_port: Where else ``/metrics`` is served; 0: nowhere.
         max_connections: Connections at once.
     """
 
@@ -74,6 +75,7 @@ class HttpOptions:
     request_timeout_s: float = 600.0
     cors_origins: tuple[str, ...] = ()
     hosts: HostRule | None = None
+    metrics_port: int = 0
     max_connections: int = 1 << 20
 
 

@@ -19,6 +19,7 @@ from baton.tokenizer.chat_template import flatten_content
 from baton.types import MAX_LOGPROBS, MAX_N, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
 from baton_router.frontend.openai.schemas import (
+    MAX_MESSAGES,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -32,7 +33,6 @@ from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest,
 from baton_router.types import Account
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_MESSAGES = 10_000
 _READ = frozenset({"max_tokens", "logprobs", "stop", "stop_token_ids", "logit_bias"})
 """Sampling fields whose values in a body are not yet those of :class:`SamplingParams`."""
 _COPIED = {field.name for field in fields(SamplingParams)} & {*GenerationBody.__struct_fields__} - _READ
@@ -335,12 +335,19 @@ def _message(value: Any, at: int) -> dict[str, Any]:
         raise InvalidRequestError(f"{field}.content is required", field=f"{field}.content")
     if content is not None and not isinstance(content, str | list):
         raise InvalidRequestError(f"{field}.content must be a string or a list of parts", field=f"{field}.content")
+    for name in ("name", "tool_call_id"):
+        _check_text(value, name, field)
     message = flatten_content(value, at)
     if content is None:
         message["content"] = ""
     if calls is not None:
         message["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls")
     return message
+
+
+def _check_text(value: Mapping[str, Any], name: str, field: str) -> None:
+    if not isinstance(value.get(name), str | None):
+        raise InvalidRequestError(f"{field}.{name} must be a string", field=f"{field}.{name}")
 
 
 def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
@@ -353,6 +360,8 @@ def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             where = f"{field}[{at}].function"
             raise InvalidRequestError(f"{where} must be an object with a name", field=where)
+        for name in ("id", "type"):
+            _check_text(call, name, f"{field}[{at}]")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:

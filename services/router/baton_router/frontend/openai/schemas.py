@@ -9,25 +9,103 @@ is told to be strict.
 from __future__ import annotations
 
 import functools
+import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from baton.errors import InvalidRequestError
+from baton.types import MAX_LOGPROBS, RANGES
 from baton_router.frontend.http.middleware import plain_name
+from baton_router.processor.input_processor import MAX_STOP_STRINGS
+from baton_router.processor.text_request import ROLES
 
 B = TypeVar("B", bound="Body")
 _MAX_NAME = 100
 MAX_ENTRIES = 1024
 """Fields of a body, and of each object in it."""
+MAX_MESSAGES = 10_000
+_MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 _PLACE = re.compile(r"^(.*) - at `(?:key` in `)?\$\.?([^`]*)`$", re.DOTALL)
 """Message and place of msgspec's errors: ``Expected `int`, got `str` - at `$.stop_token_ids[1]` ``."""
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "description": "A text, several texts, token ids, or several prompts of token ids.",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ],
+}
+_STOP = {
+    "description": "Ends a sequence; is not part of its text.",
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS},
+        {"type": "null"},
+    ],
+}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "id": _TEXT_OR_NULL,
+        "type": _TEXT_OR_NULL,
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"description": "An object, or its JSON."}},
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": [*ROLES]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]},
+        "name": _TEXT_OR_NULL,
+        "tool_calls": {"anyOf": [{"type": "array", "items": _TOOL_CALL}, {"type": "null"}]},
+        "tool_call_id": _TEXT_OR_NULL,
+    },
+    "required": ["role"],
+    "anyOf": [
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+        {
+            "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+            "required": ["tool_calls"],
+        },
+    ],
+}
+_MESSAGES = {
+    "description": "The conversation; the model's chat template makes the prompt of it.",
+    "type": "array",
+    "items": _MESSAGE,
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+}
+
+
+# Checked by hand, so that errors say where: for the parser these are anything, for documents what they are.
+_Prompt: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_PROMPT)]
+_Stop: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_STOP)]
+_Messages: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_MESSAGES)]
+_MessagesOrNull: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": [_MESSAGES, {"type": "null"}]})]
+
+
 class Body(msgspec.Struct, kw_only=True):
-    """A JSON object; ``None`` is the default of every field. See :func:`unknown_fields` for what it doesn't have."""
+    """A JSON object; ``None`` is the default of what is not required. See :func:`unknown_fields` for all else."""
 
 
 class StreamOptions(Body):
@@ -49,7 +127,7 @@ class GenerationBody(Body):
     n: int | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop: Any = None
+    stop: _Stop = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -80,17 +158,17 @@ class GenerationBody(Body):
     echo: bool | None = None
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody, kw_only=True):
     """``POST /v1/completions``."""
 
-    prompt: Any = None
+    prompt: _Prompt
     logprobs: int | None = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: Any = None
+    messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -105,7 +183,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
+    messages: _MessagesOrNull = None
     add_special_tokens: bool | None = None
     allow_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -114,11 +192,11 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int] | None = None
+    tokens: list[int]
     skip_special_tokens: bool | None = None
 
 
@@ -137,6 +215,9 @@ def parse_body(cls: type[B], value: Any) -> B:
         found = _PLACE.match(str(error))
         message, place = found.groups() if found is not None else (str(error), "")
         field = place.replace("[...]", "")[:_MAX_NAME]
+        if missing := _MISSING.match(message):
+            field = ".".join(filter(None, (field, missing[1])))
+            raise InvalidRequestError(f"{field} is required", field=field) from error
         message = message.replace("`", "").replace(" | null", "")
         raise InvalidRequestError(f"{field}: {message[:1].lower()}{message[1:]}", field=field) from error
 
@@ -215,13 +296,18 @@ def ignored_fields(extra: Mapping[str, Any]) -> list[str]:
         if name in HARMLESS:
             continue
         if name in ONLY_DEFAULT:
-            if value is not None and value not in ONLY_DEFAULT[name]:
+            if value is not None and not _is_one_of(value, ONLY_DEFAULT[name]):
                 raise InvalidRequestError(f"{name} is not supported yet; leave it out", field=name)
             continue
-        if name in _SILENT_DEFAULTS and (value is None or value in _SILENT_DEFAULTS[name]):
+        if name in _SILENT_DEFAULTS and (value is None or _is_one_of(value, _SILENT_DEFAULTS[name])):
             continue
         ignored.append(name)
     return ignored
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return whether JSON has a value among others: there ``0`` is not ``false``."""
+    return any(value == item and isinstance(value, bool) is isinstance(item, bool) for item in allowed)
 
 
 def check_strict(ignored: Iterable[str], strict: bool) -> None:
@@ -249,10 +335,47 @@ def header_value(ignored: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def json_schemas(classes: Sequence[type[Body]]) -> dict[str, Any]:
-    """Return the schemas of bodies by their names, as OpenAPI's ``components`` have them."""
+def json_schemas(classes: Sequence[type[msgspec.Struct]]) -> dict[str, Any]:
+    """Return the schemas of bodies and answers by their names, as OpenAPI's ``components`` have them.
+
+    Bodies that generate have the ranges of sampling parameters in them, and the fields that are only taken with values
+    that ask for nothing.
+    """
     _, components = msgspec.json.schema_components(classes, ref_template="#/components/schemas/{name}")
+    for cls in classes:
+        if issubclass(cls, GenerationBody):
+            properties = components[cls.__name__]["properties"]
+            for name, low, high, _ in RANGES:
+                _set_range(properties.get(name, {}), low, high)
+            for name, low, high in _MORE_RANGES:
+                _set_range(properties.get(name, {}), low, high)
+            for name, values in ONLY_DEFAULT.items():
+                properties[name] = {
+                    "enum": [None, *values],
+                    "description": "Not supported yet: other values are refused.",
+                }
+            for name in (*HARMLESS, *_SILENT_DEFAULTS):
+                properties[name] = {"description": "Has no effect."}
     return components
+
+
+_MORE_RANGES = (
+    ("max_tokens", 0, math.inf),  # with echo
+    ("max_completion_tokens", 1, math.inf),
+    ("top_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+def _set_range(schema: dict[str, Any], low: float, high: float) -> None:
+    for kind in schema.get("anyOf", ()):
+        if kind.get("type") in ("integer", "number"):
+            whole = kind["type"] == "integer"
+            if 0 < low < sys.float_info.min:
+                kind["exclusiveMinimum"] = 0
+            else:
+                kind["minimum"] = int(low) if whole else low
+            if high != math.inf:
+                kind["maximum"] = int(high) if whole else high
 
 
 def _check_sizes(value: dict[str, Any]) -> None:

@@ -1,0 +1,211 @@
+"""``/openapi.json``: every endpoint of the client port, made of the schemas that requests are read with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+from baton.version import __version__
+from baton_router.frontend.openai import answer_schemas as answers
+from baton_router.frontend.openai.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    json_schemas,
+)
+
+Schema = dict[str, Any]
+_JSON, _EVENTS, _HTML = "application/json", "text/event-stream", "text/html; charset=utf-8"
+_ANY: Final = (400, 403, 414, 417, 431, 500, 501, 503, 505)
+"""Statuses of errors that any request may get: HTTP that is not spoken here, foreign hosts, a router that is full."""
+_BODY: Final = (404, 408, 413, 415, 429)
+_GENERATES: Final = (409, 502, 504)
+_OBJECT: Schema = {"type": "object"}
+_SCHEME = "ApiKey"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One endpoint, as the document tells of it.
+
+    Attributes:
+        summary: What it does.
+        body: What its request's body is; ``None``: it has none.
+        answer: What a good answer is: a struct, a schema, or a media type alone.
+        event: What the events of a streamed answer are.
+        errors: Statuses beside those that any request may get.
+        open: Whether it is answered without an API key.
+        parameters: Of path and query, as OpenAPI has them.
+        statuses: More statuses with the same kind of answer.
+    """
+
+    summary: str
+    answer: type[msgspec.Struct] | Schema | str
+    body: type[Body] | None = None
+    event: type[msgspec.Struct] | None = None
+    errors: tuple[int, ...] = ()
+    open: bool = False
+    parameters: tuple[Schema, ...] = ()
+    statuses: tuple[int, ...] = ()
+
+
+def _parameter(place: str, name: str, description: str, **schema: Any) -> Schema:
+    return {
+        "name": name,
+        "in": place,
+        "required": place == "path",
+        "description": description,
+        "schema": schema or {"type": "string"},
+    }
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        "Answer a conversation.",
+        answers.ChatCompletion,
+        ChatBody,
+        event=answers.ChatCompletionChunk,
+        errors=(*_BODY, *_GENERATES),
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "Go on with prompts.",
+        answers.Completion,
+        CompletionBody,
+        event=answers.CompletionChunk,
+        errors=(*_BODY, *_GENERATES),
+    ),
+    ("GET", "/v1/models"): Operation("List the models that are served.", answers.ModelList),
+    ("GET", "/v1/models/{model}"): Operation(
+        "Describe a model.",
+        answers.Model,
+        errors=(404,),
+        parameters=(_parameter("path", "model", "Its name; may have slashes.", type="string", minLength=1),),
+    ),
+    ("POST", "/tokenize"): Operation("Turn text into token ids.", answers.Tokens, TokenizeBody, errors=_BODY),
+    ("POST", "/detokenize"): Operation("Turn token ids into text.", answers.Prompt, DetokenizeBody, errors=_BODY),
+    ("GET", "/health"): Operation("Say that the process is up.", answers.Health, open=True),
+    ("GET", "/readyz"): Operation(
+        "Say whether requests can be served: 503 if not.", answers.Readiness, open=True, statuses=(503,)
+    ),
+    ("GET", "/version"): Operation("Say which version this is.", answers.Version, open=True),
+    ("GET", "/metrics"): Operation(
+        "Metrics for Prometheus, as text or OpenMetrics; with API keys for administrators, and without on a port of "
+        "its own (--metrics-port).",
+        "text/plain",
+    ),
+    ("GET", "/docs"): Operation("Show this document as a page.", _HTML, open=True),
+    ("GET", "/openapi.json"): Operation("Return this document.", _OBJECT, open=True),
+    ("GET", "/console"): Operation("Show a page that watches the deployment.", _HTML, open=True),
+    ("GET", "/debug/decisions"): Operation(
+        "List the latest placement decisions, newest first.",
+        answers.Decisions,
+        parameters=(
+            _parameter("query", "limit", "How many.", type="integer", minimum=1, maximum=500, default=50),
+            _parameter("query", "id", "A part of the request's id."),
+        ),
+    ),
+    ("GET", "/debug/decisions/{request_id}"): Operation(
+        "Explain a placement decision.",
+        _OBJECT,
+        errors=(404,),
+        parameters=(_parameter("path", "request_id", "The answer's id, or x-request-id.", type="string", minLength=1),),
+    ),
+    ("GET", "/debug/index"): Operation("Say how far the index can be trusted; for administrators.", _OBJECT),
+    ("GET", "/debug/replicas"): Operation("Say how other routers stand; for administrators.", _OBJECT),
+    ("GET", "/debug/console"): Operation("Return what the console shows; for administrators.", _OBJECT),
+}
+OPEN_PATHS: Final = frozenset(path for (_, path), operation in OPERATIONS.items() if operation.open)
+
+
+def openapi(*, keyed: bool, metrics_port: int = 0) -> Schema:
+    """Return the OpenAPI 3.1 document.
+
+    Args:
+        keyed: Whether clients must show API keys.
+        metrics_port: Where ``/metrics`` is served without them too; 0: nowhere.
+    """
+    paths: Schema = {}
+    for (method, path), operation in OPERATIONS.items():
+        name = f"{method.lower()}{path}".translate(str.maketrans("/.{}", "__  ")).replace(" ", "")
+        paths.setdefault(path, {})[method.lower()] = _operation(operation, name, keyed)
+    if metrics_port:
+        server = {"url": f"http://{{host}}:{metrics_port}", "variables": {"host": {"default": "localhost"}}}
+        paths["/metrics"]["servers"] = [{"url": "/"}, {**server, "description": "Without API keys"}]
+    structs: list[type[msgspec.Struct]] = [answers.Error]
+    for operation in OPERATIONS.values():
+        structs += [x for x in (operation.body, operation.event) if x is not None]
+        if isinstance(operation.answer, type):
+            structs.append(operation.answer)
+    components: Schema = {"schemas": json_schemas(structs)}
+    if keyed:
+        components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Baton",
+            "version": __version__,
+            "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(operation: Operation, name: str, keyed: bool) -> Schema:
+    content = _content(operation)
+    errors = {*_ANY, *operation.errors, *({401} if keyed and not operation.open else ())}
+    responses: Schema = {str(status): _error(status) for status in sorted(errors)}
+    for status in (200, *operation.statuses):
+        responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": content}
+    for status in operation.statuses:  # by the router itself: full
+        responses[str(status)]["content"] = {
+            _JSON: {"schema": {"anyOf": [content[_JSON]["schema"], _ref(answers.Error)]}}
+        }
+    document: Schema = {
+        "operationId": name,
+        "summary": operation.summary,
+        "security": [{_SCHEME: []}] if keyed and not operation.open else [],
+        "responses": dict(sorted(responses.items())),
+    }
+    if operation.parameters:
+        document["parameters"] = [*operation.parameters]
+    if operation.body is not None:
+        document["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(operation.body)}}}
+    return document
+
+
+def _content(operation: Operation) -> Schema:
+    answer = operation.answer
+    if isinstance(answer, str):
+        content: Schema = {answer: {"schema": {"type": "string"}}}
+        if answer == "text/plain":
+            content["application/openmetrics-text"] = {"schema": {"type": "string"}}
+        return content
+    content = {_JSON: {"schema": answer if isinstance(answer, dict) else _ref(answer)}}
+    if operation.event is not None:
+        event = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [_ref(operation.event), _ref(answers.Error)]}}
+        data = {"type": "string", "anyOf": [event, {"const": "[DONE]"}]}
+        content[_EVENTS] = {
+            "schema": {
+                "type": "object",
+                "description": "With stream: true. An event; the last one's data is [DONE], unless it is an error.",
+                "properties": {"data": data},
+                "required": ["data"],
+            },
+        }
+    return content
+
+
+def _error(status: int) -> Schema:
+    return {"description": HTTPStatus(status).phrase, "content": {_JSON: {"schema": _ref(answers.Error)}}}
+
+
+def _ref(struct: type[msgspec.Struct]) -> Schema:
+    return {"$ref": f"#/components/schemas/{struct.__name__}"}

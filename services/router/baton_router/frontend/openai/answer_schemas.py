@@ -1,0 +1,229 @@
+"""What answers look like, for the OpenAPI document; ``answer.py`` and the endpoints write them, tests compare."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from baton.types import FinishReason
+
+
+class ErrorObject(msgspec.Struct):
+    """What went wrong; ``param`` is the path of the field at fault, e.g. ``messages[2].content``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(msgspec.Struct):
+    """The body of every answer that is an error, and the event of a stream that ends with one."""
+
+    error: ErrorObject
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Prompt tokens that did not have to be computed."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all prompts and sequences of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that was likely; ``bytes`` join to the text even where a token is part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of a chat answer's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities of a completion's tokens; the lists are parallel."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptToken(msgspec.Struct):
+    """One of a prompt position's likely tokens."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
+
+
+class Sequence(msgspec.Struct, kw_only=True):
+    """What every choice has."""
+
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class AssistantMessage(msgspec.Struct):
+    """The message that was generated."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class Delta(msgspec.Struct):
+    """What an event adds to the message."""
+
+    content: str
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChoice(Sequence, kw_only=True):
+    """One sequence of a chat answer."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(Sequence, kw_only=True):
+    """What an event adds to one sequence of a chat answer."""
+
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Sequence, kw_only=True):
+    """One sequence of a completion, or what an event adds to it."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """What every answer has."""
+
+    id: str
+    created: int
+    model: str
+
+
+class ChatCompletion(Answer, kw_only=True):
+    """Answers ``POST /v1/chat/completions``."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Answer, kw_only=True):
+    """An event of a chat answer."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Completion(Answer, kw_only=True):
+    """Answers ``POST /v1/completions``."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Answer, kw_only=True):
+    """An event of a completion."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(msgspec.Struct):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    """Answers ``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(msgspec.Struct):
+    """Answers ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Prompt(msgspec.Struct):
+    """Answers ``POST /detokenize``."""
+
+    prompt: str
+
+
+class Health(msgspec.Struct):
+    """Answers ``GET /health``."""
+
+    status: Literal["ok"]
+
+
+class Readiness(msgspec.Struct):
+    """Answers ``GET /readyz``; ``refused`` counts instances that are, by role."""
+
+    status: Literal["ready", "not ready"]
+    refused: dict[str, int] | UnsetType = UNSET
+
+
+class Version(msgspec.Struct):
+    """Answers ``GET /version``."""
+
+    version: str
+
+
+class Decisions(msgspec.Struct):
+    """Answers ``GET /debug/decisions``."""
+
+    decisions: list[dict[str, Any]]
+    seen: int
