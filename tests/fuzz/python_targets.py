@@ -17,6 +17,7 @@ TARGETS = {
     "events": "state",
     "replicas": "state",
     "registrations": "state",
+    "kubernetes": "state",
     "disk": "files",
     "kv_files": "files",
 }

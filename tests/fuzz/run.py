@@ -50,7 +50,7 @@ def commands(targets: list[str]) -> dict[str, list[str]]:
 
 
 def fuzz(target: str, command: list[str], seconds: int, longest_s: int) -> dict[str, Any]:
-    """Run one target; returns its line of the log."""
+    """Run one target; returns its line of the log, but for the version."""
     corpus, crashes = CORPUS / target, CRASHES / target
     corpus.mkdir(parents=True, exist_ok=True)
     crashes.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,6 @@ def fuzz(target: str, command: list[str], seconds: int, longest_s: int) -> dict[
     if not any(crashes.iterdir()):
         crashes.rmdir()
     return {
-        "version": version(),
         "target": target,
         "seconds": round(time.monotonic() - begun),
         "cpu_s": round(sum(after[:2]) - sum(before[:2])),
@@ -95,9 +94,9 @@ def main() -> int:
     except (native_targets.NoCompilerError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    failed = False
+    failed, code = False, version()  # before the log changes
     for target, command in by_target.items():
-        line = fuzz(target, command, args.seconds, args.hang_s)
+        line = {"version": code, **fuzz(target, command, args.seconds, args.hang_s)}
         failed |= bool(line["found"])
         print(json.dumps(line), flush=True)
         if args.log:

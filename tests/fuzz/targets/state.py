@@ -14,6 +14,7 @@ from baton_router.accounts.accounts import Accounts, entries_of_json, entries_of
 from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.discovery import redis as redis_discovery
+from baton_router.registry.discovery.kubernetes import UNREADABLE, Slices
 from baton_router.replication.capacity import Peers
 from baton_router.replication.wire import Entry, EntryError, decode, encode
 
@@ -126,6 +127,36 @@ _ACCOUNT = [
 ]
 
 
+def kubernetes(data: bytes) -> None:
+    """What an API server says of EndpointSlices gives addresses, or fails as the watch expects."""
+    choices, slices = Choices(data), Slices("grpc")
+    names = ["metadata", "addressType", "ports", "endpoints", "name", "port", "conditions", "ready", "addresses"]
+    for _ in range(choices.number(1, 4)):
+        endpoint = {"addresses": [choices.text()], "conditions": {"ready": choices.pick([True, False, None])}}
+        item = {
+            "metadata": {"name": choices.pick(["a", "b"]), "resourceVersion": "1"},
+            "ports": [{"name": "grpc", "port": choices.integer()}],
+            "endpoints": [endpoint | choices.fields(names, 1) for _ in range(choices.number(0, 2))],
+            **choices.fields(names, 2),
+        }
+        with contextlib.suppress(*UNREADABLE):
+            slices.apply(
+                choices.pick(["ADDED", "MODIFIED", "DELETED", ""]), choices.pick([item, item, choices.value()])
+            )
+        assert all(isinstance(each, str) for each in slices.addresses())
+        with contextlib.suppress(*UNREADABLE):
+            slices.replace([item, choices.value()])
+
+
+def _registration(value: bytes) -> tuple[str, str]:
+    if hasattr(redis_discovery, "_read"):
+        return redis_discovery._read(value)
+    from baton.rpc.registrations import read_registration
+
+    fields, _ = read_registration(None, "instance", value, 1_000_000)
+    return redis_discovery._parse(fields)
+
+
 def registrations(data: bytes) -> None:
     """Values of Redis that others wrote: an instance's registration, the table of API keys; and such a file."""
     choices = Choices(data)
@@ -136,8 +167,8 @@ def registrations(data: bytes) -> None:
         whole = orjson.dumps(item)
         for value in (raw, whole, choices.mutated(whole)):
             # What discovery calls a registration that cannot be read.
-            with contextlib.suppress(ConfigError, ValueError, KeyError, TypeError):
-                address, role = redis_discovery._read(value)
+            with contextlib.suppress(BatonError, ValueError, KeyError, TypeError):
+                address, role = _registration(value)
                 assert address.rpartition(":")[2].isdigit()
                 assert role in ("prefill", "decode")
     tenants = {

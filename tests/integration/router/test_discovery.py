@@ -297,6 +297,21 @@ async def test_endpoint_slices_are_listed_and_watched(world: World, api: ApiServ
     await until(lambda: bool(api.streams))
 
 
+@pytest.mark.parametrize("api", ["http"], indirect=True)
+async def test_answers_of_another_shape_end_no_watch(world: World, api: ApiServer, tmp_path: Path) -> None:
+    decode = await world.worker(Role.DECODE, "d0")
+    registry = await watch(world, api, tmp_path)
+    for shape in ([], {"type": "ADDED", "object": None}, {"type": "ADDED", "object": {"metadata": 5}}):
+        await until(lambda: bool(api.streams))
+        lists = api.lists
+        for stream in api.streams:
+            stream.put_nowait(json.dumps(shape).encode() + b"\n")
+        await until(lambda before=lists: api.lists > before)  # what came may have been half taken
+    await until(lambda: bool(api.streams))
+    api.send("ADDED", endpoint_slice("c", ("127.0.0.1", True), port=decode.port, version=5))
+    await until(lambda: names(registry) == {"d0"})
+
+
 def test_configuration_names_what_is_missing(tmp_path: Path) -> None:
     for options, name in (
         ({"discover": ("dns",)}, "discover"),

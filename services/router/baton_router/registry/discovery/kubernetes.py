@@ -37,6 +37,8 @@ _SILENCE_S = 310.0
 _LONGEST_PAUSE_S = 5.0
 _GONE = 410
 _LONGEST_ROLE_PAUSE_S = 2.0
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading JSON of another shape than the API's raises."""
 
 
 class _GoneError(Exception):
@@ -97,7 +99,9 @@ class KubernetesDiscovery:
             except _GoneError:
                 log.info("Kubernetes: too old a resource version, listing anew")
                 self._version = ""
-            except (httpx.HTTPError, ValueError, KeyError, ConfigError) as error:
+            except (httpx.HTTPError, ConfigError, *UNREADABLE) as error:
+                if isinstance(error, UNREADABLE):
+                    self._version = ""  # half of it may have been taken
                 # Once per absence, not once per try.
                 log.log(
                     logging.DEBUG if away else logging.WARNING,
