@@ -7,7 +7,7 @@ TOOLS := $(VENV)/tools
 FUZZ := $(VENV)/fuzz
 PYTEST_FLAGS ?=
 
-.PHONY: help install native wheel-check demo up check test chaos fuzz lint format protos lock audit sbom bench test-gpu clean
+.PHONY: help install native wheel-check demo up check test chaos fuzz test-clients lint format protos lock audit sbom bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -56,6 +56,9 @@ fuzz: native $(FUZZ)/.installed ## every parser of foreign bytes, and native cod
 $(FUZZ)/.installed: requirements/fuzz.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --upgrade --target $(FUZZ) -r $<
 	@touch $@
+
+test-clients: native ## third-party clients, each in an environment of its own under ~/.cache/baton-clients, against baton up
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/clients $(PYTEST_FLAGS)
 
 test-gpu: native ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)

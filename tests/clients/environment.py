@@ -1,0 +1,88 @@
+"""Third-party clients in environments of their own: each as its package installs, none among Baton's dependencies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HOME = Path(os.environ.get("BATON_CLIENTS_HOME", Path.home() / ".cache" / "baton-clients"))
+INSTALL_S = 1800
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A client that was installed.
+
+    Attributes:
+        folder: Its environment: a virtual one, or that of npm.
+    """
+
+    folder: Path
+
+    def run(self, *command: str, timeout: float = 600.0, cwd: Path | None = None, **environment: str) -> str:
+        """Run one of its commands and return its standard output; an error fails the test with what it wrote."""
+        binary = self.folder / "bin" / command[0]
+        words = [str(binary) if binary.exists() else command[0], *command[1:]]
+        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd or self.folder,
+            env={**os.environ, **offline, **environment},
+        )  # fmt: skip
+        if done.returncode:
+            pytest.fail(f"{' '.join(words)}: status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        return done.stdout
+
+
+def python(name: str, *requirements: str, bare: tuple[str, ...] = ()) -> Program:
+    """Return an environment with Python packages; skips the test where they do not install.
+
+    Args:
+        name: Of the environment.
+        requirements: For pip; torch, where one of them wants it, is the version of ``constraints.txt``.
+        bare: Packages to install without what they depend on.
+    """
+    torch = next(line for line in (_ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    constraints = HOME / "constraints.txt"
+    folder = _folder(name, *requirements, *bare)
+    if not (folder / "installed").exists():
+        HOME.mkdir(parents=True, exist_ok=True)
+        constraints.write_text(torch.split()[0].rstrip("\\") + "\n")
+        _install(name, sys.executable, "-m", "venv", "--clear", str(folder))
+        pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(constraints))
+        _install(name, *pip, *requirements)
+        if bare:
+            _install(name, *pip, "--no-deps", *bare)
+        (folder / "installed").touch()
+    return Program(folder)
+
+
+def npm(name: str, *packages: str) -> Program:
+    """Return a folder with packages of npm; skips the test where they do not install."""
+    folder = _folder(name, *packages)
+    if not (folder / "installed").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _install(name, "npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *packages)
+        (folder / "installed").touch()
+    return Program(folder)
+
+
+def _folder(name: str, *requirements: str) -> Path:
+    digest = hashlib.sha256("\n".join((sys.version, *requirements)).encode()).hexdigest()[:8]
+    return HOME / f"{name}-{digest}"
+
+
+def _install(name: str, *command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"{name} does not install here: {error}")
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "WARNING" not in line] or ["?"]
+        pytest.skip(f"{name} does not install here: {lines[-1]}")
