@@ -35,6 +35,7 @@ _MOST_DESCRIPTORS = 1 << 20
 _FEW_DESCRIPTORS = 4096
 _MAX_SCRAPES = 16
 _SCRAPE_S = 5.0
+_THREAD_START_S = 5.0
 
 
 def run_service(
@@ -76,6 +77,8 @@ def run_service(
         if not given[0].core_dumps:
             forbid_core_dumps()
         raise_descriptor_limit()
+        if argv is None:
+            watch_thread_starts()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(serve(*given))
     except BatonError as error:
@@ -159,6 +162,32 @@ def raise_descriptor_limit() -> int:
     if 0 <= now < _FEW_DESCRIPTORS:
         log.warning("at most %d files and connections may be open: raise the hard limit (ulimit -Hn)", now)
     return now
+
+
+def watch_thread_starts(interval_s: float = _THREAD_START_S) -> None:
+    """End this process, with status 1, when one of its threads does not come to life.
+
+    ``Thread.start`` waits for ever where the new thread finds no memory for its first frame (seen with CPython 3.11).
+    Then a server accepts nothing any more, say, while health checks are answered; a process started anew serves.
+
+    Args:
+        interval_s: A start that takes longer has failed; twice that passes at most.
+    """
+
+    def watch() -> None:
+        starting: set[threading.Thread] = set()
+        while True:
+            time.sleep(interval_s)
+            with suppress(MemoryError):  # another look will have some
+                before, starting = starting, {thread for thread in threading.enumerate() if thread.ident is None}
+                if lost := before & starting:
+                    try:
+                        names = ", ".join(sorted(thread.name for thread in lost))
+                        log.critical("no memory to start %s, and what waits for that hangs: this process ends", names)
+                    finally:
+                        os._exit(1)
+
+    threading.Thread(target=watch, name="baton-thread-starts", daemon=True).start()
 
 
 class StopRequest:

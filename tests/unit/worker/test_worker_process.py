@@ -167,3 +167,34 @@ def test_a_password_on_the_command_line_is_warned_of_and_not_repeated() -> None:
         )
         assert ("password in --redis" in done.stderr) is warned
         assert "s3cr3t" not in done.stderr
+
+
+THREAD_WITHOUT_MEMORY = """
+import resource
+import threading
+from baton.worker.process import set_up_logging, watch_thread_starts
+
+def start_one():
+    begin.wait()
+    threading.Thread(target=print, name="baton-lost").start()
+
+set_up_logging("info", "decode-0")
+watch_thread_starts(0.1)
+begin = threading.Event()
+starter = threading.Thread(target=start_one)
+starter.start()
+ended = threading.Thread(target=print)  # its stack is kept for the next thread, so that the kernel gives it one
+ended.start()
+ended.join()
+resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+begin.set()
+starter.join()
+"""
+
+
+def test_a_process_ends_when_a_thread_finds_no_memory_to_start():
+    """``Thread.start`` never returns then: whoever accepts connections would accept none any more."""
+    command = [sys.executable, "-c", THREAD_WITHOUT_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done
+    assert "no memory to start baton-lost" in done.stderr
