@@ -185,8 +185,8 @@ async def _disturb(fault: Fault, deployment: Deployment, stack: contextlib.Async
             return before + bytes(byte ^ flip for byte in part) + after[len(part) :]
         return before + part + after if fault.kind == "duplicate" else before + after[len(part) :]
 
-    previous, proxy.disturb = proxy.disturb, disturb
-    stack.callback(setattr, proxy, "disturb", previous)
+    proxy.disturb = disturb  # with another one under way: this instead, and the first to end ends both
+    stack.callback(setattr, proxy, "disturb", None)
 
 
 async def _fill(fault: Fault, deployment: Deployment, stack: contextlib.AsyncExitStack) -> None:
@@ -210,9 +210,9 @@ async def _limit(fault: Fault, deployment: Deployment, stack: contextlib.AsyncEx
             which, most = resource.RLIMIT_NOFILE, 4  # those that are open stay
         else:
             which, most = resource.RLIMIT_AS, 1 << 20  # what it has stays, and the heap's holes; nothing is mapped anew
-        before = resource.prlimit(pid, which)
-        resource.prlimit(pid, which, (most, before[1]))
-        stack.callback(_quietly, resource.prlimit, pid, which, before)
+        _, hard = resource.prlimit(pid, which)
+        resource.prlimit(pid, which, (most, hard))
+        stack.callback(_quietly, resource.prlimit, pid, which, (hard, hard))  # as services have it, whoever limits too
         fault.struck += 1
         for name, proxy in deployment.proxies.items():
             if name.startswith(fault.process + " "):
