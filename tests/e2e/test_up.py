@@ -224,7 +224,7 @@ def test_metrics_of_router_and_workers(up, client):
         assert name in text
     table = "".join(up.lines)
     addresses = re.findall(r"metrics (127\.0\.0\.1:\d+/metrics)", table)
-    assert len(addresses) >= 3
+    assert len(addresses) >= 2  # of the instances; the router shows its own on its HTTP port
     workers = "".join(httpx.get(f"http://{address}", timeout=20).text for address in addresses)
     assert "baton_engine_num_blocks" in workers
     assert 'baton_kv_transfer_bytes_total{pipe="shm"}' in workers
