@@ -28,6 +28,7 @@ from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccoun
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
+from baton_router.frontend.admin import administer
 from baton_router.frontend.app import create_app
 from baton_router.frontend.console.console import watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
@@ -150,6 +151,7 @@ class RouterApp:
             policy=config.policy,
             replicas=self.replica.report if self.replica is not None else None,
         )
+        administer(http.app, self.processor, self.registry)
         https = self._tls.http_context() if self._tls is not None and config.http_tls else None
         self._reload = CredentialReload(accounts, self._tls, https)
         self._http = _HttpServer(

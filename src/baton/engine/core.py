@@ -189,6 +189,12 @@ class EngineCore:
         self._pool.clear()
         self._flush_events()
 
+    def reset_prefix_cache(self) -> int:
+        """Forget the cached KV that no request uses; return how many blocks had some."""
+        num_blocks = self._pool.clear_unused()
+        self._flush_events()
+        return num_blocks
+
     # State
 
     def has_work(self) -> bool:

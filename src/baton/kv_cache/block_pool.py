@@ -259,6 +259,13 @@ class BlockPool:
         self._cache.clear()
         self._blank.extend(self._cached.clear())
 
+    def clear_unused(self) -> int:
+        """Forget the cached content that nobody holds; return how many blocks had some."""
+        unused = self._cached.clear()
+        self._cache.drop(unused)
+        self._blank.extend(unused)
+        return len(unused)
+
     def snapshot(self) -> list[BlocksStored]:
         """Return the cached chains, parents before children."""
         return self._cache.snapshot()

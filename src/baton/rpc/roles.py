@@ -26,7 +26,7 @@ _ANY = frozenset({"*"})
 MAY_CALL: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "router": _methods("WorkerService", "GetInfo", "StreamKvEvents", "StreamLoad", "Generate", "GenerateMany")
-        | _methods("WorkerService", "PrefillFirst", "Abort")
+        | _methods("WorkerService", "PrefillFirst", "Abort", "ResetPrefixCache")
         | _methods("KvStoreService", "GetStoreInfo", "StreamStoreEvents"),
         "prefill": _REGISTERS | _KEEPS_BLOCKS,
         "decode": _REGISTERS | _KEEPS_BLOCKS | _FETCHES_PROMPTS,

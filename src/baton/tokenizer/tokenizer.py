@@ -218,10 +218,12 @@ class TextModel:
     Attributes:
         tokenizer: Its tokenizer.
         chat_template: Its chat template, ``None`` for a model that has none.
+        config: What ``tokenizer_config.json`` has, if there is one.
     """
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _control: ControlTokens = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -237,7 +239,8 @@ class TextModel:
         """
         directory = model_directory(path)
         tokenizer = Tokenizer.load(directory)
-        return cls(tokenizer, ChatTemplate.load(directory, tokenizer.special_tokens))
+        template = ChatTemplate.load(directory, tokenizer.special_tokens)
+        return cls(tokenizer, template, read_json(directory / "tokenizer_config.json"))
 
     def prompt_text(self, text: str, *, allow_special_tokens: bool = True) -> PromptText:
         """Return a prompt of a text.

@@ -159,6 +159,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(interval_s)
         raise UnavailableError(f"this is a {self.role.role} instance now")  # a router asks again who this is
 
+    async def ResetPrefixCache(
+        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        """Drop the cached blocks that are not in use."""
+        engine = self._worker.engine
+        num_blocks = await engine.call(lambda: engine.core.reset_prefix_cache())
+        return worker_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         """Stop admission and wait for running requests."""
         left = await self._worker.admission.drain(request.timeout_ms / 1000)

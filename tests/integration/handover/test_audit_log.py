@@ -81,6 +81,10 @@ async def test_a_router_notes_wrong_keys_administrators_reads_and_new_keys(lines
                 assert told(lines) == [{**read, "endpoint": path}]
             assert await get("/metrics", USER) == 403
             assert told(lines) == [{**read, "event": "denied", "account": "user", "endpoint": "/metrics"}]
+            for method, path in (("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"), ("GET", "/tokenizer_info")):
+                answer = await client.request(method, path, headers={"authorization": f"Bearer {USER}"})
+                assert answer.status_code == 403
+                assert told(lines) == [{**read, "event": "denied", "account": "user", "endpoint": path}]
             assert await get("/debug/decisions", USER) == 200  # its own
             assert await get("/v1/models", USER) == 503
             assert told(lines) == []

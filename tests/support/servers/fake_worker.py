@@ -228,6 +228,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             model_path=self.state.model_path,
         )
 
+    async def ResetPrefixCache(
+        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        """Say that there was nothing."""
+        return worker_pb2.ResetPrefixCacheResponse()
+
     async def StreamLoad(
         self, request: worker_pb2.StreamLoadRequest, context: Any
     ) -> AsyncIterator[worker_pb2.StreamLoadResponse]:

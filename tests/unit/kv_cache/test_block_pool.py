@@ -87,6 +87,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.clear()
         assert self.pool.num_cached == 0
 
+    @rule()
+    def clear_unused(self) -> None:
+        before = self.pool.num_cached
+        assert self.pool.clear_unused() == before - self.pool.num_cached
+        assert self.pool.num_cached <= self.pool.num_active
+
     @invariant()
     def books_balance(self) -> None:
         self.pool.check_integrity(idle=not self.live)
@@ -168,6 +174,21 @@ def test_the_first_block_of_a_hash_stays() -> None:
     pool.check_integrity()
     assert pool.num_free == 3
     assert pool.num_cached == 1
+
+
+def test_what_nobody_holds_is_forgotten_and_told_of() -> None:
+    pool, _, events = make_pool(5)
+    held, free = fill(pool, chain(1, 2)), fill(pool, chain(5))
+    pool.release(free)
+    assert pool.clear_unused() == 1
+    assert events[-1] == BlocksRemoved((chain(5)[0],))
+    assert pool.match(chain(1, 2)) == held
+    assert pool.match(chain(5)) == []
+    assert (pool.num_cached, pool.num_active, pool.num_free) == (2, 2, 3)
+    assert pool.clear_unused() == 0
+    pool.release(held)
+    assert pool.clear_unused() == 2
+    pool.check_integrity(idle=True)
 
 
 def test_clear_forgets_cached_content_and_leaves_holders_alone() -> None:

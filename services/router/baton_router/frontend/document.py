@@ -99,6 +99,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "its own (--metrics-port).",
         "text/plain",
     ),
+    ("POST", "/reset_prefix_cache"): Operation(
+        "Have every instance drop the cached blocks that no request uses; for administrators.", answers.CacheReset
+    ),
+    ("POST", "/flush_cache"): Operation("As /reset_prefix_cache, under SGLang's name.", answers.CacheReset),
+    ("GET", "/tokenizer_info"): Operation(
+        "Return the model's tokenizer configuration and chat template; for administrators.", answers.TokenizerInfo
+    ),
     ("GET", "/docs"): Operation("Show this document as a page.", _HTML, open=True),
     ("GET", "/openapi.json"): Operation("Return this document.", _OBJECT, open=True),
     ("GET", "/console"): Operation("Show a page that watches the deployment.", _HTML, open=True),

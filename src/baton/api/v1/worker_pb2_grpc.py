@@ -79,6 +79,11 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/baton.api.v1.WorkerService/ResetPrefixCache',
+                request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/baton.api.v1.WorkerService/Drain',
                 request_serializer=baton_dot_api_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -155,6 +160,13 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Drops the cached blocks that no request uses and nobody fetches; KV events tell of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes no new requests and answers when the running ones ended or the time is up.
         """
@@ -209,6 +221,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=baton_dot_api_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -459,6 +476,33 @@ class WorkerService(object):
             '/baton.api.v1.WorkerService/SetRole',
             baton_dot_api_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.WorkerService/ResetPrefixCache',
+            baton_dot_api_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,8 @@ class WorkerServiceStub:
     """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
     the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
     """
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]
+    """Drops the cached blocks that no request uses and nobody fetches; KV events tell of them."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes no new requests and answers when the running ones ended or the time is up."""
 
@@ -85,6 +87,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
     the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
     """
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Drops the cached blocks that no request uses and nobody fetches; KV events tell of them."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new requests and answers when the running ones ended or the time is up."""
 
@@ -166,6 +170,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
         the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
         """
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _worker_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_worker_pb2.ResetPrefixCacheResponse]]:
+        """Drops the cached blocks that no request uses and nobody fetches; KV events tell of them."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -34,6 +34,7 @@ _OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/version", "/console", "/con
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}
     | {"/debug/decisions", "/debug/index", "/debug/console", "/debug/replicas"}
+    | {"/reset_prefix_cache", "/flush_cache", "/tokenizer_info"}
 )
 _WITH_NAME = (
     ("/v1/models/", "/v1/models/{id}"),

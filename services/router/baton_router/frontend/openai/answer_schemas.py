@@ -222,6 +222,19 @@ class Version(msgspec.Struct):
     version: str
 
 
+class CacheReset(msgspec.Struct):
+    """Answers ``POST /reset_prefix_cache``: how many blocks each instance dropped, by its id."""
+
+    blocks: dict[str, int]
+
+
+class TokenizerInfo(msgspec.Struct):
+    """Answers ``GET /tokenizer_info``: beside these, what the model's ``tokenizer_config.json`` has."""
+
+    tokenizer_class: str | None
+    chat_template: str | None
+
+
 class Decisions(msgspec.Struct):
     """Answers ``GET /debug/decisions``."""
 
