@@ -174,3 +174,26 @@ async def test_it_fits(tmp_path: Path, width: int, height: int, ratio: tuple[int
 
     async with watched_router(tmp_path, *ratio) as watched:
         await asyncio.to_thread(look, watched.url)
+
+
+async def test_the_documentation_shows_every_endpoint_and_needs_nothing_from_elsewhere(
+    watched: Watched, browser: Chrome
+) -> None:
+    document = (await watched.http.get("/openapi.json")).json()
+
+    def look() -> str:
+        browser.get(f"{watched.url}/docs")
+        wait(browser, lambda d: len(d.find_elements(By.CSS_SELECTOR, "#endpoints > details")) == len(document["paths"]))
+        browser.execute_script("document.querySelectorAll('details').forEach(x => { x.open = true; });")
+        return browser.find_element(By.TAG_NAME, "body").text
+
+    text = await asyncio.to_thread(look)
+    for words in (
+        "POST /v1/chat/completions",
+        "GET /v1/models/{model}",
+        "messages (required)",
+        "temperature",
+        "Statuses:",
+    ):
+        assert words in text
+    assert not severe(browser)
