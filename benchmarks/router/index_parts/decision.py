@@ -22,12 +22,15 @@ from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.registry.load import NO_LIMIT
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
+from baton_router.scheduler.speeds import Speeds
 
 BLOCK, SIDE, IN_FLIGHT = 16, 16, 64
+FLEET_BLOCKS = 64
 EPOCH = Epoch(b"e" * 16)
 KIND = replace(FINGERPRINT, block_size=BLOCK, block_bytes=512)
 ROOT = root_hash(KIND.content_key())
@@ -47,11 +50,11 @@ def prompts(chains: int, blocks: int, count: int) -> list[list[int]]:
 
 
 class Fleet:
-    """Sixteen prefill and sixteen decode instances that are known without having been asked."""
+    """As many prefill as decode instances, sixteen by default, that are known without having been asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int = SIDE) -> None:
         self.index = PrefixIndex()
-        self.by_role = {role: [self._instance(role, at) for at in range(SIDE)] for role in (Role.PREFILL, Role.DECODE)}
+        self.by_role = {role: [self._instance(role, at) for at in range(side)] for role in (Role.PREFILL, Role.DECODE)}
 
     def ready(self, role: Role) -> list[Instance]:
         """Return a role's instances."""
@@ -99,6 +102,74 @@ async def _measure(chains: int, count: int, lengths: Iterable[int]) -> dict[str,
     for instance in (*fleet.by_role[Role.PREFILL], *fleet.by_role[Role.DECODE]):
         await instance.channel.close(None)
     return out
+
+
+def measure_fleets(sizes: Iterable[int], policies: Iterable[str], count: int) -> dict[str, Any]:
+    """Time decisions among many instances on the processor: as many prefill as decode ones, and one of them full."""
+    return asyncio.run(_measure_fleets(sizes, policies, count))
+
+
+async def _measure_fleets(sizes: Iterable[int], policies: Iterable[str], count: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for side in sizes:
+        fleet = Fleet(side)
+        instances = [*fleet.by_role[Role.PREFILL], *fleet.by_role[Role.DECODE]]
+        asks = [prompt_tokens(at)[: FLEET_BLOCKS * BLOCK] for at in range(side)]
+        for at, instance in enumerate(instances):
+            _store(instance, hash_chain(asks[at % side], BLOCK, ROOT))
+        for policy in policies:
+            speeds = _learnt(fleet)
+            for full in (0, 1):
+                fleet.by_role[Role.DECODE][0].load.limit = 0 if full else NO_LIMIT
+                times = _time_decisions(fleet, policy, speeds, asks, count)
+                out[f"{policy}, {side} + {side}" + (", one full" if full else "")] = {
+                    "p50_us": 1e6 * statistics.median(times),
+                    "p99_us": 1e6 * sorted(times)[len(times) * 99 // 100],
+                }
+        for instance in instances:
+            await instance.channel.close(None)
+    return out
+
+
+def _learnt(fleet: Fleet) -> Speeds:
+    """Return speeds that were measured on every instance and every pair, all a little different."""
+    speeds, rng = Speeds(), np.random.default_rng(0)
+    for p in fleet.by_role[Role.PREFILL]:
+        for amount in (1000.0, 4000.0):
+            speeds.prefill.add(p.instance_id, amount, amount * rng.uniform(0.1, 0.15))
+    for d in fleet.by_role[Role.DECODE]:
+        for amount in (1000.0, 4000.0):
+            speeds.local.add(d.instance_id, amount, amount * rng.uniform(0.15, 0.2))
+            speeds.decode.add(d.instance_id, amount / 1000, rng.uniform(15.0, 18.0))
+            for p in fleet.by_role[Role.PREFILL]:
+                speeds.transfer.add((p.instance_id, d.instance_id), amount, rng.uniform(1.0, 3.0))
+    return speeds
+
+
+def _time_decisions(fleet: Fleet, policy: str, speeds: Speeds, asks: list[list[int]], count: int) -> list[float]:
+    placer = Placer(
+        fleet,
+        make_policy(policy, PolicyContext(speeds=speeds)),
+        SchedulerMetrics(CollectorRegistry()),
+        max_prefills=3,
+        threshold=None,
+        speeds=speeds,
+        seed=0,
+    )
+    flying: deque[Placement] = deque()
+    times = []
+    for at in range(IN_FLIGHT + count):
+        ask = PlacementRequest(asks[at % len(asks)])
+        began = time.thread_time()
+        placement = placer.place(ask)
+        times.append(time.thread_time() - began)
+        assert placement is not None
+        flying.append(placement)
+        if at >= IN_FLIGHT:
+            flying.popleft().release()
+    while flying:
+        flying.popleft().release()
+    return times[IN_FLIGHT:]
 
 
 def _store(instance: Instance, hashes: HashChain) -> None:

@@ -28,6 +28,7 @@ from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import LowerTiers, Placer
 from baton_router.scheduler.policies import POLICIES, Policy, PolicyContext, make_policy
+from baton_router.scheduler.roster import Candidates
 from baton_router.scheduler.speeds import ServedRequest, Speeds
 
 PROMPT = list(range(40))
@@ -262,8 +263,8 @@ async def test_blocks_in_slower_tiers_count_by_weight(cluster: Cluster) -> None:
     rates = {x.instance_id: x.match_rate for x in placement.decision.candidates}
     assert rates["d:1"] == pytest.approx((2 + 0.5 * 2 + 0.25 * 6) / 10)
     assert rates["d:2"] == pytest.approx(0.5)
-    assert placement.decision.decode.loadable == [40, 20]
-    assert placement.decision.decode.matched == [8, 20]
+    assert list(placement.decision.decode.loadable) == [40, 20]
+    assert list(placement.decision.decode.matched) == [8, 20]
     assert placement.decision.decode.tiers == [{"host": 8, "remote": 24}, {}]
 
 
@@ -287,7 +288,7 @@ async def test_blocks_in_a_kv_store_count_for_the_instances_that_load_from_it(cl
     assert placement is not None
     side = placement.decision.decode
     assert side.tiers == [{"host": 8, "store": 8, "store_disk": 8}, {}]
-    assert side.loadable == [32, 20]
+    assert list(side.loadable) == [32, 20]
     assert side.match_rates == pytest.approx([(2 + 0.5 * 2 + 0.5 * 2 + 0.25 * 2) / 10, 0.5])
     # A store that died counts no more; one that the instance does not use never did.
     next(x for x in stores if x.address == "s:1").events.lost()
@@ -486,3 +487,56 @@ async def test_a_request_of_more_sequences_than_the_routers_part_is_placed(clust
     for x in (one, two):
         x.load.requests = 0
     assert cluster.placer.place(PlacementRequest(PROMPT, num_sequences=6)) is None, "no part, no request"
+
+
+# --- what is kept between requests ---
+
+
+async def test_a_full_instance_costs_no_new_roster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counted(Candidates):
+        def __init__(self, *args: Any) -> None:
+            made.append(1)
+            super().__init__(*args)
+
+    monkeypatch.setattr("baton_router.scheduler.placer.Candidates", Counted)
+    cluster.get("d:1").load.limit = 0
+    placed = [cluster.placer.place(PlacementRequest(PROMPT)) for _ in range(5)]
+    assert [x.decode.address for x in placed if x is not None] == ["d:2"] * 5
+    assert len(made) == 1
+    cluster.set_down(cluster.get("p:1"))
+    assert cluster.placer.place(PlacementRequest(PROMPT)) is not None
+    assert len(made) == 2, "an instance has gone"
+
+
+async def test_what_is_kept_is_what_a_new_placer_would_see(cluster: Cluster) -> None:
+    """Two placers in turns over the same instances, whose load, room and health change all the time."""
+    rng, held = random.Random(5), []
+    placers = [cluster.placer, cluster.make_placer(seed=0)]
+    for step in range(300):
+        for x in cluster.registry.instances():
+            x.load.limit = rng.choice((0, 1, 2, 2**62)) if x.role is Role.DECODE else x.load.limit
+            x.load.observe(common_pb2.LoadReport(waiting_prompt_tokens=rng.randrange(1000)), 4)
+        if step % 20 == 0:
+            x = rng.choice(cluster.registry.instances())
+            x.status = Status.DOWN if x.status is Status.READY else Status.READY
+            cluster.registry._changed()
+        exclude = [cluster.get("d:2").identity] if rng.random() < 0.2 else []
+        ask = PlacementRequest(PROMPT, exclude=exclude, local_only=rng.random() < 0.2)
+        seen = [x.place(ask, reserve=False) for x in (rng.choice(placers), cluster.make_placer())]
+        assert [x is None for x in seen] in ([True, True], [False, False])
+        if seen[0] is not None and seen[1] is not None:
+            kept, new = ([(c[0], c[2], c[4]) for c in x.decision.candidates] for x in seen if x is not None)
+            assert [c[:2] for c in kept] == [c[:2] for c in new]
+            assert [c[2] for c in kept] == pytest.approx([c[2] for c in new], rel=1e-4), "the clock went on"
+        placement = rng.choice(placers).place(ask)
+        if placement is not None:
+            assert placement.decode.identity not in exclude
+            placement.grow(3)
+            held.append(placement)
+        if len(held) > 2:
+            held.pop(rng.randrange(3)).release()
+    for placement in held:
+        placement.release()
+    assert cluster.loads() == {}

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from baton.errors import ConfigError
 from baton.hashing import block_hashes, root_hash
-from baton.types import BlockHash, InstanceId, Role
+from baton.types import BlockHash, InstanceId, PrefillPath, Role
 from baton_router.config import RouterConfig
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.load import LoadTracker
@@ -46,7 +47,8 @@ def side(
     ids = [InstanceId("abcdefghijklmnop"[i]) for i in range(len(match))]
     work = list(work) or [0.0] * len(ids)
     books = [LoadTracker(role) for _ in ids]
-    return Side(role, ids, [round(1000 * x) for x in match], list(match), work, work, cost, books)
+    matched = np.array([round(1000 * x) for x in match])
+    return Side(role, ids, matched, np.array(match), np.array(work), np.array(work), cost, books)
 
 
 NONE = side([], role=Role.PREFILL)
@@ -59,19 +61,50 @@ def best(policy: Policy, decode: Side, rng: random.Random | None = None, request
 
 
 def test_relative_loads() -> None:
-    assert relative_loads(side([])) == []
-    assert relative_loads(side([0, 0])) == [1.0, 1.0]
+    assert relative_loads(side([])).tolist() == []
+    assert relative_loads(side([0, 0])).tolist() == [1.0, 1.0]
     assert relative_loads(side([0, 0], [100, 300])) == pytest.approx([125 / 225, 325 / 225])
-    assert relative_loads(side([0], cost=0)) == [1.0]
+    assert relative_loads(side([0], cost=0)).tolist() == [1.0]
 
 
 def test_match_wins_until_its_place_is_too_busy() -> None:
     policy = make_policy("match_minus_load")
     assert best(policy, side([0, 0, 0, 0.9], [0, 0, 0, 50])) == "d"
     assert best(policy, side([0, 0, 0, 0.2], [0, 0, 0, 400])) != "d"
-    scores = policy.score(REQUEST, side([0.5], role=Role.PREFILL), side()).prefill
-    assert scores.totals == pytest.approx([0.5 - 0.5])
-    assert scores.explain(0) == {"match": 0.5, "load": pytest.approx(-0.5)}
+    scores = policy.score(REQUEST, side([0.5], [2000], role=Role.PREFILL), side()).prefill
+    assert scores.totals == pytest.approx([0.5 - 0.5 * 2]), "two prompts like this one wait there"
+    assert scores.explain(0) == {"match": 0.5, "load": pytest.approx(-1.0), "speed": 0.0, "lately": 0.0}
+
+
+def test_the_default_divides_by_learnt_speed() -> None:
+    speeds = Speeds(lambda: 0.0)
+    policy = make_policy("match_minus_load", PolicyContext(speeds=speeds))
+    prefill = side([0, 0.3, 0], [1000, 1000, 1900], role=Role.PREFILL)
+    for name, factor in (("a", 1.0), ("b", 3.0), ("c", 1.0)):
+        for amount in (100.0, 1000.0, 3000.0):
+            speeds.prefill.add(name, amount, factor * amount)
+    ratings = policy.score(REQUEST, prefill, side([0, 0], [5, 5]))
+    assert ratings.prefill.totals.argmax() == 0, "b has a third of the prompt, and takes three times as long"
+    assert min(ratings.prefill.explain(1)["load"], ratings.prefill.explain(1)["speed"]) < 0
+
+
+def test_the_default_has_decode_compute_what_would_wait() -> None:
+    speeds = Speeds(lambda: 0.0)
+    policy = make_policy("match_minus_load", PolicyContext(speeds=speeds))
+    busy, idle = side([0, 0], [5000, 4000], role=Role.PREFILL), side([0, 0], role=Role.PREFILL)
+    decode = side([0, 0])
+    assert policy.score(REQUEST, busy, decode).local is None, "no speed is known"
+    for amount in (100.0, 1000.0, 3000.0):
+        speeds.prefill.add("a", amount, amount)
+    rng = random.Random(0)
+    assert choose(policy.score(REQUEST, busy, decode), rng).path is PrefillPath.LOCAL
+    left = choose(policy.score(REQUEST, idle, decode), rng)
+    assert (left.path, left.prefill is None) == (None, False), "decode's own threshold decides, as before"
+    below = Request(1000, threshold=64)
+    assert policy.score(below, busy, decode).local is None, "the operator's threshold decides"
+    for tracker in decode.trackers:
+        tracker.prompts = 20_000  # type: ignore[attr-defined]
+    assert choose(policy.score(REQUEST, busy, decode), rng).path is None
 
 
 def test_beta() -> None:
@@ -142,9 +175,11 @@ def test_every_policy_scores_everybody_by_terms_that_add_up(name: str, num_prefi
         if scores is not None:
             assert len(scores.totals) == size
             assert scores.totals == pytest.approx([sum(scores.explain(i).values()) for i in range(size)])
-    for d, row in enumerate(ratings.pairs.rows if ratings.pairs else []):
-        assert row == pytest.approx([sum(ratings.pairs.explain(p, d).values()) for p in range(num_prefills)])
-    assert make_policy(name).score(request, NONE, side([])).decode.totals == []
+    if ratings.pairs is not None:
+        for d in range(3):
+            explained = [sum(ratings.pairs.explain(p, d).values()) for p in range(num_prefills)]
+            assert list(ratings.pairs.rows[d]) == pytest.approx(explained)
+    assert make_policy(name).score(request, NONE, side([])).decode.totals.tolist() == []
 
 
 def test_unknown_policy() -> None:
@@ -275,10 +310,9 @@ def simulate(policy: Policy, *, instances: int = 8, requests: int = 3000, seed: 
             finish_until(sim, index, now)
         depths = index.match(hashes, -1)
         matched = [depths.get(s.slot, 0) * BLOCK for s in sims]
-        rates = [m / len(prompt) for m in matched]
+        held, work = np.array(matched, float), np.array([s.work for s in sims], float)
         ids = [InstanceId(str(i)) for i in range(instances)]
-        work: list[float] = [s.work for s in sims]
-        candidates = Side(Role.PREFILL, ids, matched, rates, work, work, len(prompt) + OVERHEAD)
+        candidates = Side(Role.PREFILL, ids, held, held / len(prompt), work, work, len(prompt) + OVERHEAD)
         request = Request(len(prompt))
         choice = choose(policy.score(request, candidates, side([0])), rng)
         assert choice.prefill is not None

@@ -24,6 +24,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.api.v1 import common_pb2
 from baton.types import Role
 
@@ -67,6 +70,8 @@ class LoadTracker:
     now: Callable[[], float] = time.monotonic
     _done: float = 0.0
     _done_at: float = 0.0
+    _watched: LoadColumns | None = field(default=None, repr=False, compare=False)
+    _at: int = field(default=0, repr=False, compare=False)
 
     @property
     def work(self) -> float:
@@ -76,7 +81,7 @@ class LoadTracker:
     @property
     def load(self) -> float:
         """Work in flight, and a share of what was done lately, in tokens."""
-        return in_flight([self])[1][0]
+        return self.work + _RECENT_SHARE * self._done * math.exp((self._done_at - self.now()) / RECENT_S)
 
     def has_room(self, sequences: int) -> bool:
         """Whether a request may be placed here now.
@@ -86,11 +91,17 @@ class LoadTracker:
         """
         return self.requests + sequences <= self.limit or (sequences > self.limit and self.requests < self.limit)
 
+    def changed(self) -> None:
+        """Tell who watches that something of it is different."""
+        if self._watched is not None:
+            self._watched.changed.add(self._at)
+
     def done(self, tokens: float) -> None:
         """Count work that is no longer in flight."""
         now = self.now()
         self._done = self._done * math.exp((self._done_at - now) / RECENT_S) + tokens
         self._done_at = now
+        self.changed()
 
     @property
     def prompts_waiting(self) -> int:
@@ -110,30 +121,50 @@ class LoadTracker:
         # Without a request of others, blocks in use beyond ours are rounding or requests that just ended.
         more_tokens = max(0.0, tokens - self.tokens - self.shared_tokens) if more_requests else 0.0
         self.foreign = more_tokens + REQUEST_OVERHEAD_TOKENS * more_requests
+        self.changed()
 
     def share(self, requests: int, tokens: int) -> None:
         """Take what other routers say that they have here; until the next report it is not taken off ``foreign``."""
         self.shared_requests, self.shared_tokens = requests, tokens
         self.shared = float(tokens + REQUEST_OVERHEAD_TOKENS * requests)
+        self.changed()
 
     def forget_reports(self) -> None:
         """The process behind the reports is gone."""
         self.report = common_pb2.LoadReport()
         self.foreign = 0.0
         self.draining, self.prompts_reported, self._done = False, 0, 0.0
+        self.changed()
 
 
-def in_flight(trackers: Sequence[LoadTracker]) -> tuple[list[float], list[float]]:
-    """Return each tracker's :attr:`~LoadTracker.work` and :attr:`~LoadTracker.load`, by the first one's clock."""
-    work, loads = [], []
-    if trackers:
-        now, exp = trackers[0].now(), math.exp
-        for x in trackers:
-            own = x.tokens + REQUEST_OVERHEAD_TOKENS * x.requests + x.foreign + x.shared
-            work.append(own)
-            lately = x._done
-            loads.append(own + _RECENT_SHARE * lately * exp((x._done_at - now) / RECENT_S) if lately else own)
-    return work, loads
+class LoadColumns:
+    """The load of many instances side by side: a tracker that changes is read again, the others are not.
+
+    Attributes:
+        trackers: Whose load it is.
+        changed: Positions of those that changed since they were read.
+        over: Others watch one of the trackers now: make new columns.
+    """
+
+    def __init__(self, trackers: Sequence[LoadTracker]) -> None:
+        self.trackers, self.changed, self.over = trackers, set(range(len(trackers))), False
+        self._work, self._lately, self._at = np.zeros((3, len(trackers)))
+        for at, tracker in enumerate(trackers):
+            if tracker._watched is not None:
+                tracker._watched.over = True
+            tracker._watched, tracker._at = self, at
+
+    def read(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return each tracker's :attr:`~LoadTracker.work` and :attr:`~LoadTracker.load`, by the first one's clock."""
+        works, lately, times = self._work, self._lately, self._at
+        while self.changed:
+            at = self.changed.pop()
+            tracker = self.trackers[at]
+            works[at], lately[at], times[at] = tracker.work, _RECENT_SHARE * tracker._done, tracker._done_at
+        work = works.copy()
+        if not work.size:
+            return work, work
+        return work, work + lately * np.exp((times - self.trackers[0].now()) / RECENT_S)
 
 
 @dataclass(slots=True)
@@ -154,6 +185,7 @@ class LoadReservation:
         self.tracker.tokens += self.tokens
         self.tracker.requests += self.requests
         self.tracker.prompts += self.prompt
+        self.tracker.changed()
 
     def prefilled(self) -> None:
         """The prompt was computed."""
@@ -165,6 +197,7 @@ class LoadReservation:
         if not self.released:
             self.tokens += tokens
             self.tracker.tokens += tokens
+            self.tracker.changed()
 
     def release(self) -> None:
         """Give the share back."""

@@ -22,7 +22,7 @@ import msgspec
 from baton.api.v1 import common_pb2, router_pb2
 from baton.rpc.convert import path_to_pb, role_to_pb
 from baton.types import PrefillPath, Role
-from baton_router.scheduler.policy import Choice, Ratings, Side, best_option, relative_loads
+from baton_router.scheduler.policy import Choice, FloatArray, Ratings, Side, best_option, relative_loads
 
 RUNNING = "running"
 _MAX_RECORDS = 1000
@@ -83,7 +83,7 @@ class Decision(msgspec.Struct, eq=False):
     prefill_order: list[int]
     prefill_addresses: Sequence[str]
     index_state: str
-    _loads: dict[Role, list[float]] | None = None
+    _loads: dict[Role, FloatArray] | None = None
 
     @property
     def prefill_instance(self) -> str:
@@ -114,9 +114,9 @@ class Decision(msgspec.Struct, eq=False):
             DecisionCandidate(
                 instance_id=name,
                 role=role_to_pb(side.role),
-                match_rate=side.match_rates[at],
+                match_rate=float(side.match_rates[at]),
                 tiers={} if side.tiers is None else side.tiers[at],
-                load=self.loads(side.role)[at],
+                load=float(self.loads(side.role)[at]),
                 score=self.score_of(side.role, at),
                 terms=self.terms_of(side.role, at),
             )
@@ -134,10 +134,10 @@ class Decision(msgspec.Struct, eq=False):
         for side in (self.decode, self.prefill):
             for at, name in enumerate(side.ids):
                 if name == instance_id:
-                    return side.match_rates[at]
+                    return float(side.match_rates[at])
         return 0.0
 
-    def loads(self, role: Role) -> list[float]:
+    def loads(self, role: Role) -> FloatArray:
         """Return the relative loads of a role."""
         known = self._loads
         if known is None:
@@ -150,9 +150,9 @@ class Decision(msgspec.Struct, eq=False):
     def score_of(self, role: Role, at: int) -> float:
         """Return a candidate's score."""
         if role is Role.DECODE:
-            return best_option(self.ratings, at)[2] if self.couples else self.ratings.decode.totals[at]
+            return best_option(self.ratings, at)[2] if self.couples else float(self.ratings.decode.totals[at])
         if not self.couples:
-            return self.ratings.prefill.totals[at]
+            return float(self.ratings.prefill.totals[at])
         return sum(self._option_terms(self.choice.decode, at, PrefillPath.REMOTE).values())
 
     def terms_of(self, role: Role, at: int) -> list[Term]:

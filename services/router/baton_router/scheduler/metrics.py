@@ -77,9 +77,9 @@ class SchedulerMetrics(Collector):
         """Count a placement."""
         self._decisions.labels(decision.policy).inc()
         self._index_use.labels(decision.index_state).inc()
-        self._decode_rate.observe(decision.decode.match_rates[decision.choice.decode])
+        self._decode_rate.observe(float(decision.decode.match_rates[decision.choice.decode]))
         if decision.prefill_instance:
-            self._prefill_rate.observe(decision.prefill.match_rates[decision.prefill_order[0]])
+            self._prefill_rate.observe(float(decision.prefill.match_rates[decision.prefill_order[0]]))
         for side in (decision.prefill, decision.decode):
             if side.ids:
                 self._latest[side.role] = decision
@@ -95,12 +95,12 @@ class SchedulerMetrics(Collector):
 
     def _add_terms(self, decision: Decision) -> None:
         at = decision.choice.decode
-        self._add_term(Role.DECODE, "match", decision.decode.match_rates[at])
-        self._add_term(Role.DECODE, "load", decision.loads(Role.DECODE)[at])
+        self._add_term(Role.DECODE, "match", float(decision.decode.match_rates[at]))
+        self._add_term(Role.DECODE, "load", float(decision.loads(Role.DECODE)[at]))
         if decision.prefill_instance:
             at = decision.prefill_order[0]
-            self._add_term(Role.PREFILL, "match", decision.prefill.match_rates[at])
-            self._add_term(Role.PREFILL, "load", decision.loads(Role.PREFILL)[at])
+            self._add_term(Role.PREFILL, "match", float(decision.prefill.match_rates[at]))
+            self._add_term(Role.PREFILL, "load", float(decision.loads(Role.PREFILL)[at]))
         self._add_term(_PAIR, "score", decision.score)
         for name, value in decision.terms:
             self._add_term(_PAIR, self._term_label(name), value)

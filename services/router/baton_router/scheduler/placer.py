@@ -16,129 +16,16 @@ from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexSt
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, in_flight
+from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation
 from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
-from baton_router.scheduler.policy import Pairs, Policy, Ratings, Request, Side, choose, prefill_order
+from baton_router.scheduler.policy import Policy, Request, Side, choose, prefill_order
+from baton_router.scheduler.roster import Candidates, Part, only_compatible
 from baton_router.scheduler.speeds import Speeds
 
-KvCompat = list[list[bool]]
-"""``compat[d][p]``: whether decode instance ``d`` takes the KV of prefill instance ``p``."""
-REFUSED = {"kv_dtype": -math.inf}
-"""The term of a pair whose KV dtypes do not fit."""
 _WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
 _TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """Instances of one format have the same block hashes: a prompt is hashed and looked up once for all of them.
-
-    Attributes:
-        content_key: Root of the hash chains, tenant salt aside.
-        block_size: Tokens per block.
-        block_bytes: Bytes per block.
-    """
-
-    content_key: bytes
-    block_size: int
-    block_bytes: int
-
-
-class RoleCandidates:
-    """The instances of one role, as parallel lists.
-
-    Attributes:
-        role: Theirs.
-        instances: The instances.
-        ids: Their names.
-        trackers: Their load.
-        formats: Each one's position in ``Candidates.formats``.
-        indexed: Each one's part of the index, beside its format.
-    """
-
-    __slots__ = ("formats", "ids", "indexed", "instances", "role", "trackers")
-
-    def __init__(self, role: Role, instances: Sequence[Instance], known: dict[BlockFormat, int]) -> None:
-        self.role, self.instances = role, instances
-        self.ids = [x.instance_id for x in instances]
-        self.trackers = [x.load for x in instances]
-        self.formats = [known.setdefault(_block_format(x), len(known)) for x in instances]
-        self.indexed = [(x.events, at) for x, at in zip(instances, self.formats, strict=True)]
-
-
-class Candidates:
-    """The instances that a request can be placed on, gathered once for as long as they stay the same.
-
-    Args:
-        prefills: Ready prefill instances; those whose KV no decode instance takes are left out.
-        decodes: Ready decode instances.
-
-    Attributes:
-        prefill: Prefill instances.
-        decode: Decode instances.
-        formats: Of all of them, prefill instances' first.
-        kv_bytes_per_token: Of what travels, which is the source's KV.
-        compat: Which decode instance takes the KV of which prefill instance; ``None``: all of all.
-    """
-
-    __slots__ = ("_given", "compat", "decode", "formats", "kv_bytes_per_token", "prefill")
-
-    def __init__(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
-        self._given = prefills, decodes
-        self.compat: KvCompat | None = kv_compat(prefills, decodes)
-        if self.compat is not None and not any(map(any, self.compat)):
-            prefills, self.compat = (), None
-        known: dict[BlockFormat, int] = {}
-        self.prefill = RoleCandidates(Role.PREFILL, prefills, known)
-        self.decode = RoleCandidates(Role.DECODE, decodes, known)
-        self.formats = list(known)
-        self.kv_bytes_per_token = self.formats[0].block_bytes / self.formats[0].block_size
-
-    def is_of(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
-        """Whether it was made from these very list objects."""
-        return self._given[1] is decodes and self._given[0] is prefills
-
-
-def kv_compat(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> KvCompat | None:
-    """Return which decode instance takes KV of which prefill instance; ``None``: all of all. All must be ready."""
-    if len({info.kind for x in (*prefills, *decodes) if (info := x.info) is not None}) == 1:
-        return None
-    rows: dict[str, list[bool]] = {}
-    compat = []
-    for decode in decodes:
-        assert decode.info is not None  # it is ready
-        row = rows.get(decode.info.kind)
-        if row is None:
-            mine = decode.info.fingerprint
-            row = rows[decode.info.kind] = [x.info is not None and mine.takes(x.info.fingerprint) for x in prefills]
-        compat.append(row)
-    return compat
-
-
-def only_compatible(ratings: Ratings, compat: KvCompat) -> Ratings:
-    """Return ratings in which pairs whose KV does not fit score ``-inf``."""
-    pairs = ratings.pairs
-
-    def explain(p: int, d: int) -> dict[str, float]:
-        if not compat[d][p]:
-            return REFUSED
-        return {} if pairs is None else pairs.explain(p, d)
-
-    rows = [
-        [(0.0 if pairs is None else pairs.rows[d][p]) if fits else -math.inf for p, fits in enumerate(row)]
-        for d, row in enumerate(compat)
-    ]
-    return Ratings(
-        ratings.prefill, ratings.decode, Pairs(rows, explain), ratings.local, ratings.store, ratings.temperature
-    )
-
-
-def _block_format(instance: Instance) -> BlockFormat:
-    info = instance.info
-    assert info is not None  # it is ready
-    return BlockFormat(info.content_key, info.fingerprint.block_size, info.fingerprint.block_bytes)
 
 
 class Fleet(Protocol):
@@ -212,71 +99,92 @@ class Placer:
     def place(self, request: PlacementRequest, *, reserve: bool = True) -> Placement | None:
         """Choose instances and, unless told not to, reserve a share of them; ``None``: no decode instance is free."""
         began = time.perf_counter()
-        decodes = self._fleet.ready(Role.DECODE)
-        prefills = () if request.local_only else self._fleet.ready(Role.PREFILL)
-        if request.prefilled is not None:
-            prefills = [x for x in prefills if x.address == request.prefilled[0]]
-        if request.exclude:
-            decodes = [x for x in decodes if x.identity not in request.exclude]
-        if reserve:
-            free = [x for x in decodes if x.load.has_room(request.num_sequences)]
-            if len(free) < len(decodes):
-                decodes = free
-        if not decodes:
-            return None
+        prefills, decodes = self._fleet.ready(Role.PREFILL), self._fleet.ready(Role.DECODE)
         candidates = self._candidates
         if candidates is None or not candidates.is_of(prefills, decodes):
             candidates = self._candidates = Candidates(prefills, decodes)
-        chains, tiered = self._look_up(request, candidates)
+        parts = self._parts(request, candidates, reserve=reserve)
+        if not parts[1].instances:
+            return None
+        chains, held, tiered = self._look_up(request, candidates, parts)
         total = len(request.token_ids)
-        prefill = _side(candidates.prefill, chains, total, total + REQUEST_OVERHEAD_TOKENS)
-        decode = _side(candidates.decode, chains, total, total + REQUEST_OVERHEAD_TOKENS * request.num_sequences)
+        prefill = candidates.prefill.side(parts[0], held[0], total, total + REQUEST_OVERHEAD_TOKENS)
+        decode_cost = total + REQUEST_OVERHEAD_TOKENS * request.num_sequences
+        decode = candidates.decode.side(parts[1], held[1], total, decode_cost)
         if tiered:
-            for side, role in ((prefill, candidates.prefill), (decode, candidates.decode)):
-                self._count_tiers(side, role, chains, total)
+            for side, part in zip((prefill, decode), parts, strict=True):
+                self._count_tiers(side, part, chains, total)
         policy_request = Request(
             tokens=total,
             sequences=request.num_sequences,
             session=request.session,
             max_tokens=request.max_tokens,
-            kv_bytes_per_token=candidates.kv_bytes_per_token,
+            kv_bytes_per_token=candidates.kv_bytes_per_token(*parts),
             threshold=self._threshold,
         )
-        if request.prefilled is not None and prefill.match_rates:
+        if request.prefilled is not None and prefill.ids:
             prefill.match_rates[0] = request.prefilled[1]
-        placement = self._choose(policy_request, prefill, decode, candidates)
+        placement = self._choose(policy_request, prefill, decode, candidates, parts)
         if request.prefilled is not None:
             placement.decision.path = PrefillPath.REMOTE
         if reserve:
-            used = [] if request.prefill_only else [self._reserve_decode(request, placement, candidates, chains)]
+            used = [] if request.prefill_only else [self._reserve_decode(request, placement, parts[1], chains)]
             if request.prefilled is None and placement.decision.path in (None, PrefillPath.REMOTE):
-                used += self._reserve_prefill(placement, candidates, chains)
+                used += self._reserve_prefill(placement, parts[0], chains)
             self._policy.chosen(policy_request, used)
             self._metrics.decision_time.observe(time.perf_counter() - began)
             if not request.prefill_only:
                 self._metrics.observe(placement.decision)
         return placement
 
-    def _look_up(self, request: PlacementRequest, candidates: Candidates) -> tuple[list[_PromptChain], bool]:
-        """Return the prompt in every format's blocks, looked up among the slots of the format's instances.
+    def _parts(self, request: PlacementRequest, candidates: Candidates, *, reserve: bool) -> tuple[Part, Part]:
+        """Return the prefill and the decode instances that a request may use; no prefill instance if none fits any."""
+        prefill, decode = candidates.prefill.whole, candidates.decode.whole
+        if request.local_only:
+            prefill = candidates.prefill.part([])
+        elif request.prefilled is not None:
+            address = request.prefilled[0]
+            prefill = candidates.prefill.part([at for at, x in enumerate(prefill.instances) if x.address == address])
+        full = reserve and decode.ids and min([x.limit - x.requests for x in decode.trackers]) < request.num_sequences
+        if full or request.exclude:
+            free = [
+                at
+                for at, x in enumerate(decode.instances)
+                if not (full and not x.load.has_room(request.num_sequences)) and x.identity not in request.exclude
+            ]
+            decode = candidates.decode.part(free)
+        compat = candidates.compat_of(prefill, decode)
+        if compat is not None and not compat.any():
+            prefill = candidates.prefill.part([])
+        return prefill, decode
+
+    def _look_up(
+        self, request: PlacementRequest, candidates: Candidates, parts: tuple[Part, Part]
+    ) -> tuple[dict[int, _PromptChain], list[list[int]], bool]:
+        """Return the prompt in the blocks of every format in use, and how many of its tokens each instance holds.
 
         And whether an instance may be able to load some of it from a slower tier.
         """
-        chains = []
-        for block_format in candidates.formats:
+        tiered = self._stores is not None and len(self._stores) > 0
+        chains: dict[int, _PromptChain] = {}
+        for at in {*parts[0].formats, *parts[1].formats}:
+            block_format = candidates.formats[at]
             root = root_hash(block_format.content_key, request.cache_salt)
             hashes = hash_chain(request.token_ids, block_format.block_size, root)
-            chains.append(_PromptChain(hashes, block_format.block_size))
-        tiered = self._stores is not None and len(self._stores) > 0
-        for role in (candidates.prefill, candidates.decode):
-            for events, at in role.indexed:
+            chains[at] = _PromptChain(hashes, block_format.block_size)
+        for part in parts:
+            for events, at in part.indexed:
                 if events.usable:
                     chains[at].slots |= 1 << events.slot
                 if events.lower_slots:
                     tiered = True
-        for chain in chains:
+        for chain in chains.values():
             chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
-        return chains, tiered
+        held = [
+            [(chain := chains[at]).depths.get(events.slot, 0) * chain.block_size for events, at in part.indexed]
+            for part in parts
+        ]
+        return chains, held, tiered
 
     def _lower_tiers(self, instance: Instance) -> list[tuple[str, int]]:
         """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
@@ -290,16 +198,16 @@ class Placer:
         slots = own[-1][1] if own else 0
         return [*own[1:], *((tier, slots | more) for tier, more in stores)]
 
-    def _count_tiers(self, side: Side, role: RoleCandidates, chains: list[_PromptChain], total: int) -> None:
+    def _count_tiers(self, side: Side, part: Part, known: dict[int, _PromptChain], total: int) -> None:
         """Add what instances can load from slower tiers: by weight to their match rates, whole to ``loadable``."""
-        tiers = [self._lower_tiers(x) for x in role.instances]
+        tiers = [self._lower_tiers(x) for x in part.instances]
         if not any(tiers):
             return
-        chains, total = [chains[at] for at in role.formats], max(1, total)
-        side.loadable, side.tiers = list(side.matched), [{} for _ in side.matched]
+        chains, total = [known[at] for at in part.formats], max(1, total)
+        side.loadable, side.tiers = side.matched.copy(), [{} for _ in part.ids]
         depths = self._tier_depths(chains, tiers)
         for at, (lower, chain) in enumerate(zip(tiers, chains, strict=True)):
-            nearer, more = side.matched[at] // chain.block_size, 0.0
+            nearer, more = int(side.matched[at]) // chain.block_size, 0.0
             for (tier, _), depth in zip(lower, depths[at], strict=True):
                 if depth > nearer:
                     side.tiers[at][tier] = (depth - nearer) * chain.block_size
@@ -319,8 +227,10 @@ class Placer:
                 depths[at] = [next(answers) for _ in tiers[at]]
         return depths
 
-    def _choose(self, request: Request, prefill: Side, decode: Side, candidates: Candidates) -> Placement:
-        ratings, compat = self._policy.score(request, prefill, decode), candidates.compat
+    def _choose(
+        self, request: Request, prefill: Side, decode: Side, candidates: Candidates, parts: tuple[Part, Part]
+    ) -> Placement:
+        ratings, compat = self._policy.score(request, prefill, decode), candidates.compat_of(*parts)
         if compat is None:
             choice = choose(ratings, self._rng)
             order = prefill_order(ratings, choice, self._max_prefills, self._rng)
@@ -328,13 +238,13 @@ class Placer:
             ratings = only_compatible(ratings, compat)
             choice = choose(ratings, self._rng)
             order = prefill_order(ratings, choice, len(prefill), self._rng)
-            order = [p for p in order if compat[choice.decode][p]][: self._max_prefills]
+            order = [p for p in order if compat[choice.decode, p]][: self._max_prefills]
         path = choice.path
         if self._threshold is not None and order and path is not PrefillPath.STORE:
-            missing = request.tokens - decode.matched[choice.decode]
+            missing = request.tokens - int(decode.matched[choice.decode])
             path = PrefillPath.LOCAL if missing < self._threshold else PrefillPath.REMOTE
-        target = candidates.decode.instances[choice.decode]
-        chosen = [candidates.prefill.instances[at] for at in order]
+        target = parts[1].instances[choice.decode]
+        chosen = [parts[0].instances[at] for at in order]
         state = target.events.state
         if chosen and (other := chosen[0].events.state) is not state:
             state = next(x for x in _WORST_FIRST if x in (state, other))
@@ -353,7 +263,7 @@ class Placer:
         return Placement(target, chosen, decision, self._threshold)
 
     def _reserve_decode(
-        self, request: PlacementRequest, placement: Placement, candidates: Candidates, chains: list[_PromptChain]
+        self, request: PlacementRequest, placement: Placement, part: Part, chains: dict[int, _PromptChain]
     ) -> InstanceId:
         """Reserve a share of the decode instance; returns its name."""
         decision, load = placement.decision, placement.decode.load
@@ -361,38 +271,22 @@ class Placer:
         # From a request whose prompt was computed beforehand nothing is learnt of how long the usual order takes.
         placement.speeds = self._speeds if request.prefilled is None else None
         placement.running = load.requests + request.num_sequences
-        own = total - decision.decode.matched[at] if decision.path is PrefillPath.LOCAL else 0
+        own = total - int(decision.decode.matched[at]) if decision.path is PrefillPath.LOCAL else 0
         placement.decode_reservation = LoadReservation(load, total, request.num_sequences, own)
-        placement.decode_pending = placement.decode.events.add_pending(chains[candidates.decode.formats[at]].hashes)
+        placement.decode_pending = placement.decode.events.add_pending(chains[part.formats[at]].hashes)
         return decision.decode.ids[at]
 
-    def _reserve_prefill(
-        self, placement: Placement, candidates: Candidates, chains: list[_PromptChain]
-    ) -> list[InstanceId]:
+    def _reserve_prefill(self, placement: Placement, part: Part, chains: dict[int, _PromptChain]) -> list[InstanceId]:
         """Reserve a share of the first prefill instance, if there is one; returns its name."""
         if not placement.prefill:
             return []
         decision, first = placement.decision, placement.prefill[0]
         at = decision.prefill_order[0]
         placement.ahead = first.load.work
-        missing = max(0, decision.prompt_tokens - decision.prefill.matched[at])
+        missing = max(0, decision.prompt_tokens - int(decision.prefill.matched[at]))
         placement.prefill_reservation = LoadReservation(first.load, missing)
-        placement.prefill_pending = first.events.add_pending(chains[candidates.prefill.formats[at]].hashes)
+        placement.prefill_pending = first.events.add_pending(chains[part.formats[at]].hashes)
         return [decision.prefill.ids[at]]
-
-
-def _side(role: RoleCandidates, chains: list[_PromptChain], total: int, cost: float) -> Side:
-    """Return one role's instances as a policy sees them."""
-    if not role.indexed:
-        return Side(role.role, [], [], [], [], [], cost)
-    work, loads = in_flight(role.trackers)
-    total, matched, rates = max(1, total), [], []
-    for events, at in role.indexed:
-        chain = chains[at]
-        tokens = chain.depths.get(events.slot, 0) * chain.block_size
-        matched.append(tokens)
-        rates.append(tokens / total)
-    return Side(role.role, role.ids, matched, rates, work, loads, cost, role.trackers)
 
 
 def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:

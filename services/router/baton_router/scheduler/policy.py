@@ -2,23 +2,30 @@
 
 A policy scores, it does not choose: it gives each prefill instance, each decode instance and, if it wants, each pair a
 number made of named terms; :func:`choose` takes the best pair. Most terms belong to one instance of the pair alone, so
-16 x 16 pairs cost a policy 32 numbers, not 256.
+16 x 16 pairs cost a policy 32 numbers, not 256. Numbers of instances are arrays, so that hundreds of them are scored in
+a few steps, and pairs that cannot be the best are not scored at all.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from baton.types import InstanceId, PrefillPath, Role
 
+FloatArray = npt.NDArray[np.float64]
+Numbers = Sequence[float] | FloatArray
 _SMOOTHING = 0.25
 """Share of a request's own work in the relative load. In simulations 0.1 to 0.5 gave the lowest time to first token:
 1.0 balances too late, 0 gives up a tenth of the hits while the cluster is nearly idle."""
+_ROUNDING = 1e-9
+"""By how much of it a bound may lie below a score that was added up in another order."""
 
 
 class Request(msgspec.Struct):
@@ -60,7 +67,9 @@ class InstanceLoad(Protocol):
 
 
 class Side(msgspec.Struct):
-    """The instances of one role that can be chosen, as parallel lists: entry ``i`` of each is of instance ``i``.
+    """The instances of one role that can be chosen: entry ``i`` of each list and array is of instance ``i``.
+
+    Numbers may be given as lists; they are kept as arrays of float64.
 
     Attributes:
         role: Theirs.
@@ -77,51 +86,73 @@ class Side(msgspec.Struct):
     """
 
     role: Role
-    ids: list[InstanceId]
-    matched: list[int]
-    match_rates: list[float]
-    work: list[float]
-    loads: list[float]
+    ids: Sequence[InstanceId]
+    matched: FloatArray
+    match_rates: FloatArray
+    work: FloatArray
+    loads: FloatArray
     cost: float
     trackers: Sequence[InstanceLoad] = ()
-    loadable: list[int] | None = None
+    loadable: FloatArray | None = None
     tiers: list[dict[str, int]] | None = None
+
+    def __post_init__(self) -> None:
+        self.matched, self.match_rates = as_floats(self.matched), as_floats(self.match_rates)
+        self.work, self.loads = as_floats(self.work), as_floats(self.loads)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def sequences(self) -> FloatArray:
+        """Return how many sequences this router has in flight on each instance."""
+        return np.array([x.requests for x in self.trackers] or [0] * len(self), float)
+
+    def prompts_waiting(self) -> FloatArray:
+        """Return how many prompt tokens each instance has yet to compute by itself."""
+        return np.array([x.prompts_waiting for x in self.trackers] or [0] * len(self), float)
 
 
 class Scores(msgspec.Struct):
     """One number per instance of a side, higher is better, and the named terms that add up to it."""
 
-    terms: dict[str, list[float]]
-    totals: list[float]
+    terms: dict[str, FloatArray]
+    totals: FloatArray
 
     @classmethod
-    def of(cls, **terms: list[float]) -> Scores:
-        """Add up terms, each a list with an entry per instance; a cost is a negative term."""
-        columns = list(terms.values())
-        if len(columns) == 1:
-            return cls(terms, columns[0])
-        if len(columns) == 2:
-            return cls(terms, [a + b for a, b in zip(*columns, strict=True)])
-        return cls(terms, [sum(values) for values in zip(*columns, strict=True)])
+    def of(cls, **terms: Numbers) -> Scores:
+        """Add up terms, each a list or an array with an entry per instance; a cost is a negative term."""
+        columns = {name: as_floats(values) for name, values in terms.items()}
+        totals = np.zeros(0)
+        for number, column in enumerate(columns.values()):
+            totals = totals + column if number else column
+        return cls(columns, totals)
 
     def explain(self, at: int) -> dict[str, float]:
         """Return one instance's terms."""
-        return {name: values[at] for name, values in self.terms.items()}
+        return {name: float(values[at]) for name, values in self.terms.items()}
+
+
+class Rows(Protocol):
+    """A row per decode instance with a number per prefill instance; a list of lists is one."""
+
+    def __getitem__(self, d: int, /) -> Numbers:
+        """Return the row of decode instance ``d``."""
 
 
 class Pairs(msgspec.Struct):
     """What speaks for a pair beyond what speaks for each of its two.
 
     Attributes:
-        rows: ``rows[d][p]`` is added to the scores of decode instance ``d`` and prefill instance ``p``.
+        rows: ``rows[d][p]`` is added to the scores of decode instance ``d`` and prefill instance ``p``. It may make a
+            row when it is asked for; :func:`choose` asks for those alone that may have the best pair.
         explain: Returns the named terms of ``(p, d)``, which add up to ``rows[d][p]``; called only for explanations.
+        most: Per decode instance, what ``rows[d][p]`` and the score of ``p`` are together at most, whatever ``p``;
+            ``None``: unknown, so every row is looked at.
     """
 
-    rows: list[list[float]]
+    rows: Rows
     explain: Callable[[int, int], dict[str, float]]
+    most: FloatArray | None = None
 
 
 class Ratings(msgspec.Struct):
@@ -137,6 +168,7 @@ class Ratings(msgspec.Struct):
         pairs: Per pair; ``None``: nothing to add.
         local: Per decode instance; ``None``: whether to prefill locally is left to the decode instance's threshold.
         store: Per decode instance; ``None``: not a candidate.
+        leave: Whether the decode instance of a pair still decides by its threshold, although ``local`` was rated.
         temperature: Of the softmax by which the winner is drawn, in units of the score; 0: the best wins.
     """
 
@@ -146,6 +178,7 @@ class Ratings(msgspec.Struct):
     local: Scores | None = None
     store: Scores | None = None
     temperature: float = 0.0
+    leave: bool = False
 
 
 class Policy(Protocol):
@@ -165,27 +198,26 @@ class Policy(Protocol):
         return None
 
 
-def relative_loads(side: Side) -> list[float]:
+def as_floats(values: Numbers) -> FloatArray:
+    """Return numbers as an array, which they may be already."""
+    return np.asarray(values, np.float64)
+
+
+def relative_loads(side: Side) -> FloatArray:
     """Return each instance's load relative to the mean of all, smoothed by a part of the request's own work.
 
     ``(load_i + s) / (mean(load) + s)`` with ``s = cost / 4``: 1.0 for all on an idle cluster and in perfect balance.
     The smoothing keeps the ratio tame while there is little in flight (without it the only busy one of eight instances
     stands at 8 times the mean after a single request) and vanishes beside the queues of a busy cluster.
     """
-    loads = side.loads
-    if not loads:
-        return []
+    loads = as_floats(side.loads)
+    if not loads.size:
+        return loads
     smoothing = _SMOOTHING * side.cost
-    mean = sum(loads) / len(loads) + smoothing
+    mean = float(np.add.reduce(loads)) / loads.size + smoothing
     if mean <= 0:
-        return [1.0] * len(loads)
-    scale, offset = 1.0 / mean, smoothing / mean
-    return [load * scale + offset for load in loads]
-
-
-def scaled(values: Iterable[float], factor: float) -> list[float]:
-    """Return the values times a factor."""
-    return [value * factor for value in values]
+        return np.ones(loads.size)
+    return (loads + smoothing) / mean
 
 
 class Choice(msgspec.Struct):
@@ -210,87 +242,114 @@ def choose(ratings: Ratings, rng: random.Random) -> Choice:
     if ratings.pairs is None and ratings.local is None and ratings.store is None:
         # Nothing couples the two: the best of each is the best pair, and a softmax over pairs is one over each.
         d = _pick(decode, ratings.temperature, rng)
-        if not prefill:
-            return Choice(d, None, PrefillPath.LOCAL, decode[d])
+        if not prefill.size:
+            return Choice(d, None, PrefillPath.LOCAL, float(decode[d]))
         p = _pick(prefill, ratings.temperature, rng)
-        return Choice(d, p, None, decode[d] + prefill[p])
-    flat = _flat(ratings, range(len(decode)))
-    at = _pick(flat, ratings.temperature, rng)
-    d, column = divmod(at, len(flat) // len(decode))
-    prefill_at, path = _option(ratings, column)
-    return Choice(d, prefill_at, path, flat[at])
+        return Choice(d, p, None, float(decode[d] + prefill[p]))
+    if ratings.temperature > 0:
+        rows = np.array([_options(ratings, d) for d in range(decode.size)])
+        d, column = divmod(_pick(rows.ravel(), ratings.temperature, rng), rows.shape[1])
+        return Choice(d, *_option(ratings, column), float(rows[d, column]))
+    return _best(ratings, rng)
+
+
+def _best(ratings: Ratings, rng: random.Random) -> Choice:
+    """Take the best of everything that can be chosen, ties at random; decode instances that cannot have it are left."""
+    if ratings.pairs is None:
+        # The best prefill instance is the same for all: only decode instances are compared.
+        d = _pick(_most(ratings), 0.0, rng)
+        options = _options(ratings, d)
+        column = _pick(options, 0.0, rng)
+        return Choice(d, *_option(ratings, column), float(options[column]))
+    most = _most(ratings)
+    best, ties = -math.inf, 0
+    found: list[tuple[int, npt.NDArray[np.intp]]] = []
+    for d in np.argsort(-most).tolist():
+        if most[d] < best - _ROUNDING * abs(best):
+            break
+        options = _options(ratings, d)
+        top = float(options.max())
+        if top < best:
+            continue
+        if top > best:
+            best, found, ties = top, [], 0
+        columns = np.flatnonzero(options == top)
+        found.append((d, columns))
+        ties += columns.size
+    skip = int(rng.random() * ties)
+    for d, columns in found:
+        if skip < columns.size:
+            return Choice(d, *_option(ratings, int(columns[skip])), best)
+        skip -= columns.size
+    raise AssertionError("there is a decode instance, and it has an option")
+
+
+def _most(ratings: Ratings) -> FloatArray:
+    """Return what each decode instance's best option scores at most."""
+    decode, pairs, prefill = ratings.decode.totals, ratings.pairs, ratings.prefill.totals
+    most: FloatArray | float = 0.0 if not prefill.size and ratings.local is None else -math.inf
+    if prefill.size:
+        most = prefill.max()
+        if pairs is not None:
+            most = pairs.most if pairs.most is not None else math.inf
+    for alone in (ratings.local, ratings.store):
+        if alone is not None:
+            most = np.maximum(most, alone.totals)
+    return decode + most
 
 
 def best_option(ratings: Ratings, d: int) -> tuple[int | None, PrefillPath | None, float]:
     """Return the best that decode instance ``d`` can be part of: prefill instance, path and score."""
-    flat = _flat(ratings, [d])
-    at = flat.index(max(flat))
-    return (*_option(ratings, at), flat[at])
+    options = _options(ratings, d)
+    at = int(options.argmax())
+    return (*_option(ratings, at), float(options[at]))
 
 
 def prefill_order(ratings: Ratings, choice: Choice, limit: int, rng: random.Random) -> list[int]:
     """Return prefill instances for the chosen decode instance, the chosen one first, then the best, ties at random."""
-    total = len(ratings.prefill.totals)
+    total = ratings.prefill.totals.size
     if not total or limit <= 0:
         return []
     if limit == 1 and choice.prefill is not None:
         return [choice.prefill]
     values = _column(ratings, choice.decode)
     first = int(rng.random() * total)
-    order = sorted([*range(first, total), *range(first)], key=values.__getitem__, reverse=True)
+    best = np.argsort(np.concatenate((-values[first:], -values[:first])), kind="stable")[: limit + 1]
+    order: list[int] = ((best + first) % total).tolist()
     if choice.prefill is not None and order[0] != choice.prefill:
-        order.remove(choice.prefill)
-        order.insert(0, choice.prefill)
+        order = [choice.prefill, *(p for p in order if p != choice.prefill)]
     return order[:limit]
 
 
 def _option(ratings: Ratings, column: int) -> tuple[int | None, PrefillPath | None]:
-    """Return what a column of :func:`_flat` stands for."""
-    num_prefills = len(ratings.prefill.totals)
+    """Return what a column of :func:`_options` stands for."""
+    num_prefills = ratings.prefill.totals.size
     if column < num_prefills:
-        return column, PrefillPath.REMOTE if ratings.local is not None else None
+        return column, PrefillPath.REMOTE if ratings.local is not None and not ratings.leave else None
     has_local = ratings.local is not None or not num_prefills
     return None, PrefillPath.LOCAL if column == num_prefills and has_local else PrefillPath.STORE
 
 
-def _column(ratings: Ratings, d: int) -> list[float]:
+def _column(ratings: Ratings, d: int) -> FloatArray:
     """Return every prefill instance's part in the score of its pair with decode instance ``d``."""
     totals = ratings.prefill.totals
-    if ratings.pairs is None:
-        return totals
-    return [a + b for a, b in zip(totals, ratings.pairs.rows[d], strict=True)]
+    return totals if ratings.pairs is None else totals + as_floats(ratings.pairs.rows[d])
 
 
-def _flat(ratings: Ratings, decodes: Iterable[int]) -> list[float]:
-    """Return the scores of everything that can be chosen: per decode instance all prefills, local, store."""
-    prefill, local, store = ratings.prefill.totals, ratings.local, ratings.store
-    rows = ratings.pairs.rows if ratings.pairs is not None else None
-    flat: list[float] = []
-    for d in decodes:
-        base = ratings.decode.totals[d]
-        if rows is None:
-            flat += [base + a for a in prefill]
-        else:
-            flat += [base + a + b for a, b in zip(prefill, rows[d], strict=True)]
-        if local is not None:
-            flat.append(base + local.totals[d])
-        elif not prefill:
-            flat.append(base)
-        if store is not None:
-            flat.append(base + store.totals[d])
-    return flat
+def _options(ratings: Ratings, d: int) -> FloatArray:
+    """Return the scores of everything that decode instance ``d`` can be chosen with: all prefills, local, store."""
+    alone = [x.totals[d] for x in (ratings.local, ratings.store) if x is not None]
+    column = _column(ratings, d)
+    if ratings.local is None and not column.size:
+        alone.insert(0, 0.0)
+    options: FloatArray = np.concatenate((column, alone)) if alone else column
+    return options + float(ratings.decode.totals[d])
 
 
-def _pick(values: Sequence[float], temperature: float, rng: random.Random) -> int:
-    best = max(values)
+def _pick(values: FloatArray, temperature: float, rng: random.Random) -> int:
+    best = values.max()
     if temperature > 0 and best > -math.inf:
-        weights = [math.exp((value - best) / temperature) for value in values]
-        return rng.choices(range(len(values)), weights)[0]
-    ties = values.count(best)
-    if ties == 1:
-        return values.index(best)
-    skip = int(rng.random() * ties)
-    at = values.index(best)
-    for _ in range(skip):
-        at = values.index(best, at + 1)
-    return at
+        weights = np.exp((values - best) / temperature).cumsum()
+        return int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
+    ties = np.flatnonzero(values == best)
+    return int(ties[0 if ties.size == 1 else int(rng.random() * ties.size)])

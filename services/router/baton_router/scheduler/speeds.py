@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
 from baton.types import InstanceId
 
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K", str, tuple[str, str])
 L = TypeVar("L")
 _KEEP = 0.97
 """Weight of the past per new observation: about the latest 33 count."""
@@ -39,6 +41,8 @@ _MIN_SPREAD = 0.3
 _FRESH_S = 60.0
 _MAX_KEYS = 65_536
 _MIN_OUTPUT = 2
+_MAX_NAMES = 4096
+FloatArray = npt.NDArray[np.float64]
 
 
 class Fit(NamedTuple):
@@ -107,6 +111,101 @@ class LinearFit:
         return Fit(base, slope) if base >= 0.0 else Fit(0.0, self._xy / self._xx)
 
 
+class _Row(NamedTuple):
+    """Lines side by side; never changed, so whoever has one may keep it.
+
+    Attributes:
+        bases: Of the lines.
+        slopes: Of the lines.
+        at: When the latest observation came; ``-inf``: too little is known.
+        least: The least base and the least slope.
+    """
+
+    bases: FloatArray
+    slopes: FloatArray
+    at: FloatArray
+    least: tuple[float, float] = (0.0, 0.0)
+
+    def wider(self, size: int) -> _Row:
+        """Return a copy with room for so many columns; nothing is known of the new ones."""
+        row = _Row(np.full(size, np.inf), np.full(size, np.inf), np.full(size, -np.inf), self.least)
+        for old, new in zip(self[:3], row[:3], strict=True):
+            new[: old.size] = old
+        return row
+
+
+_EMPTY = _Row(np.zeros(0), np.zeros(0), np.zeros(0))
+
+
+class Lines(NamedTuple):
+    """What was known at one moment; later observations do not change it.
+
+    Attributes:
+        columns: The columns that were asked for; -1: nothing is known of it.
+        rows: The rows that were asked for; ``None``: nothing is known of it.
+        like: Stands in where nothing recent is known.
+        oldest: What was observed before is too old.
+    """
+
+    columns: npt.NDArray[np.intp]
+    rows: list[_Row | None]
+    like: Fit
+    oldest: float
+
+    def row(self, at: int = 0) -> tuple[FloatArray, FloatArray]:
+        """Return bases and slopes of a row, an entry per column."""
+        row, columns = self.rows[at], self.columns
+        if row is None:
+            return np.full(columns.size, self.like.base), np.full(columns.size, self.like.slope)
+        fresh = row.at[columns] >= self.oldest
+        bases = np.where(fresh, row.bases[columns], self.like.base)
+        return bases, np.where(fresh, row.slopes[columns], self.like.slope)
+
+    def least(self) -> tuple[FloatArray, FloatArray]:
+        """Return per row the least base and the least slope that any of its lines may have."""
+        least = [self.like if row is None else row.least for row in self.rows]
+        bases, slopes = np.array(least).reshape(-1, 2).T
+        return np.minimum(bases, self.like.base), np.minimum(slopes, self.like.slope)
+
+
+class _Table:
+    """Lines by row and column. The last column of every row is of those of which nothing is known."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, int] = {}
+        self._rows: dict[str, _Row] = {}
+        self._asked: tuple[Sequence[str], npt.NDArray[np.intp]] | None = None
+        """The columns that were asked for last, which mostly are the next ones, too."""
+
+    def set(self, key: tuple[str, str], line: LinearFit) -> None:
+        """Take a line that has changed."""
+        column, row = key
+        if max(len(self._columns), len(self._rows)) >= _MAX_NAMES:
+            self._columns.clear()  # names come and go: those in use are soon back
+            self._rows.clear()
+            self._asked = None
+        at = self._columns.get(column, -1)
+        if at < 0:
+            at = self._columns[column] = len(self._columns)
+            self._asked = None
+        known = self._rows.get(row, _EMPTY)
+        known = known.wider(known.at.size if at + 1 < known.at.size else 2 * (at + 1))
+        known.bases[at], known.slopes[at] = line.fit
+        known.at[at] = line.at if line.known >= _MIN_OWN else -np.inf
+        self._rows[row] = known._replace(least=(float(known.bases.min()), float(known.slopes.min())))
+
+    def find(self, columns: Sequence[str], rows: Sequence[str]) -> tuple[npt.NDArray[np.intp], list[_Row | None]]:
+        """Return where columns are, and rows."""
+        found = [self._rows.get(row) for row in rows]
+        for at, known in enumerate(found):
+            if known is not None and known.at.size <= len(self._columns):
+                found[at] = self._rows[rows[at]] = known.wider(2 * len(self._columns))
+        if self._asked is None or self._asked[0] is not columns:
+            place = self._columns.get
+            self._asked = columns, np.array([place(column, -1) for column in columns], np.intp)
+        return self._asked[1], found
+
+
 class LinearFits(Generic[K]):
     """One line per key and one over all keys.
 
@@ -120,18 +219,42 @@ class LinearFits(Generic[K]):
         self._prior, self._now, self._flat = prior, now, flat
         self._all = LinearFit(flat=flat, at=0.0)
         self._lines: OrderedDict[K, LinearFit] = OrderedDict()
+        self._table = _Table()
+        self._kept: tuple[Sequence[str], float, tuple[FloatArray, FloatArray]] | None = None
 
     def add(self, key: K, amount: float, ms: float, weight: float = 1.0) -> None:
         """Take an observation; the number of keys is bounded, those not heard of for longest go first."""
-        now = self._now()
+        now, self._kept = self._now(), None
         line = self._lines.get(key)
         if line is None or now - line.at > _FRESH_S:
             line = self._lines[key] = LinearFit(flat=self._flat, at=now)
         self._lines.move_to_end(key)
         line.add(amount, ms, now, weight)
         self._all.add(amount, ms, now, weight)
+        self._table.set(key if isinstance(key, tuple) else (key, ""), line)
         while len(self._lines) > _MAX_KEYS:
             self._lines.popitem(last=False)
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was observed at all; else the prior holds."""
+        return self._all.known > 0
+
+    def lines(self, columns: Sequence[str], rows: Sequence[str] = ("",)) -> Lines:
+        """Return what is known of many keys at once: of every pair of a column and a row, or of every column."""
+        like = self._all.fit if self._all.known else self._prior
+        return Lines(*self._table.find(columns, rows), like, self._now() - _FRESH_S)
+
+    def arrays(self, columns: Sequence[str]) -> tuple[FloatArray, FloatArray]:
+        """Return bases and slopes of every column; the latest answer holds until something is observed, or gets old."""
+        kept, now = self._kept, self._now()
+        if kept is None or kept[0] is not columns or now >= kept[1]:
+            lines = self.lines(columns)
+            row = lines.rows[0]
+            ages = row.at[row.at >= lines.oldest] if row is not None else np.zeros(0)
+            until = float(ages.min()) + _FRESH_S if ages.size else np.inf
+            kept = self._kept = columns, until, lines.row()
+        return kept[2]
 
     def get(self, keys: Iterable[K]) -> list[Fit]:
         """Return what is known of each key."""

@@ -79,7 +79,9 @@ def _match_rate(record: DecisionRecord, trace: common_pb2.RequestTrace) -> float
     decision = record.placements[0][1]
     name = _prefill(record, trace) or decision.decode_instance
     sides = (decision.prefill, decision.decode)
-    return next((rate for x in sides for known, rate in zip(x.ids, x.match_rates, strict=True) if known == name), None)
+    return next(
+        (float(rate) for x in sides for known, rate in zip(x.ids, x.match_rates, strict=True) if known == name), None
+    )
 
 
 def _placement(at: float, decision: Decision) -> dict[str, Any]:

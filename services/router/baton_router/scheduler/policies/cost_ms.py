@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
-from baton_router.scheduler.policy import Pairs, Ratings, Request, Scores, Side, relative_loads
-from baton_router.scheduler.speeds import Fit, Speeds
+from baton_router.scheduler.policy import FloatArray, Pairs, Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.speeds import Lines, Speeds
 
 _STALL_SHARE = 0.1
 """What a millisecond of local prefill costs per sequence that decodes there, in milliseconds of this request: their
@@ -59,81 +62,115 @@ class CostMs(BuiltInPolicy):
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both sides, their pairs, and what decode can do by itself."""
         speeds = self._speeds
-        computing = speeds.prefill.get(prefill.ids)
         expected = speeds.output_tokens
         if request.max_tokens is not None:
             expected = min(expected, request.max_tokens)
-        running = [tracker.requests + request.sequences for tracker in decode.trackers] or [request.sequences] * len(
-            decode
+        running = decode.sequences()
+        base, slope = speeds.decode.arrays(decode.ids)
+        computing = speeds.prefill.arrays(prefill.ids)
+        queues = Scores.of(
+            queue_ms=-prefill.work * computing[1],
+            even_ms=_even(request, prefill, decode, computing),
         )
-        per_token = speeds.decode.get(decode.ids)
         return Ratings(
-            prefill=Scores.of(
-                queue_ms=[-work * fit.slope for work, fit in zip(prefill.work, computing, strict=True)],
-                even_ms=_even(request, prefill, decode, computing),
-            ),
-            decode=Scores.of(
-                decode_ms=[-expected * fit.at(count) for fit, count in zip(per_token, running, strict=True)]
-            ),
-            pairs=self._pairs(request, prefill, decode, computing) if prefill.ids else None,
+            prefill=queues,
+            decode=Scores.of(decode_ms=-expected * (base + slope * (running + request.sequences))),
+            pairs=_pairs(request, prefill, decode, computing, queues.totals, speeds) if prefill.ids else None,
             local=self._alone(request, decode, running),
             store=self._alone(request, decode, running, decode.loadable) if decode.loadable is not None else None,
         )
 
-    def _pairs(self, request: Request, prefill: Side, decode: Side, computing: list[Fit]) -> Pairs:
-        total, kv = request.tokens, request.kv_bytes_per_token
-        instances = [(matched, *fit) for matched, fit in zip(prefill.matched, computing, strict=True)]
-        moving = self._speeds.transfer.get([(p, d) for d in decode.ids for p in prefill.ids])
-        rows = []
-        for at, held in enumerate(decode.matched):
-            if request.threshold is not None and total - held < request.threshold:
-                rows.append([-math.inf] * len(prefill))
-                continue
-            moved = kv * (total - held)
-            fits = moving[at * len(prefill) : (at + 1) * len(prefill)]
-            rows.append(
-                [
-                    -(base + slope * (total - (matched if matched > held else held)) + fixed + per_byte * moved)
-                    for (matched, base, slope), (fixed, per_byte) in zip(instances, fits, strict=True)
-                ]
-            )
-
-        def explain(p: int, d: int) -> dict[str, float]:
-            if rows[d][p] == -math.inf:
-                return {"below_threshold": -math.inf}
-            transfer_ms = moving[d * len(prefill) + p].at(kv * (total - decode.matched[d]))
-            return {"prefill_ms": rows[d][p] + transfer_ms, "transfer_ms": -transfer_ms}
-
-        return Pairs(rows, explain)
-
-    def _alone(self, request: Request, decode: Side, running: list[int], loadable: list[int] | None = None) -> Scores:
+    def _alone(self, request: Request, decode: Side, running: FloatArray, loadable: FloatArray | None = None) -> Scores:
         """Score the prefill on the decode instance itself, of what is missing after it loaded what it can."""
-        held = decode.matched if loadable is None else loadable
-        queue, computed, stalled = [], [], []
-        for at, fit in enumerate(self._speeds.local.get(decode.ids)):
-            missing = request.tokens - held[at]
-            allowed = loadable is not None or request.threshold is None or missing < request.threshold
-            queue.append(-fit.slope * (decode.trackers[at].prompts_waiting if decode.trackers else 0))
-            computed.append(-fit.at(missing) if allowed else -math.inf)
-            stalled.append(-_STALL_SHARE * (running[at] - request.sequences) * fit.slope * missing)
+        base, slope = self._speeds.local.arrays(decode.ids)
+        missing = request.tokens - (decode.matched if loadable is None else loadable)
+        queue, stalled = -slope * decode.prompts_waiting(), -_STALL_SHARE * running * slope * missing
+        computed = -(base + slope * missing)
         if loadable is None:
+            if request.threshold is not None:
+                computed[missing >= request.threshold] = -np.inf
             return Scores.of(queue_ms=queue, prefill_ms=computed, stall_ms=stalled)
-        loaded = [
-            -fit.at(request.kv_bytes_per_token * (loadable[at] - decode.matched[at]))
-            if loadable[at] > decode.matched[at]
-            else -math.inf
-            for at, fit in enumerate(self._speeds.store.get(decode.ids))
-        ]
+        base, slope = self._speeds.store.arrays(decode.ids)
+        more = loadable - decode.matched
+        loaded = np.where(more > 0, -(base + slope * request.kv_bytes_per_token * more), -np.inf)
         return Scores.of(queue_ms=queue, load_ms=loaded, prefill_ms=computed, stall_ms=stalled)
 
 
-def _even(request: Request, prefill: Side, decode: Side, computing: list[Fit]) -> list[float]:
+class _PairCosts:
+    """Milliseconds of pairs, a row per decode instance when it is asked for.
+
+    Args:
+        missing: Per prefill instance, prompt tokens that it misses.
+        needed: Per decode instance, prompt tokens that it misses.
+        allowed: Per decode instance, whether it may be paired.
+        computing: Per prefill instance, base and slope of computing.
+        moving: Of transfers.
+        kv_bytes: Of a token.
+    """
+
+    def __init__(
+        self,
+        missing: FloatArray,
+        needed: FloatArray,
+        allowed: npt.NDArray[np.bool_],
+        computing: tuple[FloatArray, FloatArray],
+        moving: Lines,
+        kv_bytes: float,
+    ) -> None:
+        self._missing, self._needed, self._allowed = missing, needed, allowed
+        self._computing, self._moving, self._kv_bytes = computing, moving, kv_bytes
+
+    def parts(self, d: int) -> tuple[FloatArray, FloatArray]:
+        """Return what prefill and transfer take with each prefill instance."""
+        base, slope = self._computing
+        fixed, per_byte = self._moving.row(d)
+        computed = base + slope * np.minimum(self._missing, self._needed[d])
+        return computed, fixed + per_byte * (self._kv_bytes * self._needed[d])
+
+    def __getitem__(self, d: int, /) -> FloatArray:
+        """Return the scores of a decode instance's pairs."""
+        if not self._allowed[d]:
+            return np.full(self._missing.size, -np.inf)
+        computed, moved = self.parts(d)
+        return -(computed + moved)
+
+
+def _pairs(
+    request: Request,
+    prefill: Side,
+    decode: Side,
+    computing: tuple[FloatArray, FloatArray],
+    queues: FloatArray,
+    speeds: Speeds,
+) -> Pairs:
+    """Score pairs: what neither has is computed, what decode misses travels."""
+    moving = speeds.transfer.lines(prefill.ids, decode.ids)
+    needed = request.tokens - decode.matched
+    allowed = np.full(needed.size, True) if request.threshold is None else needed >= request.threshold
+    rows = _PairCosts(request.tokens - prefill.matched, needed, allowed, computing, moving, request.kv_bytes_per_token)
+    # What a pair scores at most, transfer aside, depends on decode by what it misses alone: a few different numbers.
+    depths, which = np.unique(needed, return_inverse=True)
+    base, slope = computing
+    computed = queues - base - slope * np.minimum(request.tokens - prefill.matched, depths[:, None])
+    most = np.where(allowed, computed.max(axis=1)[which], -np.inf)
+
+    def explain(p: int, d: int) -> dict[str, float]:
+        if not allowed[d]:
+            return {"below_threshold": -math.inf}
+        computed, moved = rows.parts(d)
+        return {"prefill_ms": -float(computed[p]), "transfer_ms": -float(moved[p])}
+
+    fixed, per_byte = moving.least()
+    return Pairs(rows, explain, most - fixed - per_byte * request.kv_bytes_per_token * needed)
+
+
+def _even(request: Request, prefill: Side, decode: Side, computing: tuple[FloatArray, FloatArray]) -> FloatArray:
     """Return what it counts against each prefill instance that it has done more than another one."""
     if not prefill.ids:
-        return []
-    held = max(decode.matched, default=0)
-    times = zip(computing, prefill.matched, strict=True)
-    shortest = min(fit.at(request.tokens - max(matched, held)) for fit, matched in times)
+        return np.zeros(0)
+    base, slope = computing
+    held = decode.matched.max(initial=0.0)
+    shortest = float((base + slope * (request.tokens - np.maximum(prefill.matched, held))).min())
     loads = relative_loads(prefill)
-    least = min(loads)
-    return [_EVEN_SHARE * shortest * max(-1.0, least - load) for load in loads]
+    behind: FloatArray = np.maximum(-1.0, loads.min() - loads)
+    return _EVEN_SHARE * shortest * behind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton_router.scheduler.policies.registry import BuiltInPolicy
-from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads
 
 
 class LeastLoaded(BuiltInPolicy):
@@ -20,4 +20,4 @@ class LeastLoaded(BuiltInPolicy):
 
 
 def _score(side: Side) -> Scores:
-    return Scores.of(load=scaled(relative_loads(side), -1.0))
+    return Scores.of(load=-relative_loads(side))

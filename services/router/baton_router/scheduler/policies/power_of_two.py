@@ -6,7 +6,7 @@ import random
 from typing import Self
 
 from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
-from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads, scaled
+from baton_router.scheduler.policy import Ratings, Request, Scores, Side, relative_loads
 
 _NOT_DRAWN = -1000.0
 """Below any load of those that were drawn, but still in order: they are who is asked if the drawn ones fail."""
@@ -39,4 +39,4 @@ class PowerOfTwo(BuiltInPolicy):
         drawn = [_NOT_DRAWN] * len(side)
         for at in self._rng.sample(range(len(side)), min(2, len(side))):
             drawn[at] = 0.0
-        return Scores.of(drawn=drawn, load=scaled(relative_loads(side), -1.0))
+        return Scores.of(drawn=drawn, load=-relative_loads(side))

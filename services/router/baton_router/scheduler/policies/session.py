@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
+import numpy as np
+
 from baton.errors import ConfigError
 from baton.types import InstanceId
 from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
@@ -65,8 +67,8 @@ class Session(BuiltInPolicy):
         self._inner.chosen(request, instances)
 
     def _at_home(self, session: str, side: Side, scores: Scores) -> Scores:
-        limit = self._overload * (sum(side.work) / max(1, len(side)) + side.cost)
-        free = [at for at, work in enumerate(side.work) if work <= limit] or range(len(side))
+        limit = self._overload * (float(side.work.sum()) / max(1, len(side)) + side.cost)
+        free = np.flatnonzero(side.work <= limit).tolist() or range(len(side))
         sticky = [0.0] * len(side)
         if side.ids:
             sticky[max(free, key=lambda at: _rank(session, side.ids[at]))] = _STICKS

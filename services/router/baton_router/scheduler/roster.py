@@ -1,0 +1,200 @@
+"""The instances that requests are placed on, side by side, and the part of them that one request may use.
+
+A :class:`Candidates` is gathered when an instance comes or goes and serves every request until the next one does. A
+request that may not use some of them (one is full, one failed it) takes a part: positions, no new gathering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.types import InstanceId, Role
+from baton_router.registry.instance import Instance
+from baton_router.registry.load import LoadColumns, LoadTracker
+from baton_router.scheduler.policy import FloatArray, Pairs, Ratings, Side, as_floats
+
+KvCompat = npt.NDArray[np.bool_]
+"""``compat[d, p]``: whether decode instance ``d`` takes the KV of prefill instance ``p``."""
+REFUSED = {"kv_dtype": -np.inf}
+"""The term of a pair whose KV dtypes do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Instances of one format have the same block hashes: a prompt is hashed and looked up once for all of them.
+
+    Attributes:
+        content_key: Root of the hash chains, tenant salt aside.
+        block_size: Tokens per block.
+        block_bytes: Bytes per block.
+    """
+
+    content_key: bytes
+    block_size: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, instance: Instance) -> BlockFormat:
+        """Return a ready instance's."""
+        info = instance.info
+        assert info is not None  # it is ready
+        return cls(info.content_key, info.fingerprint.block_size, info.fingerprint.block_bytes)
+
+
+class Part:
+    """Instances of one role that a request may use, as parallel lists.
+
+    Attributes:
+        instances: The instances.
+        ids: Their names.
+        trackers: Their load.
+        formats: Each one's position in ``Candidates.formats``.
+        indexed: Each one's part of the index, beside its format.
+        at: Their positions among all of the role; ``None``: all of them.
+    """
+
+    __slots__ = ("at", "formats", "ids", "indexed", "instances", "role", "trackers")
+
+    def __init__(self, role: Role, instances: Sequence[Instance], formats: list[int]) -> None:
+        self.role, self.instances, self.formats = role, instances, formats
+        self.ids: list[InstanceId] = [x.instance_id for x in instances]
+        self.trackers: list[LoadTracker] = [x.load for x in instances]
+        self.indexed = [(x.events, at) for x, at in zip(instances, formats, strict=True)]
+        self.at: npt.NDArray[np.intp] | None = None
+
+    def take(self, at: list[int]) -> Part:
+        """Return the part with some of these, which are all of the role."""
+        part = Part(self.role, (), [])
+        part.at = np.array(at, np.intp)
+        part.instances, part.formats = [self.instances[i] for i in at], [self.formats[i] for i in at]
+        part.ids, part.trackers = [self.ids[i] for i in at], [self.trackers[i] for i in at]
+        part.indexed = [self.indexed[i] for i in at]
+        return part
+
+
+class RoleCandidates:
+    """The instances of one role and their load.
+
+    Attributes:
+        whole: All of them.
+    """
+
+    def __init__(self, role: Role, instances: Sequence[Instance], known: dict[BlockFormat, int]) -> None:
+        formats = [known.setdefault(BlockFormat.of(x), len(known)) for x in instances]
+        self.whole = Part(role, instances, formats)
+        self._loads = LoadColumns(self.whole.trackers)
+        self._part: tuple[list[int], Part] | None = None
+
+    def part(self, at: list[int]) -> Part:
+        """Return some of them; the latest part is kept: while an instance is full most requests ask for the same."""
+        if len(at) == len(self.whole.instances):
+            return self.whole
+        if self._part is None or self._part[0] != at:
+            self._part = at, self.whole.take(at)
+        return self._part[1]
+
+    def side(self, part: Part, matched: list[int], total: int, cost: float) -> Side:
+        """Return a part as a policy sees it.
+
+        Args:
+            part: Of these.
+            matched: Leading prompt tokens that each holds.
+            total: Prompt tokens.
+            cost: Work that the request would be if nothing matched.
+        """
+        if self._loads.over:
+            self._loads = LoadColumns(self.whole.trackers)
+        work, loads = self._loads.read()
+        if part.at is not None:
+            work, loads = work[part.at], loads[part.at]
+        tokens = np.array(matched, float)
+        return Side(part.role, part.ids, tokens, tokens / max(1, total), work, loads, cost, part.trackers)
+
+
+class Candidates:
+    """The instances that a request can be placed on, gathered once for as long as they stay the same.
+
+    Args:
+        prefills: Ready prefill instances.
+        decodes: Ready decode instances.
+
+    Attributes:
+        prefill: Prefill instances.
+        decode: Decode instances.
+        formats: Of all of them, prefill instances' first.
+        compat: Which decode instance takes the KV of which prefill instance; ``None``: all of all.
+    """
+
+    __slots__ = ("_given", "compat", "decode", "formats", "prefill")
+
+    def __init__(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
+        self._given = prefills, decodes
+        self.compat: KvCompat | None = kv_compat(prefills, decodes)
+        known: dict[BlockFormat, int] = {}
+        self.prefill = RoleCandidates(Role.PREFILL, prefills, known)
+        self.decode = RoleCandidates(Role.DECODE, decodes, known)
+        self.formats = list(known)
+
+    def is_of(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
+        """Whether it was made from these very list objects."""
+        return self._given[1] is decodes and self._given[0] is prefills
+
+    def compat_of(self, prefill: Part, decode: Part) -> KvCompat | None:
+        """Return :attr:`compat` of two parts; ``None``: all of all."""
+        compat = self.compat
+        if compat is None or not prefill.instances:
+            return None
+        if decode.at is not None:
+            compat = compat[decode.at]
+        return compat if prefill.at is None else compat[:, prefill.at]
+
+    def kv_bytes_per_token(self, prefill: Part, decode: Part) -> float:
+        """Return it of what travels, which is the source's KV."""
+        source = self.formats[(prefill.formats or decode.formats)[0]]
+        return source.block_bytes / source.block_size
+
+
+def kv_compat(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> KvCompat | None:
+    """Return which decode instance takes KV of which prefill instance; ``None``: all of all. All must be ready."""
+    if len({info.kind for x in (*prefills, *decodes) if (info := x.info) is not None}) == 1:
+        return None
+    rows: dict[str, list[bool]] = {}
+    compat = []
+    for decode in decodes:
+        assert decode.info is not None  # it is ready
+        row = rows.get(decode.info.kind)
+        if row is None:
+            mine = decode.info.fingerprint
+            row = rows[decode.info.kind] = [x.info is not None and mine.takes(x.info.fingerprint) for x in prefills]
+        compat.append(row)
+    return np.array(compat, bool).reshape(len(decodes), len(prefills))
+
+
+class _Refusing:
+    """Rows of pairs of which some are refused."""
+
+    def __init__(self, pairs: Pairs | None, compat: KvCompat) -> None:
+        self._pairs, self._refused = pairs, np.where(compat, 0.0, -np.inf)
+
+    def __getitem__(self, d: int, /) -> FloatArray:
+        """Return a row."""
+        row: FloatArray = self._refused[d]
+        return row if self._pairs is None else row + as_floats(self._pairs.rows[d])
+
+
+def only_compatible(ratings: Ratings, compat: KvCompat) -> Ratings:
+    """Return ratings in which pairs whose KV does not fit score ``-inf``."""
+    pairs = ratings.pairs
+
+    def explain(p: int, d: int) -> dict[str, float]:
+        if not compat[d, p]:
+            return REFUSED
+        return {} if pairs is None else pairs.explain(p, d)
+
+    refusing = Pairs(_Refusing(pairs, compat), explain, None if pairs is None else pairs.most)
+    return msgspec.structs.replace(ratings, pairs=refusing)
