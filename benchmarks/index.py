@@ -17,6 +17,8 @@ goes without):
     ~/.cache/baton-bench/ai-dynamo-runtime/bin/pip install ai-dynamo-runtime==1.6.1
 
     python benchmarks/index.py --write
+    python benchmarks/index.py --fleets  decisions among 16, 64 and 256 instances of a role, one of them full or none
+    python benchmarks/index.py --growth  the longest stop while 4.3 million blocks come, the table doubling on the way
     python benchmarks/index.py --cut     an instance's event stream is cut for ten seconds, see
     router/index_parts/cut.py
 """
@@ -49,7 +51,8 @@ from typing import IO, Any
 
 import numpy as np
 from cut import measure_cuts
-from decision import BLOCK, ROOT, measure_decisions, prompt_tokens
+from decision import BLOCK, ROOT, measure_decisions, measure_fleets, prompt_tokens
+from growth import measure_growth
 from workload import CHAIN
 
 from baton.hashing import hash_chain
@@ -61,10 +64,14 @@ RIVAL = "ai-dynamo-runtime==1.6.1"
 RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "ai-dynamo-runtime"
 BARS = {32: 1.5, 256: 1.0, 2048: 1.0}
 DECISION_BARS_US = {32: 150.0, 2048: 1400.0}
+FLEET_BARS_US = {"match_minus_load": {16: 150.0, 64: 200.0, 256: 500.0}, "cost_ms": {16: 200.0, 64: 300.0, 256: 1000.0}}
+"""Most that a decision may take on the processor, by prefill instances; there are as many decode instances."""
 PER_EVENT = (16, 256)
 PRIORITIES = {"ordinary": (), "realtime": ("chrt", "-r", "10")}
 """What is put before the command of either side."""
 BAR_STALE_S = 1.0
+BAR_STOP_US = 2000.0
+GROWTH_BLOCKS = 4_300_000
 
 
 class Remote:
@@ -178,6 +185,25 @@ def print_decisions(result: dict[str, Any]) -> bool:
     return fine
 
 
+def print_fleets(result: dict[str, Any]) -> bool:
+    print(f"\n{'decision, us of processor':<44}{'p50':>9}{'p99':>9}{'bar':>9}")
+    fine = True
+    for case, x in result.items():
+        policy, _, rest = case.partition(", ")
+        bar = FLEET_BARS_US[policy][int(rest.split()[0])]
+        fine = fine and x["p50_us"] <= bar
+        print(f"{case:<44}{x['p50_us']:>9.0f}{x['p99_us']:>9.0f}{bar:>9.0f}")
+    return fine
+
+
+def print_growth(result: dict[str, float]) -> bool:
+    x = result
+    print(f"\n{x['blocks'] / 1e6:.1f} million blocks, {x['per_event']} per event, us of processor per event:")
+    print(f"p50 {x['p50_us']:.0f}, p99 {x['p99_us']:.0f}, worst {x['worst_us']:.0f} (bar {BAR_STOP_US:.0f}); ", end="")
+    print(f"{x['sum_s']:.2f} s in all")
+    return result["worst_us"] <= BAR_STOP_US
+
+
 def print_cuts(result: dict[str, Any]) -> bool:
     for how, x in result.items():
         print(
@@ -196,7 +222,13 @@ def main() -> None:
     parser.add_argument("--no-rival", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(HERE.parent)}")
     parser.add_argument("--cut", action="store_true", help="measure only what a cut of the event stream does")
+    parser.add_argument("--fleets", action="store_true", help="measure only decisions among 16, 64 and 256 instances")
+    parser.add_argument("--growth", action="store_true", help="measure only the stops while the table grows")
     args = parser.parse_args()
+    if args.growth:
+        sys.exit(0 if print_growth(measure_growth(GROWTH_BLOCKS, 256, 3)) else 1)
+    if args.fleets:
+        sys.exit(0 if print_fleets(measure_fleets(FLEET_BARS_US["cost_ms"], FLEET_BARS_US, 300)) else 1)
     if args.cut:
         sys.exit(0 if print_cuts(asyncio.run(measure_cuts())) else 1)
     result: dict[str, Any] = {"rival": None if args.no_rival else RIVAL, "blocks": args.blocks}
@@ -215,6 +247,10 @@ def main() -> None:
         print("\nwith a real-time priority: not measured, this user may not have one (chrt -r 10)")
     result["decision"] = measure_decisions(max(1, args.blocks // CHAIN), min(300, args.questions), DECISION_BARS_US)
     fine = all([*met, print_decisions(result["decision"])])
+    result["fleets"] = measure_fleets(FLEET_BARS_US["cost_ms"], FLEET_BARS_US, min(300, args.questions))
+    fine = print_fleets(result["fleets"]) and fine
+    result["growth"] = measure_growth(GROWTH_BLOCKS, 256, 3)
+    fine = print_growth(result["growth"]) and fine
     result["machine"] = {"cpus": os.cpu_count(), "processor": platform.machine(), "numpy": np.__version__}
     print("\nall bars met" if fine else "\na bar was missed")
     if args.write:

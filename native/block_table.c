@@ -9,14 +9,19 @@
    probes, and asks the memory for the probes to come ahead of time. Nothing is assumed of what a slot holds: the answer
    is exact whatever was stored and removed in which order.
 
-   A set has one bit per slot in `words` words of 64 bits; they become more when more slots are in use. */
+   A set has one bit per slot in `words` words of 64 bits; they become more when more slots are in use.
+
+   The table grows without a stop. Memory for all entries that there may be is mapped at once and comes with its first
+   use. When the buckets get full, the memory of new ones is made ready page by page; then the old buckets stay beside
+   the new ones, which get a few entries with every entry that is added, and are asked for what is not there yet. */
 
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__linux__)
 #include <sys/mman.h>
+#if !defined(MAP_NORESERVE)
+#define MAP_NORESERVE 0
 #endif
 
 #define HASH 32
@@ -25,16 +30,23 @@
 #define NONE UINT32_MAX
 #define AHEAD 32
 #define MOST_LINES 8
-#define PAGE 4096
 #define BIG_PAGE (2 << 20)
+#define MOVED 4 /* entries that move with each one that is added: all have moved long before the table is full again */
+
+/* Numbers of entries plus 1, 0: empty, so that fresh memory is an empty table. */
+typedef struct {
+    uint32_t *at;
+    uint32_t bits;
+} buckets;
 
 typedef struct {
     uint8_t *keys;      /* `KEY` bytes per entry; the number of the next free one while it is free */
     uint64_t *sets;     /* `words` per entry; empty: the entry is free */
-    uint32_t *buckets;  /* numbers of entries, or NONE */
+    buckets now, before, next; /* `before` while entries are to be moved, `next` while it is made ready; else empty */
     uint64_t factor;    /* secret: nobody can choose tokens whose blocks meet in one bucket */
-    uint64_t count, used, room, limit;
-    uint32_t words, bits, free;
+    uint64_t count, used, limit;
+    uint64_t moved, ready; /* entries below `moved` are in `now`; bytes of `next` that were touched */
+    uint32_t words, free;
 } table;
 
 static inline uint8_t *key_of(const table *t, uint32_t entry) { return t->keys + (size_t)entry * KEY; }
@@ -47,13 +59,13 @@ static inline int same(const uint8_t *a, const uint8_t *b) {
     return !((x[0] ^ y[0]) | (x[1] ^ y[1]));
 }
 
-static inline uint64_t bucket_of(const table *t, const uint8_t *hash) {
+static inline uint64_t bucket_of(const table *t, const buckets *b, const uint8_t *hash) {
     uint64_t head;
     memcpy(&head, hash, sizeof head);
-    return (head * t->factor) >> (64 - t->bits);
+    return (head * t->factor) >> (64 - b->bits);
 }
 
-static inline uint64_t mask_of(const table *t) { return ((uint64_t)1 << t->bits) - 1; }
+static inline uint64_t mask_of(const buckets *b) { return ((uint64_t)1 << b->bits) - 1; }
 
 static inline int empty(const uint64_t *set, uint32_t words) {
     uint64_t all = 0;
@@ -61,12 +73,17 @@ static inline int empty(const uint64_t *set, uint32_t words) {
     return !all;
 }
 
-static uint32_t find(const table *t, const uint8_t *hash) {
-    uint64_t mask = mask_of(t);
-    for (uint64_t b = bucket_of(t, hash);; b = (b + 1) & mask) {
-        uint32_t entry = t->buckets[b];
+static inline uint32_t find_in(const table *t, const buckets *b, const uint8_t *hash) {
+    uint64_t mask = mask_of(b);
+    for (uint64_t at = bucket_of(t, b, hash);; at = (at + 1) & mask) {
+        uint32_t entry = b->at[at] - 1; /* NONE if it is empty */
         if (entry == NONE || same(key_of(t, entry), hash)) return entry;
     }
+}
+
+static uint32_t find(const table *t, const uint8_t *hash) {
+    uint32_t entry = find_in(t, &t->now, hash);
+    return entry != NONE || !t->before.at ? entry : find_in(t, &t->before, hash);
 }
 
 /* Goes along a chain: the entry of its last block, in which direction the next one lay, and where this run began. */
@@ -87,9 +104,9 @@ static inline int beside(const table *t, uint32_t entry, int step, const uint8_t
 /* Ask the memory for what a search will touch, on the guess that runs to come are as long as the last one. */
 static inline void prepare(const table *t, size_t run, const uint8_t *chain, size_t at, size_t length) {
     size_t ahead = run >= AHEAD ? run : (AHEAD + run - 1) / run * run;
-    if (at + 2 * ahead < length) __builtin_prefetch(&t->buckets[bucket_of(t, chain + (at + 2 * ahead) * HASH)]);
+    if (at + 2 * ahead < length) __builtin_prefetch(&t->now.at[bucket_of(t, &t->now, chain + (at + 2 * ahead) * HASH)]);
     if (at + ahead >= length) return;
-    uint32_t likely = t->buckets[bucket_of(t, chain + (at + ahead) * HASH)];
+    uint32_t likely = t->now.at[bucket_of(t, &t->now, chain + (at + ahead) * HASH)] - 1;
     if (likely == NONE) return;
     for (size_t line = 0; line < MOST_LINES && line * LINE <= run * KEY; line++)
         __builtin_prefetch(key_of(t, likely) + line * LINE);
@@ -131,48 +148,77 @@ static size_t alike(const table *t, walker *w, const uint8_t *chain, size_t at, 
     return run;
 }
 
-/* Ask for big pages: half of what a look-up waits for is where pages lie. Refusal does no harm. */
-static void *spread(void *memory, size_t bytes) {
+static inline size_t size_of(const buckets *b) { return sizeof *b->at << b->bits; }
+
+/* Map zeros that take memory when they are used first, in big pages if there are some: half of what a look-up waits for
+   is where pages lie. */
+static void *map(size_t bytes) {
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return NULL;
 #if defined(MADV_HUGEPAGE)
-    uintptr_t begin = ((uintptr_t)memory + PAGE - 1) & ~(uintptr_t)(PAGE - 1), end = (uintptr_t)memory + bytes;
-    if (memory && end > begin + BIG_PAGE) (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);
-#else
-    (void)bytes;
+    if (bytes > BIG_PAGE) (void)madvise(memory, bytes, MADV_HUGEPAGE);
 #endif
     return memory;
 }
 
-static void put(table *t, uint32_t entry) {
-    uint64_t mask = mask_of(t), b = bucket_of(t, key_of(t, entry));
-    while (t->buckets[b] != NONE) b = (b + 1) & mask;
-    t->buckets[b] = entry;
+static void unmap(void *memory, size_t bytes) {
+    if (memory) (void)munmap(memory, bytes);
 }
 
-static int rehash(table *t, uint32_t bits) {
-    uint32_t *buckets = spread(malloc(sizeof *buckets << bits), sizeof *buckets << bits);
-    if (!buckets) return -1;
-    free(t->buckets);
-    t->buckets = buckets;
-    t->bits = bits;
-    memset(buckets, 0xff, sizeof *buckets << bits);
-    for (uint32_t entry = 0; entry < t->used; entry++)
+static size_t key_bytes(const table *t) { return (t->limit + 1) * KEY; }
+static size_t set_bytes(const table *t, uint32_t words) { return (t->limit + 1) * words * sizeof(uint64_t); }
+
+/* Where an entry is among buckets, or where it would be. */
+static uint64_t place_of(const table *t, const buckets *b, uint32_t entry) {
+    uint64_t mask = mask_of(b), at = bucket_of(t, b, key_of(t, entry));
+    while (b->at[at] && b->at[at] - 1 != entry) at = (at + 1) & mask;
+    return at;
+}
+
+static inline void put(table *t, uint32_t entry) { t->now.at[place_of(t, &t->now, entry)] = entry + 1; }
+
+/* Move entries to the new buckets; the old ones stay whole until all have moved. */
+static void move_on(table *t, uint64_t number) {
+    uint64_t end = t->moved + number < t->used ? t->moved + number : t->used;
+    for (; t->moved < end; t->moved++) {
+        uint32_t entry = (uint32_t)t->moved;
+        if (t->moved + AHEAD < t->used)
+            __builtin_prefetch(&t->now.at[bucket_of(t, &t->now, key_of(t, entry + AHEAD))], 1);
         if (!empty(set_of(t, entry), t->words)) put(t, entry);
-    return 0;
+    }
+    if (t->moved < t->used) return;
+    unmap(t->before.at, size_of(&t->before));
+    t->before.at = NULL;
+}
+
+/* Go on with growing. One call touches one big page: the system clears it, which takes longer than all else here. */
+static void grow(table *t) {
+    if (!t->next.at) return;
+    if (t->ready < size_of(&t->next)) {
+        *(volatile uint32_t *)((char *)t->next.at + t->ready) = 0;
+        t->ready += BIG_PAGE;
+        return;
+    }
+    if (t->before.at) move_on(t, t->used);
+    t->before = t->now;
+    t->now = t->next;
+    t->next.at = NULL;
+    t->moved = 0;
 }
 
 static int reserve(table *t) {
-    if ((t->count + 1) * 5 > (uint64_t)3 << t->bits && rehash(t, t->bits + 1)) return -1;
-    if (t->free != NONE || t->used < t->room) return 0;
-    uint64_t room = t->room * 2 < t->limit ? t->room * 2 : t->limit;
-    uint8_t *keys = spread(realloc(t->keys, room * KEY), room * KEY);
-    if (!keys) return -1;
-    t->keys = keys;
-    size_t bytes = room * t->words * sizeof *t->sets;
-    uint64_t *sets = spread(realloc(t->sets, bytes), bytes);
-    if (!sets) return -1;
-    t->sets = sets;
-    t->room = room;
-    return 0;
+    uint64_t number = t->count + 1;
+    if (number * 5 > (uint64_t)3 << t->now.bits && !t->next.at) {
+        t->next = (buckets){NULL, t->now.bits + 1};
+        t->next.at = map(size_of(&t->next));
+        t->ready = 0;
+    }
+    if (number * 10 > (uint64_t)7 << t->now.bits) {
+        t->ready = SIZE_MAX;
+        grow(t);
+    }
+    if (t->before.at) move_on(t, MOVED);
+    return number < (uint64_t)1 << t->now.bits ? 0 : -1;
 }
 
 static uint32_t insert(table *t, const uint8_t *hash) {
@@ -187,17 +233,22 @@ static uint32_t insert(table *t, const uint8_t *hash) {
     return entry;
 }
 
-/* Take an entry out, and close the gap it leaves among the buckets. */
-static void erase(table *t, uint32_t entry) {
-    uint64_t mask = mask_of(t), hole = bucket_of(t, key_of(t, entry));
-    while (t->buckets[hole] != entry) hole = (hole + 1) & mask;
-    for (uint64_t b = (hole + 1) & mask; t->buckets[b] != NONE; b = (b + 1) & mask) {
-        uint64_t home = bucket_of(t, key_of(t, t->buckets[b]));
-        if (((b - home) & mask) < ((b - hole) & mask)) continue;
-        t->buckets[hole] = t->buckets[b];
-        hole = b;
+/* Take an entry out of buckets that may have it, and close the gap it leaves. */
+static void take_out(table *t, buckets *b, uint32_t entry) {
+    uint64_t mask = mask_of(b), hole = place_of(t, b, entry);
+    if (!b->at[hole]) return;
+    for (uint64_t at = (hole + 1) & mask; b->at[at]; at = (at + 1) & mask) {
+        uint64_t home = bucket_of(t, b, key_of(t, b->at[at] - 1));
+        if (((at - home) & mask) < ((at - hole) & mask)) continue;
+        b->at[hole] = b->at[at];
+        hole = at;
     }
-    t->buckets[hole] = NONE;
+    b->at[hole] = 0;
+}
+
+static void erase(table *t, uint32_t entry) {
+    take_out(t, &t->now, entry);
+    if (t->before.at) take_out(t, &t->before, entry);
     memset(set_of(t, entry), 0, t->words * sizeof(uint64_t));
     memcpy(key_of(t, entry), &t->free, sizeof t->free);
     t->free = entry;
@@ -206,19 +257,22 @@ static void erase(table *t, uint32_t entry) {
 
 void baton_table_free(table *t) {
     if (!t) return;
-    free(t->keys);
-    free(t->sets);
-    free(t->buckets);
+    unmap(t->keys, key_bytes(t));
+    unmap(t->sets, set_bytes(t, t->words));
+    unmap(t->now.at, size_of(&t->now));
+    unmap(t->before.at, size_of(&t->before));
+    unmap(t->next.at, size_of(&t->next));
     free(t);
 }
 
 table *baton_table_new(uint64_t limit, uint64_t factor) {
     table *t = calloc(1, sizeof *t);
     if (!t) return NULL;
-    *t = (table){.factor = factor | 1, .room = limit < 1024 ? limit : 1024, .limit = limit, .words = 1, .free = NONE};
-    t->keys = malloc(t->room * KEY);
-    t->sets = malloc(t->room * sizeof *t->sets);
-    if (t->keys && t->sets && !rehash(t, 11)) return t;
+    *t = (table){.factor = factor | 1, .limit = limit, .words = 1, .free = NONE, .now = {.bits = 11}};
+    t->keys = map(key_bytes(t));
+    t->sets = map(set_bytes(t, 1));
+    t->now.at = map(size_of(&t->now));
+    if (t->keys && t->sets && t->now.at) return t;
     baton_table_free(t);
     return NULL;
 }
@@ -228,11 +282,11 @@ uint64_t baton_table_count(const table *t) { return t->count; }
 /* Make sets wide enough for so many words; -1: no memory. */
 int baton_table_widen(table *t, uint32_t words) {
     if (words <= t->words) return 0;
-    uint64_t *sets = calloc(t->room * words, sizeof *sets);
+    uint64_t *sets = map(set_bytes(t, words));
     if (!sets) return -1;
     for (uint64_t entry = 0; entry < t->used; entry++)
         memcpy(sets + entry * words, t->sets + entry * t->words, t->words * sizeof *sets);
-    free(t->sets);
+    unmap(t->sets, set_bytes(t, t->words));
     t->sets = sets;
     t->words = words;
     return 0;
@@ -245,6 +299,7 @@ int64_t baton_table_store(table *t, uint32_t slot, const uint8_t *chain, size_t 
     uint64_t bit = (uint64_t)1 << slot % 64;
     walker w = AT_THE_START;
     int64_t result = 0;
+    grow(t);
     for (size_t at = 0; at < length; at++) {
         uint32_t entry = walk(t, &w, chain, at, length);
         if (entry == NONE) {

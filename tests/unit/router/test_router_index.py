@@ -307,3 +307,45 @@ def test_hashes_that_are_no_chain_are_single_blocks(index: PrefixIndex) -> None:
     index.stored(liar, [hashes[0], chain([7])[0], hashes[2]])
     index.stored(honest, [hashes[0], hashes[2]])
     assert index.match(hashes, ALL) == {liar: 1, honest: 1}
+
+
+# --- growing ---
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_table_is_right_at_every_step_of_its_growth(seed: int) -> None:
+    """Against a dictionary: stores, removals and sweeps of all sizes while buckets double again and again."""
+    rng, table = random.Random(seed), BlockTable(30_000)
+    table.widen(2)
+    held: dict[bytes, int] = {}
+    names: list[bytes] = []
+    while len(names) < 25_000:
+        fresh = [rng.randbytes(32) for _ in range(rng.choice((1, 5, 200, 3000)))]
+        slot = rng.randrange(2)
+        assert table.store(slot, b"".join(fresh)) == (len(fresh), 0)
+        held.update(dict.fromkeys(fresh, 1 << slot))
+        names += fresh
+        gone = rng.sample(names, min(len(names), rng.choice((0, 3, 150))))
+        assert table.remove(slot, b"".join(gone)) == sum(held.get(name, 0) >> slot & 1 for name in gone)
+        for name in gone:
+            held[name] = held.get(name, 0) & ~(1 << slot)
+        for name in rng.sample(names, min(len(names), 40)):
+            bits = held[name]
+            assert table.match(name, 3) == {at: 1 for at in range(2) if bits >> at & 1}
+        assert table.match(rng.randbytes(32), 3) == {}
+        assert len(table) == sum(bits > 0 for bits in held.values())
+    start = table.sweep(1, 0, 500)
+    while start:
+        start = table.sweep(1, start, 500)
+    assert len(table) == sum(bits >> 1 for bits in held.values())
+    for name, bits in held.items():
+        assert table.match(name, 3) == ({1: 1} if bits >> 1 else {})
+
+
+def test_a_full_table_takes_no_more_and_forgets_nothing() -> None:
+    table = BlockTable(5000)
+    blocks = [number.to_bytes(32, "little") for number in range(6000)]
+    assert table.store(0, b"".join(blocks)) == (5000, 1000)
+    assert sum(bool(table.match(block, 1)) for block in blocks) == len(table) == 5000
+    assert table.remove(0, blocks[0]) == 1
+    assert table.store(0, blocks[5999]) == (1, 0), "what was freed is used again"
