@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +14,20 @@ from hypothesis import strategies as st
 from baton.bench.core.traces import best_hit_rate
 from baton.cli.main import main
 from baton.errors import ConfigError
+from baton.types import Role
 from baton_router.bench.prefix_command import read_dataset, repeated_prefixes
 from baton_router.bench.report import record
+from baton_router.bench.rivals import RIVALS
 from baton_router.bench.simulation import Hardware, Replay, Setup
-from baton_router.bench.workload import TraceRequest, Workload, generate, read_trace, with_sessions, write_trace
+from baton_router.bench.workload import (
+    TraceRequest,
+    Workload,
+    generate,
+    in_bursts,
+    read_trace,
+    with_sessions,
+    write_trace,
+)
 from baton_router.scheduler.policies import POLICIES
 
 CHATS = generate(Workload(requests=400, prefixes=5, prefix_blocks=3, turns=4, turn_blocks=3, rate=4, seed=1))
@@ -118,7 +129,7 @@ def test_datasets_of_all_kinds(tmp_path: Path) -> None:
 # --- replay ---
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *RIVALS])
 def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
     setup = Setup(prefills=4, decodes=3, policy=policy, hardware=Hardware(cache_blocks=400))
     replay = Replay(setup)
@@ -138,7 +149,7 @@ def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
 def test_a_replay_is_the_same_every_time_and_one_instance_finds_all() -> None:
     runs = [Replay(Setup(prefills=3, decodes=2, seed=5)).run(CHATS) for _ in range(2)]
     assert runs[0].ttft_ms == runs[1].ttft_ms
-    alone = Setup(prefills=1, decodes=1)
+    alone = Setup(prefills=1, decodes=1, threshold=0)
     assert record(alone, Replay(alone).run(CHATS), CHATS).hit_rate == pytest.approx(
         best_hit_rate(CHAT_BLOCKS), abs=1e-6
     )
@@ -162,7 +173,10 @@ def test_the_default_keeps_hits_and_balance_on_conversations() -> None:
 def test_a_system_prompt_of_20_blocks_is_shared_by_all_instances(rate: float, instances: int) -> None:
     requests = generate(Workload(requests=800, prefix_blocks=20, rate=rate, seed=3))
     run = Replay(Setup(prefills=instances, decodes=instances)).run(requests)
-    assert max(x.num_requests for x in run.prefills) <= 1.2 * len(requests) / instances
+    computed = [x.computed_tokens for x in run.prefills]
+    assert max(computed) <= 1.2 * sum(computed) / instances
+    # Whoever computed the shared prompt early has done more by then, and gets fewer of the few requests.
+    assert max(x.num_requests for x in run.prefills) <= 1.35 * len(requests) / instances
     assert sum(x.computed_tokens for x in run.prefills) < 0.25 * sum(r.input_tokens for r in requests)
 
 
@@ -176,11 +190,71 @@ def test_by_cost_instances_of_one_speed_get_the_same_work(rate: float) -> None:
 def test_without_the_load_term_it_piles_up() -> None:
     """What the load term is for, and proof that the replay can tell."""
     requests = generate(Workload(requests=200, prefix_blocks=20, rate=2.0))
-    run = Replay(Setup(prefills=8, decodes=8, beta=0.0)).run(requests)
+    run = Replay(Setup(prefills=8, decodes=8, beta=0.0, threshold=0)).run(requests)
     assert max(x.num_requests for x in run.prefills) == 200
 
 
+def test_the_default_gives_slow_instances_less() -> None:
+    run = Replay(Setup(prefills=4, decodes=4, slow=1)).run(
+        generate(Workload(requests=600, prefixes=50, rate=6, seed=2))
+    )
+    slow, *others = [x.computed_tokens for x in run.prefills]
+    assert slow < 0.6 * min(others)
+    assert max(others) < 1.3 * min(others)
+    equal = Replay(Setup(prefills=4, decodes=4, slow=1, policy="round_robin")).run(CHATS)
+    assert equal.prefills[0].num_requests == equal.prefills[1].num_requests, "who does not learn"
+
+
+def test_what_decode_alone_holds_takes_its_time_on_the_link() -> None:
+    request = TraceRequest(0.0, 20 * 512, 1, tuple(range(20)))
+    hardware = Hardware(gb_per_s=1.0)
+    later = [replace(request, at_ms=1e5), replace(request, at_ms=1e5, blocks=(*range(10), *range(90, 100)))]
+    setup = Setup(prefills=3, decodes=1, policy="round_robin", hardware=hardware)
+    run = Replay(setup).run([request, *later])
+    first, second, third = run.ttft_ms
+    whole, half = (1000 * hardware.transfer_s(blocks * 512) for blocks in (20, 10))
+    computed, all_computed = (1000 * hardware.prefill_s(Role.PREFILL, blocks * 512) for blocks in (10, 20))
+    assert first == pytest.approx(max(whole, all_computed + whole / 32), rel=0.01)
+    assert second == pytest.approx(whole + 1000 * hardware.prefill_s(Role.PREFILL, 1), rel=0.01)
+    exposed = max(half - computed, half / 32)
+    assert third == pytest.approx(whole + half + computed + exposed, rel=0.01), "the link was busy with the other one"
+
+
+def test_nobody_waits_for_ever_and_nobody_is_quick_by_serving_less() -> None:
+    flood = generate(Workload(requests=300, prefixes=300, rate=12, seed=4))
+    for limit in (0, 8):
+        setup = Setup(prefills=2, decodes=2, policy="least_loaded", max_inflight=limit, patience_s=10.0)
+        run = Replay(setup).run(flood)
+        found = record(setup, run, flood)
+        assert len(run.ttft_ms) == len(flood)
+        assert 0.1 < found.given_up_share < 0.9
+        assert max(run.ttft_ms) >= 10_000
+        assert all(x.instance.load.requests == 0 and not x.queue for x in (*run.prefills, *run.decodes))
+
+
+def test_bursts_keep_every_request_and_its_minute() -> None:
+    squeezed = in_bursts(CHATS, 4.0)
+    assert [x.blocks for x in squeezed] == [x.blocks for x in CHATS]
+    assert all(x.at_ms // 60_000 == y.at_ms // 60_000 for x, y in zip(squeezed, CHATS, strict=True))
+    assert max(x.at_ms % 60_000 for x in squeezed) <= 15_000
+
+
 # --- the commands ---
+
+
+def test_bench_router_in_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["bench", "router", "--generate", "60", "--instances", "4", "--json"]
+    scenarios = ["--scenarios", "equal,unequal,bursts,bounded", "--policy", "match_minus_load,rivals"]
+    assert main([*flags, *scenarios, "--require-ttft", "1000"]) == 0
+    found = json.loads(capsys.readouterr().out)["scenarios"]
+    assert list(found) == ["equal", "unequal", "bursts", "bounded"]
+    assert (found["unequal"]["slow"], found["bounded"]["hardware"]["cache_blocks"]) == (1, 1000)
+    assert [x["policy"] for x in found["bursts"]["policies"]] == ["match_minus_load", *RIVALS]
+    assert main([*flags, "--policy", "match_minus_load", "--require-ttft", "0.5"]) == 3
+    assert "times the mean TTFT" in capsys.readouterr().err
+    assert main(["bench", "router", "--generate", "9", "--scenarios", "equal", "--policy", "dynamo_cost"]) == 0
+    assert "dynamo_cost" in capsys.readouterr().out
+    assert main([*flags, "--scenarios", "sunny"]) == 2
 
 
 def test_bench_router_from_generation_to_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,21 @@ from rich.console import Console
 from baton.bench.core.report import check_plot, make_table, show_document
 from baton.bench.core.traces import best_hit_rate
 from baton.errors import ConfigError, shown
+from baton_router.bench.rivals import RIVALS
 from baton_router.bench.simulation import Hardware, Replay, Run, Setup
-from baton_router.bench.workload import TraceRequest, Workload, generate, read_trace, with_sessions, write_trace
+from baton_router.bench.workload import (
+    TraceRequest,
+    Workload,
+    generate,
+    in_bursts,
+    read_trace,
+    with_sessions,
+    write_trace,
+)
 from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
 
 _BETA_POLICIES = ("match_minus_load",)
+_MANY = 64
 
 
 def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
@@ -29,20 +39,50 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
     Raises:
         ConfigError: A flag or a file that cannot work.
     """
-    setups = _setups(args)
+    cases = _scenarios(args)
+    setups = [_setups(case) for case in cases.values()]
     if args.plot:
+        if len(cases) > 1:
+            raise ConfigError("--plot draws one scenario", field="plot")
         check_plot(Path(args.plot))
-    source, requests = _workload(args)
-    records = []
-    for setup in setups:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"{setup.policy} ...\n")
-        records.append(record(setup, Replay(setup).run(requests), requests))
-    found = document(command, source, requests, setups[0], records)
+    documents, failed = {}, []
+    for (name, case), runs in zip(cases.items(), setups, strict=True):
+        source, requests = _workload(case)
+        records = []
+        for setup in runs:
+            if sys.stderr.isatty():
+                sys.stderr.write(f"{name} {setup.policy} ...\n")
+            records.append(record(setup, Replay(setup).run(requests), requests))
+        documents[name] = document(command, source, requests, runs[0], records)
+        failed += [f"{name} {text}".lstrip() for text in _missed(case, records)]
     if args.plot:
-        draw(found, Path(args.plot))
-    show_document(found, print_table, width, as_json=args.json)
-    return _verdict(args, records)
+        draw(next(iter(documents.values())), Path(args.plot))
+    if args.scenarios:
+        show_document({"scenarios": documents}, print_tables, width, as_json=args.json)
+    else:
+        show_document(documents[""], print_table, width, as_json=args.json)
+    for text in failed:
+        sys.stderr.write(f"baton bench router: {text}\n")
+    return 3 if failed else 0
+
+
+def _scenarios(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """Return the flags of each scenario that was asked for; without any, the flags as they are under no name."""
+    size = max(args.instances, 1)
+    known: dict[str, dict[str, Any]] = {
+        "equal": {},
+        "unequal": {"slow": max(1, size // 4), "slow_factor": 3.0},
+        "bursts": {"bursts": 4.0},
+        "bounded": {"cache_blocks": 1000},
+        "many": {"instances": _MANY, "decode_instances": _MANY, "speedup": args.speedup * _MANY / size},
+    }
+    if not args.scenarios:
+        return {"": args}
+    names = list(known) if args.scenarios == "all" else [name.strip() for name in args.scenarios.split(",")]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"scenarios are {', '.join(known)}, got {shown(name)}", field="scenarios")
+    return {name: argparse.Namespace(**(vars(args) | known[name])) for name in names}
 
 
 def _workload(args: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
@@ -61,13 +101,18 @@ def _workload(args: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
         source = "generated"
         if args.save:
             write_trace(Path(args.save), requests)
+    if not args.bursts >= 1:
+        raise ConfigError(f"--bursts must be at least 1, got {args.bursts}", field="bursts")
+    if args.bursts > 1:
+        requests = in_bursts(requests, args.bursts)
     if args.speedup != 1.0:
         requests = [dataclasses.replace(item, at_ms=item.at_ms / args.speedup) for item in requests]
     return source, requests
 
 
 def _setups(args: argparse.Namespace) -> list[Setup]:
-    names = list(POLICIES) if args.policy == "all" else [name.strip() for name in args.policy.split(",")]
+    groups = {"all": POLICIES, "rivals": RIVALS}
+    names = [name for word in args.policy.split(",") for name in groups.get(word.strip(), (word.strip(),))]
     try:
         betas = [float(part) for part in args.beta.split(",")]
     except ValueError:
@@ -77,7 +122,8 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
     setups = []
     for name in names:
         for beta in betas if name in _BETA_POLICIES else betas[-1:]:
-            make_policy(name, PolicyContext(beta=beta, temperature=args.temperature))  # wrong ones are told at once
+            if name not in RIVALS:  # wrong ones are told at once
+                make_policy(name, PolicyContext(beta=beta, temperature=args.temperature))
             setups.append(
                 Setup(
                     prefills=args.instances,
@@ -88,12 +134,17 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
                     threshold=args.threshold,
                     seed=args.seed,
                     hardware=hardware,
+                    slow=args.slow,
+                    slow_factor=args.slow_factor,
+                    max_inflight=args.max_inflight,
+                    patience_s=args.patience_s,
                 )
             )
     return setups
 
 
-def _verdict(args: argparse.Namespace, records: Sequence[PolicyRecord]) -> int:
+def _missed(args: argparse.Namespace, records: Sequence[PolicyRecord]) -> list[str]:
+    """Return what was required and not reached."""
     failed = []
     for item in records:
         if args.require_hit_rate is not None and 100 * item.hit_rate < args.require_hit_rate:
@@ -102,9 +153,13 @@ def _verdict(args: argparse.Namespace, records: Sequence[PolicyRecord]) -> int:
             failed.append(
                 f"{item.policy}: load max/mean {item.load_max_over_mean:.3f}, {args.require_balance:g} was required"
             )
-    for text in failed:
-        sys.stderr.write(f"baton bench router: {text}\n")
-    return 3 if failed else 0
+    best = min(records, key=lambda item: item.ttft_ms["mean"])
+    ratio = records[0].ttft_ms["mean"] / best.ttft_ms["mean"]
+    if args.require_ttft is not None and ratio > args.require_ttft:
+        failed.append(
+            f"{records[0].policy}: {ratio:.2f} times the mean TTFT of {best.policy}, {args.require_ttft:g} was required"
+        )
+    return failed
 
 
 @dataclass(frozen=True)
@@ -119,8 +174,9 @@ class PolicyRecord:
         load_max_over_mean: Prompt tokens computed by the busiest prefill instance over the mean of all.
         requests_max_over_mean: Prompts on the busiest prefill instance over the mean of all.
         local_share: Requests whose prompt the decode instance computed.
+        given_up_share: Requests that waited too long; they count in the times with how long that was.
         ttft_ms: Predicted time to first token: mean, and percentiles by name.
-        decision_us: The router's own time per decision, measured while replaying: median.
+        decision_us: The router's own time per decision, on the processor, measured while replaying: median.
     """
 
     policy: str
@@ -130,6 +186,7 @@ class PolicyRecord:
     load_max_over_mean: float
     requests_max_over_mean: float
     local_share: float
+    given_up_share: float
     ttft_ms: dict[str, float]
     decision_us: float
 
@@ -147,6 +204,7 @@ def record(setup: Setup, run: Run, requests: Sequence[TraceRequest]) -> PolicyRe
         load_max_over_mean=_spread([float(x.computed_tokens) for x in run.prefills]),
         requests_max_over_mean=_spread([float(x.num_requests) for x in run.prefills]),
         local_share=round(run.local / len(requests), 4),
+        given_up_share=round(run.given_up / len(requests), 4),
         ttft_ms={"mean": round(float(np.mean(run.ttft_ms)), 1)}
         | {name: round(float(mark), 1) for name, mark in zip(names, marks, strict=True)},
         decision_us=round(float(np.median(run.decision_us)), 1),
@@ -166,9 +224,18 @@ def document(
         "instances": setup.prefills,
         "decode_instances": setup.decodes,
         "hardware": dataclasses.asdict(setup.hardware),
+        "slow": setup.slow,
+        "slow_factor": setup.slow_factor,
         "best_hit_rate": round(best_hit_rate([request.blocks for request in requests]), 6),
         "policies": [dataclasses.asdict(item) for item in records],
     }
+
+
+def print_tables(found: dict[str, Any], console: Console) -> None:
+    """Print the documents of several scenarios."""
+    for name, one in found["scenarios"].items():
+        console.print(f"\n{name}", markup=False)
+        print_table(one, console)
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
@@ -179,7 +246,17 @@ def print_table(found: dict[str, Any], console: Console) -> None:
         f"best possible block hit rate {found['best_hit_rate']:.2%}",
         markup=False,
     )
-    columns = ("policy", "beta", "block hits", "of best", "from decode", "load max/mean", "requests max/mean", "local")
+    columns = (
+        "policy",
+        "beta",
+        "block hits",
+        "of best",
+        "from decode",
+        "load max/mean",
+        "requests max/mean",
+        "local",
+        "given up",
+    )
     table = make_table("", (*columns, "TTFT p50 ms", "p90", "p99", "mean", "decision µs"), left=("policy",))
     table.columns[0].no_wrap = True
     for row in found["policies"]:
@@ -193,6 +270,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
             f"{row['load_max_over_mean']:.3f}",
             f"{row['requests_max_over_mean']:.3f}",
             f"{row['local_share']:.1%}",
+            f"{row['given_up_share']:.1%}",
             *(f"{ttft[name]:,.0f}" for name in ("p50", "p90", "p99", "mean")),
             f"{row['decision_us']:.0f}",
         )

@@ -12,7 +12,7 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from baton.errors import ConfigError
 from baton.hashing import HASH_SCHEME, block_hashes, root_hash
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Epoch, InstanceId, PrefillPath, Role
+from baton_router.bench.rivals import RIVALS, make_rival
 from baton_router.bench.workload import BLOCK_TOKENS, TraceRequest
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
@@ -78,6 +79,16 @@ class Hardware:
         speed = self.prefill_tokens_per_s if role is Role.PREFILL else self.local_prefill_tokens_per_s
         return 0.004 + tokens / speed
 
+    def slower(self, factor: float) -> Hardware:
+        """Return the hardware of an instance that takes so many times longer for everything that it computes."""
+        return replace(
+            self,
+            prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
+            local_prefill_tokens_per_s=self.local_prefill_tokens_per_s / factor,
+            itl_ms=self.itl_ms * factor,
+            itl_per_sequence_ms=self.itl_per_sequence_ms * factor,
+        )
+
     def transfer_s(self, tokens: int) -> float:
         """Return how long the KV of so many tokens travels."""
         return 0.001 + tokens * self.kv_bytes_per_token / (1e9 * self.gb_per_s)
@@ -108,6 +119,7 @@ class SimulatedInstance:
         self.hardware = hardware
         self.queue: deque[Any] = deque()
         self.decoding = 0
+        self.link_free_at = 0.0
         self.num_requests = 0
         self.computed_tokens = 0
         self._cache: OrderedDict[BlockHash, None] = OrderedDict()
@@ -186,6 +198,10 @@ class Setup:
         threshold: Missing tokens below which decode prefills; ``None``: decode never does, unless the policy says so.
         seed: Of the policy's random choices.
         hardware: Of all instances.
+        slow: How many instances of each role are slower.
+        slow_factor: How many times.
+        max_inflight: Requests that a decode instance may have; more wait in the router. 0: any number.
+        patience_s: After so long a request that no instance has begun with is given up, in the router or in a queue.
 
     Raises:
         ConfigError: A number is out of range; names the field.
@@ -199,22 +215,35 @@ class Setup:
     threshold: int | None = None
     seed: int = 0
     hardware: Hardware = field(default_factory=Hardware)
+    slow: int = 0
+    slow_factor: float = 3.0
+    max_inflight: int = 64
+    patience_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("prefills", "decodes"):
             if not 1 <= getattr(self, name) <= 1024:
                 raise ConfigError(f"{name} must be between 1 and 1024, got {getattr(self, name)}", field=name)
+        for name, least in (("slow", 0), ("max_inflight", 0), ("slow_factor", 1.0)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}", field=name)
+        if not self.patience_s > 0:
+            raise ConfigError(f"patience_s must be above 0, got {self.patience_s}", field="patience_s")
 
 
 @dataclass(slots=True)
 class Run:
-    """What a replay counted; one entry per request, in order of their first tokens."""
+    """What a replay counted; one entry per request, in order of their first tokens.
+
+    A request that was given up counts with the time that it waited, so that nobody is quick by serving less.
+    """
 
     ttft_ms: list[float] = field(default_factory=list)
     decision_us: list[float] = field(default_factory=list)
     hit_blocks: int = 0
     reused_blocks: int = 0
     local: int = 0
+    given_up: int = 0
     prefills: list[SimulatedInstance] = field(default_factory=list)
     decodes: list[SimulatedInstance] = field(default_factory=list)
 
@@ -246,6 +275,7 @@ class Replay:
         self._clock = 0.0
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._waiting: deque[TraceRequest] = deque()
         self.index = PrefixIndex()
         self._speeds = Speeds(self.now)
         context = PolicyContext(
@@ -253,7 +283,7 @@ class Replay:
         )
         self._placer = Placer(
             self,
-            make_policy(setup.policy, context),
+            make_rival(setup.policy) if setup.policy in RIVALS else make_policy(setup.policy, context),
             SchedulerMetrics(CollectorRegistry()),
             max_prefills=1,
             threshold=setup.threshold,
@@ -261,8 +291,8 @@ class Replay:
             seed=setup.seed,
         )
         self._run = Run(
-            prefills=[self._machine(f"p{i}", Role.PREFILL) for i in range(setup.prefills)],
-            decodes=[self._machine(f"d{i}", Role.DECODE) for i in range(setup.decodes)],
+            prefills=[self._machine(i, Role.PREFILL) for i in range(setup.prefills)],
+            decodes=[self._machine(i, Role.DECODE) for i in range(setup.decodes)],
         )
         info = self._run.decodes[0].instance.info
         assert info is not None
@@ -287,8 +317,13 @@ class Replay:
         self._advance(float("inf"))
         return self._run
 
-    def _machine(self, name: str, role: Role) -> SimulatedInstance:
-        return SimulatedInstance(name, role, self.index, self.now, self._setup.hardware)
+    def _machine(self, number: int, role: Role) -> SimulatedInstance:
+        setup = self._setup
+        hardware = setup.hardware.slower(setup.slow_factor) if number < setup.slow else setup.hardware
+        machine = SimulatedInstance(f"{role.value[0]}{number}", role, self.index, self.now, hardware)
+        if role is Role.DECODE and setup.max_inflight:
+            machine.instance.load.limit = setup.max_inflight
+        return machine
 
     def _advance(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:
@@ -301,13 +336,35 @@ class Replay:
         heapq.heappush(self._events, (self._clock + seconds, next(self._order), action))
 
     def _arrive(self, request: TraceRequest) -> None:
+        self._waiting.append(request)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Place who has waited longest, and the next, while a decode instance has room."""
+        while self._waiting:
+            request = self._waiting[0]
+            if self._late(request):
+                self._give_up(request)
+            elif not self._place(request):
+                return
+            self._waiting.popleft()
+
+    def _late(self, request: TraceRequest) -> bool:
+        return self._clock - request.at_ms / 1000 > self._setup.patience_s
+
+    def _give_up(self, request: TraceRequest) -> None:
+        self._run.given_up += 1
+        self._run.ttft_ms.append(1000 * self._clock - request.at_ms)
+
+    def _place(self, request: TraceRequest) -> bool:
         # A block's name stands for all of its tokens, and the last block for a whole one, as the trace counts.
         tokens = np.repeat(np.array(request.blocks, dtype="<u4"), BLOCK_TOKENS)
         ask = PlacementRequest(tokens, session=request.session, max_tokens=request.output_tokens)
-        began = time.perf_counter()
+        began = time.thread_time()
         placement = self._placer.place(ask)
-        self._run.decision_us.append(1e6 * (time.perf_counter() - began))
-        assert placement is not None  # simulated instances are always ready
+        if placement is None:
+            return False
+        self._run.decision_us.append(1e6 * (time.thread_time() - began))
         decision = placement.decision
         decode = self._machines[placement.decode.address]
         local = decision.path in (PrefillPath.LOCAL, PrefillPath.STORE)
@@ -318,9 +375,20 @@ class Replay:
         machine.queue.append(job)
         if len(machine.queue) == 1:
             self._start(job)
+        return True
+
+    def _next(self, machine: SimulatedInstance) -> None:
+        """Begin with the next prompt in a queue, if there is one that is still waited for."""
+        machine.queue.popleft()
+        while machine.queue and self._late(machine.queue[0].request):
+            job = machine.queue.popleft()
+            self._give_up(job.request)
+            job.placement.release()
+        if machine.queue:
+            self._start(machine.queue[0])
 
     def _start(self, job: _Job) -> None:
-        machine, hardware, total = job.machine, self._setup.hardware, job.request.input_tokens
+        machine, hardware, total = job.machine, job.machine.hardware, job.request.input_tokens
         own, there = machine.held(job.hashes), job.decode.held(job.hashes)
         self._run.hit_blocks += own
         if machine is not job.decode:
@@ -333,18 +401,22 @@ class Replay:
             job.moved = max(0, total - BLOCK_TOKENS * there)
             transfer = hardware.transfer_s(job.moved)
             job.exposed_s = max(transfer - seconds, transfer / _LAYERS)
+            if there > own:
+                # What decode alone holds comes over its link before the rest is computed; the link does one at a time.
+                fetched = min(total, BLOCK_TOKENS * there) - BLOCK_TOKENS * own
+                begin = max(self._clock, job.decode.link_free_at)
+                job.decode.link_free_at = begin + hardware.transfer_s(fetched)
+                seconds += job.decode.link_free_at - self._clock
         self._after(seconds, lambda: self._computed(job))
 
     def _computed(self, job: _Job) -> None:
         machine = job.machine
-        machine.queue.popleft()
         machine.store(job.hashes)
-        if machine.queue:
-            self._start(machine.queue[0])
+        self._next(machine)
         self._after(job.exposed_s, lambda: self._first_token(job))
 
     def _first_token(self, job: _Job) -> None:
-        request, decode, hardware = job.request, job.decode, self._setup.hardware
+        request, decode, hardware = job.request, job.decode, job.decode.hardware
         ttft_s = self._clock - request.at_ms / 1000
         self._run.ttft_ms.append(1000 * ttft_s)
         if job.machine is not decode:
@@ -361,6 +433,7 @@ class Replay:
         if job.request.output_tokens > 1:
             job.placement.grow(job.request.output_tokens - 1)
         job.placement.release()
+        self._place_waiting()
 
     def _trace(self, job: _Job, ttft_s: float) -> common_pb2.RequestTrace:
         request, local = job.request, job.machine is job.decode

@@ -19,6 +19,7 @@ from baton.bench.core.traces import read_lines, whole_numbers
 from baton.errors import ConfigError, shown
 
 BLOCK_TOKENS = 512
+_MINUTE_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,12 @@ def with_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
             owners.setdefault(block, session)
         named.append(replace(request, session=session))
     return named
+
+
+def in_bursts(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
+    """Let what arrives in a minute arrive in its first part, ``factor`` times as fast; then comes nothing."""
+    minutes = ((request, *divmod(request.at_ms, _MINUTE_MS)) for request in requests)
+    return [replace(request, at_ms=number * _MINUTE_MS + rest / factor) for request, number, rest in minutes]
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
