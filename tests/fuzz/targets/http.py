@@ -24,6 +24,7 @@ from baton_router.processor.output_processor import GenerationMetrics
 _LINES = (
     b"POST /v1/completions HTTP/1.1\r\n",
     b"POST /v1/chat/completions HTTP/1.1\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n",
     b"POST /tokenize HTTP/1.1\r\n",
     b"POST /detokenize HTTP/1.0\r\n",
     b"POST /v1%2Fcompletions HTTP/1.1\r\n",
