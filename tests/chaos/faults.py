@@ -22,6 +22,7 @@ BYTES = ("corrupt", "truncate", "duplicate")
 NETWORK = ("cut", "freeze", "delay")
 _BETWEEN_BYTES = 40_000
 """On average: less than a block."""
+_BEGINNING_S = 2.5
 LONG_S = 4.0
 """Faults that last longer do so whatever the requests do."""
 DEATHS = ("kill", "stop", "descriptors", "memory", "shm")
@@ -64,6 +65,11 @@ class Fault:
         return self.target.split(" ")[0]
 
     @property
+    def afterwards_s(self) -> float:
+        """How long it outlasts the last request, at most: what is saved then is struck, too."""
+        return self.hold_s if self.kind == "shm" or self.hold_s > LONG_S else 0.5
+
+    @property
     def is_death(self) -> bool:
         """Whether the process did not serve for a while; one that is stopped for a moment is only slow."""
         return bool(self.struck) and self.kind in DEATHS and (self.kind != "stop" or self.hold_s > LONG_S)
@@ -102,6 +108,8 @@ class Fault:
             at, delay, hold = 0.0, 0.0, max(hold, 2.0)
         elif kind == "delay":
             at /= 4
+        elif kind == "shm":  # until its next life has begun
+            hold = max(hold, _BEGINNING_S)
         return cls(kind, target, at, delay, min(hold, longest_s), rng.random())
 
     @contextlib.asynccontextmanager

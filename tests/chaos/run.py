@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 from tests.chaos.credentials import Credentials
 from tests.chaos.deployment import PEERS, SHAPES, Clocks, Deployment
-from tests.chaos.faults import LONG_S, NETWORK, SHM, WEIGHTS, Fault
+from tests.chaos.faults import NETWORK, SHM, WEIGHTS, Fault
 from tests.chaos.workload import MODEL, ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
@@ -40,8 +40,6 @@ LOG = Path(__file__).with_name("log.jsonl")
 GROUP = 100
 ANSWER_S = 150.0
 """A request that takes longer hangs: a process may be stopped for 60 s."""
-AFTERWARDS_S = 0.5
-"""How long a fault outlasts the last request: what is saved then is struck, too."""
 _INSIDE = "BATON_CHAOS_INSIDE"
 _UNSHARE = ("unshare", "--mount", "--propagation", "private")
 _COMMON = (
@@ -200,7 +198,7 @@ class Seed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(fault.hold_s):
                     await self._over.wait()
-                    await asyncio.sleep(AFTERWARDS_S if fault.hold_s <= LONG_S else fault.hold_s)
+                    await asyncio.sleep(fault.afterwards_s)
 
     def _judge(self, request: Request) -> None:
         outcome, counts = self.outcome, self.outcome.counts
