@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.support.servers.certificates import Authority
 
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 TENANTS = ("ann", "bob", "eve")
@@ -25,7 +26,7 @@ class Credentials:
         hosts: Addresses that the certificate stands for.
 
     Attributes:
-        token: That services show each other.
+        token: That services prove to each other.
         keys: Tenant to API key.
         tls: Of services and clients.
         https: Of HTTP clients.
@@ -33,10 +34,11 @@ class Credentials:
 
     def __init__(self, folder: Path, *hosts: str) -> None:
         folder.mkdir(mode=0o700)
-        self.token = secrets.token_hex(32)
+        text = secrets.token_hex(32)
+        self.token = Token(text)
         self.keys = {name: f"sk-{secrets.token_hex(16)}" for name in (*TENANTS, _ADMIN)}
         tenants = {name: {"keys": [key], "admin": name == _ADMIN} for name, key in self.keys.items()}
-        token = _write(folder / "token", self.token)
+        token = _write(folder / "token", text)
         names = ",".join(f"IP:{host}" for host in hosts)
         certificate = Authority(folder / "tls").issue("baton", names=names, begins=_FAR[0], ends=_FAR[1])
         Path(certificate.key).chmod(0o600)

@@ -43,6 +43,7 @@ from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_contr
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.kv_transfer.protocol.read_wire import pack_request
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.rpc.service_token import Token
 from baton.types import InstanceId
 
 
@@ -96,13 +97,13 @@ def test_auto_prefers_shared_memory_and_tells_of_a_fallback(caplog: pytest.LogCa
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_block_servers_want_the_token(kind: str) -> None:
     arena, target = HostArena(8, LAYOUT.block_bytes), HostArena(8, LAYOUT.block_bytes)
-    server = BlockServer(arena, PRINT, InstanceId("p0"), kinds=(kind,), token="secret")
-    for token in (None, "other"):
+    server = BlockServer(arena, PRINT, InstanceId("p0"), kinds=(kind,), token=Token("secret"))
+    for token in (None, Token("other")):
         fetcher = BlockFetcher(target, PRINT, links=LinkOptions(token=token))
         with pytest.raises(UnauthenticatedError):
             fetcher.fetch(server.source, [0], [0], [0], deadline=soon())
         fetcher.close()
-    fetcher = BlockFetcher(target, PRINT, links=LinkOptions(token="secret"))
+    fetcher = BlockFetcher(target, PRINT, links=LinkOptions(token=Token("secret")))
     assert fetcher.fetch(server.source, [0], [0], [0], deadline=soon()).valid.all()
     fetcher.close()
     server.close()

@@ -33,6 +33,7 @@ from baton.kv_transfer.pipes.messages import (
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import HEADER, FrameKind, pack_header, recv_control
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.rpc.service_token import Token
 
 
 @pytest.fixture(params=MEDIA)
@@ -238,7 +239,7 @@ def test_messages_sent_before_a_close_still_arrive(media: Media) -> None:
     b.close()
 
 
-def connect(address: str, token: str | None = None) -> TcpMessagePipe:
+def connect(address: str, token: Token | None = None) -> TcpMessagePipe:
     return TcpMessagePipe.connect(address, deadline=soon(), max_message_bytes=LIMIT, token=token)
 
 
@@ -261,8 +262,10 @@ def test_reconnect_after_a_close_and_no_descriptors_left() -> None:
     assert lets_go(before)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("right", "wrong"), ("right", None), (None, "wrong")])
-def test_tokens_must_be_equal(ours: str | None, theirs: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(Token("right"), Token("wrong")), (Token("right"), None), (None, Token("wrong"))]
+)
+def test_tokens_must_be_equal(ours: Token | None, theirs: Token | None) -> None:
     with MessageListener(max_message_bytes=LIMIT, token=ours) as listener:
         flag = threading.Event()
         accepted = in_thread(lambda: listener.accept(deadline=soon(), cancelled=flag))

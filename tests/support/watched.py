@@ -13,6 +13,7 @@ import httpx
 from tests.support.servers.fake_worker import FakeWorker
 
 from baton.cli.main import main
+from baton.rpc.service_token import read_token
 from baton.types import Role
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
@@ -59,16 +60,16 @@ async def watched_router(
 ) -> AsyncIterator[Watched]:
     """Run prefill instances p0, p1, ... and decode instances d0, d1, ... behind a router that wants a key."""
     async with contextlib.AsyncExitStack() as stack:
-        workers = [FakeWorker(Role.PREFILL, f"p{at}") for at in range(prefills)]
-        workers += [FakeWorker(Role.DECODE, f"d{at}") for at in range(decodes)]
-        for worker in workers:
-            worker.state.model_path, worker.state.max_model_len = TINY, max_model_len
-            await worker.start()
-            stack.push_async_callback(worker.stop)
         keys = directory / "keys"
         keys.write_text(f"{KEY}\n")
         token = directory / "token"
         token.write_text("the services' token")
+        workers = [FakeWorker(Role.PREFILL, f"p{at}", token=read_token(str(token))) for at in range(prefills)]
+        workers += [FakeWorker(Role.DECODE, f"d{at}", token=read_token(str(token))) for at in range(decodes)]
+        for worker in workers:
+            worker.state.model_path, worker.state.max_model_len = TINY, max_model_len
+            await worker.start()
+            stack.push_async_callback(worker.stop)
         config = RouterConfig(
             port=0,
             grpc_port=0,

@@ -15,6 +15,7 @@ from baton.config.flags import (
     TLS_KEY_HELP,
     TLS_NAME_HELP,
     TLS_ROLES_HELP,
+    TOKEN_FILE_HELP,
     option,
     options_by_name,
 )
@@ -149,7 +150,7 @@ class KVStoreConfig(TierConfig):
     )
     tenant_disk_bytes: int = option(0, "the same on disk, for a tenant whose API key has no kv_disk_bytes")
     pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
-    token_file: str = option("", "file with the shared token that callers must show")
+    token_file: str = option("", TOKEN_FILE_HELP)
     tls_cert: str = option("", TLS_CERT_HELP)
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import ConfigError
-from baton.rpc.auth import read_token, require_clear_pipes
-from baton.rpc.redis_client import RedisPresence, redis_store_node
+from baton.rpc.auth import require_clear_pipes
+from baton.rpc.registrations import RedisPresence, redis_store_node
 from baton.rpc.server import GrpcServer
+from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
 from baton.worker.process import serve_metrics
@@ -50,7 +51,8 @@ class KVStoreServer:
 
     def __init__(self, config: KVStoreConfig) -> None:
         self._config = config
-        token, tls = read_token(config.token_file), read_tls(config)
+        self._token = token = read_token(config.token_file)
+        tls = read_tls(config)
         require_clear_pipes(config, tls)
         self.epoch = Epoch(secrets.token_bytes(16))
         self.instance_id = InstanceId(config.instance_id or f"kvstore-{self.epoch.hex()[:8]}")
@@ -102,7 +104,8 @@ class KVStoreServer:
         await self._grpc.set_serving(True)
         if config.register_redis:
             name = f"{config.advertise_host or config.host}:{port}"
-            self._presence = redis_store_node(config.register_redis, config.register_prefix, self.instance_id, name)
+            where = config.register_redis, config.register_prefix
+            self._presence = redis_store_node(*where, self.instance_id, name, self._token)
             self._presence.start()
         log.info(
             "kvstore instance %s listening on %s, %d bytes for blocks, pipes %s",

@@ -22,6 +22,7 @@ from baton.kv_transfer.blocks import (
 from baton.kv_transfer.pipes.base import PipeOptions
 from baton.kv_transfer.pipes.registry import resolve_kinds
 from baton.kv_transfer.types import source_to_pb
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
@@ -55,7 +56,7 @@ class PoolIO:
     """
 
     def __init__(
-        self, config: KVStoreConfig, instance_id: InstanceId, token: str | None, tls: Tls | None = None
+        self, config: KVStoreConfig, instance_id: InstanceId, token: Token | None, tls: Tls | None = None
     ) -> None:
         self._config, self._instance_id, self._token = config, instance_id, token
         self._tls = None if config.clear_kv else tls

@@ -17,8 +17,9 @@ import uvicorn
 
 from baton.api.v1 import router_pb2_grpc
 from baton.errors import BatonError, ConfigError
-from baton.rpc.auth import is_loopback, read_token, require_safe_bind
+from baton.rpc.auth import is_loopback, require_safe_bind
 from baton.rpc.server import GrpcServer, require_free_port
+from baton.rpc.service_token import read_token
 from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer import TextModelCache
@@ -101,7 +102,7 @@ class RouterApp:
         )
         decisions = DecisionLog()
         self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions, steps)
-        self.replica = Replica(config, self.registry, capacity, self.metrics) if config.redis else None
+        self.replica = Replica(config, self.registry, capacity, self.metrics, token=token) if config.redis else None
         self.discoveries = discoveries(config, self.registry, token, self._tls)
         self._tokenizers = TextModelCache(config.model)
         GaugeFunction(
@@ -224,7 +225,7 @@ class RouterApp:
             services=[SERVICE],
             token=self._token,
             tls=self._tls,
-            admits=admits_clients(self._token, self._accounts),
+            admits=admits_clients(self._accounts),
         )
         servicer = RouterServicer(self.processor, self.registry, self.tickets, self._accounts)
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)

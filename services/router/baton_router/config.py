@@ -14,6 +14,7 @@ from baton.config.flags import (
     TLS_KEY_HELP,
     TLS_NAME_HELP,
     TLS_ROLES_HELP,
+    TOKEN_FILE_HELP,
     option,
 )
 from baton.config.secrets import shown_url
@@ -108,7 +109,7 @@ class RouterConfig:
     ticket_key_file: str = option(
         "", "file with the key of placement tickets, by which clients reach decode instances; default: no tickets"
     )
-    token_file: str = option("", "file with the token that services show each other")
+    token_file: str = option("", TOKEN_FILE_HELP)
     tls_cert: str = option("", TLS_CERT_HELP)
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)

@@ -16,9 +16,9 @@ from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, 
 from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
-from baton.rpc.auth import read_token
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 
 _TIMEOUT_S = 60.0

@@ -18,6 +18,7 @@ import grpc.aio
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health, open_channel
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 15.0
@@ -238,7 +239,7 @@ class Supervisor:
         emit: Callable[[str, str], None],
         *,
         restart: bool = True,
-        token: str | None = None,
+        token: Token | None = None,
         tls: Tls | None = None,
         ready_timeout_s: float = 300.0,
         grace_s: float = 40.0,

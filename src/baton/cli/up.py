@@ -23,13 +23,21 @@ from rich.table import Table
 
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.config import EngineConfig, add_flags, from_flags
-from baton.config.flags import CLEAR_KV_HELP, ENV_PREFIX, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TLS_NAME_HELP
+from baton.config.flags import (
+    CLEAR_KV_HELP,
+    ENV_PREFIX,
+    TLS_CA_HELP,
+    TLS_CERT_HELP,
+    TLS_KEY_HELP,
+    TLS_NAME_HELP,
+    TOKEN_FILE_HELP,
+)
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.secrets import flags_with_passwords
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
-from baton.rpc.auth import read_token
 from baton.rpc.server import free_ports
+from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 from baton.tokenizer.model_files import check_model_path
 
@@ -60,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--token-file",
         default=None,
-        help="file with the token that the services show each other; default: none, or a new one for --api-keys",
+        help=f"{TOKEN_FILE_HELP}; default: none, or a new one for --api-keys",
     )
     parser.add_argument("--no-restart", action="store_true", help="end the whole when one process dies")
     parser.add_argument("--router-args", default="", help="more flags for the router, quoted")

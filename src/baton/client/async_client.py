@@ -36,6 +36,7 @@ from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
 from baton.rpc.auth import HEADER
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.service_token import read_token
 from baton.rpc.tls import Tls
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -136,6 +137,7 @@ class AsyncClient:
         address: str = "127.0.0.1:8001",
         *,
         token: str | None = None,
+        token_file: str = "",
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
         direct: bool = False,
@@ -143,6 +145,9 @@ class AsyncClient:
         tls: Tls | None = None,
     ) -> None:
         self._settings = Settings(address, token, timeout, retries)
+        if token is not None and token_file:
+            raise InvalidRequestError("token is an API key: give it or token_file", field="token_file")
+        self._service_token = read_token(token_file)
         self._tls, self._is_direct, self._tokenizer = tls, direct, tokenizer
         self._direct: DirectLinks | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -238,7 +243,7 @@ class AsyncClient:
         def call(timeout: float) -> DirectCall:
             stub = self._connected()
             if self._direct is None:
-                self._direct = DirectLinks(stub, self._open_channel, self._settings.metadata, self._tokenizer)
+                self._direct = DirectLinks(stub, self._open_instance, self._settings.metadata, self._tokenizer)
             return DirectCall(self._direct, request, timeout)
 
         return call
@@ -258,13 +263,13 @@ class AsyncClient:
             # gRPC's channels of all event loops share one socket: this process would take what the other is sent.
             raise UnavailableError(_FORKED)
         if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
-            self._channel = self._open_channel(self._settings.address)
+            self._channel = open_channel(self._settings.address, token=self._service_token, tls=self._tls)
             self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
             _open_clients.add(self)
         return self._stub
 
-    def _open_channel(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address, tls=self._tls)
+    def _open_instance(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, tls=self._tls)  # the ticket stands for the services' token
 
     async def _unary(self, name: str, request: Any, timeout: float | None) -> Any:
         budget, call = self._settings.budget(timeout), self._open(name, request)

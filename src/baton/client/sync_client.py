@@ -171,7 +171,8 @@ class Client:
 
     Args:
         address: ``host:port`` of the router's gRPC server.
-        token: API key or shared token, if the router wants one.
+        token: API key, if the router wants one.
+        token_file: File with the services' token, for a service: both ends prove it to each other, it is not sent.
         timeout: Seconds that a call may take if it names no time-out of its own.
         retries: Tries after the first where no instance was available and no token has come yet.
         direct: Have tokens from decode instances themselves; the router only places, and signs a ticket. If the
@@ -181,6 +182,7 @@ class Client:
 
     Raises:
         InvalidRequestError: An argument cannot work; names it.
+        ConfigError: The token file cannot be read, or is open to others.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class Client:
         address: str = "127.0.0.1:8001",
         *,
         token: str | None = None,
+        token_file: str = "",
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
         direct: bool = False,
@@ -195,7 +198,14 @@ class Client:
         tls: Tls | None = None,
     ) -> None:
         self._core = AsyncClient(
-            address, token=token, timeout=timeout, retries=retries, direct=direct, tokenizer=tokenizer, tls=tls
+            address,
+            token=token,
+            token_file=token_file,
+            timeout=timeout,
+            retries=retries,
+            direct=direct,
+            tokenizer=tokenizer,
+            tls=tls,
         )
         self._timeout = timeout
         self._portal = Portal()

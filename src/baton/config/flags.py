@@ -139,6 +139,10 @@ def _metavar(kind: type) -> str:
     return {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}.get(kind, kind.__name__.upper())
 
 
+TOKEN_FILE_HELP = (
+    "file with the token that services prove to each other; of several lines the first is proved and each is accepted; "
+    "read again when it changes"
+)
 TLS_CERT_HELP = "file with this service's certificate (PEM), shown to all others; default: no TLS"
 TLS_KEY_HELP = "file with the key of --tls-cert"
 TLS_CA_HELP = "file with the authority whose certificates are believed"
@@ -155,7 +159,7 @@ CLEAR_KV_HELP = "with --tls-cert, KV may travel in the clear: auto means tcp or 
 class AccessConfig:
     """What a client of services shows."""
 
-    token_file: str = option("", "file with the token that services show each other")
+    token_file: str = option("", TOKEN_FILE_HELP)
     tls_cert: str = option("", TLS_CERT_HELP)
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)

@@ -13,6 +13,7 @@ from baton.config.flags import (
     TLS_KEY_HELP,
     TLS_NAME_HELP,
     TLS_ROLES_HELP,
+    TOKEN_FILE_HELP,
     option,
 )
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
@@ -113,7 +114,7 @@ class WorkerConfig:
     kv_streams: int = option(4, "TCP connections that one big fetch is split over")
     kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
     fetch_threads: int = option(16, "fetches of KV at once")
-    token_file: str = option("", "file with the token that services show each other")
+    token_file: str = option("", TOKEN_FILE_HELP)
     tls_cert: str = option("", TLS_CERT_HELP)
     tls_key: str = option("", TLS_KEY_HELP)
     tls_ca: str = option("", TLS_CA_HELP)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.rpc.auth import HEADER
+from baton.rpc.proof import SERVICE, Prover, certificate_digest
 from baton.rpc.server import MAX_MESSAGE_BYTES
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 _OPTIONS: list[tuple[str, Any]] = [
@@ -28,21 +31,25 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def open_channel(address: str, *, token: str | None = None, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Open an asyncio channel to ``host:port``; every call shows the token, if there is one.
+def open_channel(address: str, *, token: Token | None = None, tls: Tls | None = None) -> grpc.aio.Channel:
+    """Open an asyncio channel to ``host:port``; before its first call both ends prove the token, if there is one.
 
     Args:
         address: ``host:port``.
-        token: Shared token, if the services use one.
+        token: Shared token, if the services use one. It is not sent, and a service that does not know it gets no call.
         tls: Certificates, if they use some.
     """
-    interceptors: list[Any] = []
-    if token is not None:
-        interceptors = [_TokenUnary(token), _TokenStream(token), _TokenBothWays(token)]
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
-    options = [*_OPTIONS, *tls.channel_options()]
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options, interceptors=interceptors)
+    options = _OPTIONS if tls is None else [*_OPTIONS, *tls.channel_options()]
+    shown, credentials = (b"", None) if tls is None else tls.channel_credentials()
+    prover = Prover(token, address, certificate_digest(shown)) if token is not None else None
+    interceptors: list[Any] = [] if prover is None else [kind(prover) for kind in (_Unary, _Stream, _BothWays)]
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+    if prover is not None:
+        prover.serve(channel)
+    return channel
 
 
 class Backoff:
@@ -74,33 +81,38 @@ async def check_health(address: str, *, timeout_s: float = 1.0, tls: Tls | None 
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _with_token(details: grpc.aio.ClientCallDetails, token: str) -> grpc.aio.ClientCallDetails:
-    metadata = grpc.aio.Metadata(*(details.metadata or ()))
-    metadata.add(HEADER, f"Bearer {token}")
-    return grpc.aio.ClientCallDetails(
-        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
-    )
+class _Proved:
+    """Has the token proved before the calls of one kind; gRPC tells the kinds apart by their base classes."""
 
-
-class _Token:
-    """Adds the token to the calls of one kind; gRPC tells the kinds apart by their base classes."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, prover: Prover) -> None:
+        self._prover = prover
 
     async def _intercept(
         self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
     ) -> Any:
-        return await continuation(_with_token(client_call_details, self._token), request)
+        details = client_call_details
+        method = cast("bytes", details.method).decode()  # its type says str
+        if method.startswith(f"/{SERVICE}/"):  # the proof itself
+            return await continuation(details, request)
+        began, timeout_s = time.monotonic(), details.timeout
+        header = await self._prover.header(method, timeout_s, details.wait_for_ready)
+        if timeout_s is not None:
+            timeout_s = max(0.0, timeout_s - (time.monotonic() - began))
+        metadata = grpc.aio.Metadata(*(details.metadata or ()))
+        metadata.add(HEADER, header)
+        details = grpc.aio.ClientCallDetails(
+            details.method, timeout_s, metadata, details.credentials, details.wait_for_ready
+        )
+        return await continuation(details, request)
 
 
-class _TokenUnary(_Token, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    intercept_unary_unary = _Token._intercept
+class _Unary(_Proved, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    intercept_unary_unary = _Proved._intercept
 
 
-class _TokenStream(_Token, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    intercept_unary_stream = _Token._intercept
+class _Stream(_Proved, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    intercept_unary_stream = _Proved._intercept
 
 
-class _TokenBothWays(_Token, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
-    intercept_stream_stream = _Token._intercept  # type: ignore[assignment]  # by position; only a name differs
+class _BothWays(_Proved, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
+    intercept_stream_stream = _Proved._intercept  # type: ignore[assignment]  # by position; only a name differs

@@ -18,11 +18,15 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from baton.api.v1 import auth_pb2_grpc
 from baton.errors import BatonError, ConfigError, PermissionDeniedError, QueueFullError, UnauthenticatedError
 from baton.rpc.audit import audit, peer_of
-from baton.rpc.auth import HEADER, Admits, admits_services, require_safe_bind
+from baton.rpc.auth import HEADER, Admits, require_safe_bind
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
+from baton.rpc.proof import SCHEME, ProofServicer
+from baton.rpc.proof import SERVICE as PROOFS
 from baton.rpc.roles import CertificateRoles
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", 4096),  # of one connection; its client keeps more waiting
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+_OPEN = (f"/{health.SERVICE_NAME}/", f"/{PROOFS}/")
 _MAX_WATCHERS, _MAX_WATCHERS_PER_PEER = 128, 32
 """Streams of ``Health.Watch``, which needs no token: of all clients, and from one address."""
 
@@ -53,9 +58,9 @@ class GrpcServer:
         host: Address to listen on.
         port: Port; 0 takes a free one.
         services: Full names of the services, for health and reflection.
-        token: Shared token that callers must show; health checks need none.
+        token: Shared token that callers must prove, as this server does to them; health checks need none.
         tls: Certificates: what listens wants one of every caller. ``None``: in the clear.
-        admits: Who may call; default: whoever shows the token.
+        admits: Whose calls go on without a proof; default: nobody's, and everybody's where there is no token.
 
     Raises:
         ConfigError: Off loopback with neither token nor certificates.
@@ -67,16 +72,18 @@ class GrpcServer:
         host: str,
         port: int,
         services: Sequence[str],
-        token: str | None = None,
+        token: Token | None = None,
         tls: Tls | None = None,
         admits: Admits | None = None,
     ) -> None:
         require_safe_bind(host, token, tls)
         self._host, self._port, self._services, self._tls = host, port, list(services), tls
-        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [_ErrorInterceptor(tls.roles if tls else None)]
-        if admits is not None or token is not None:
-            interceptors.insert(0, _AuthInterceptor(admits or admits_services(token)))
-        self.server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        proofs = ProofServicer(token) if token is not None else None
+        self.server = grpc.aio.server(
+            interceptors=[_Interceptor(proofs, admits, tls.roles if tls is not None else None)], options=_OPTIONS
+        )
+        if proofs is not None:
+            auth_pb2_grpc.add_AuthServiceServicer_to_server(proofs, self.server)
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -210,69 +217,86 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
                 del self._watching[peer]
 
 
-class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    def __init__(self, admits: Admits) -> None:
-        self._admits = admits
+class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Sends away who may not call, and turns exceptions of handlers into statuses with details.
 
-    async def _refuse(self, method: str, request: Any, context: Any) -> None:
-        audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)
-        await abort_with(context, UnauthenticatedError("this call needs the shared token, or an API key"))
+    Args:
+        proofs: Knows who has proved the token; ``None``: there is none.
+        admits: Whose calls go on without that; ``None``: nobody's where there is a token.
+        roles: What a caller's certificate lets it call; ``None``: everything.
+    """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        if handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
-            return await continuation(handler_call_details)
-        given = next((v for k, v in handler_call_details.invocation_metadata or () if k == HEADER), None)
-        if self._admits(handler_call_details.method, given):
-            return await continuation(handler_call_details)
-        refuse = functools.partial(self._refuse, handler_call_details.method)
-        return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns exceptions of handlers into statuses with details, and checks what a caller's certificate lets it call."""
-
-    def __init__(self, roles: CertificateRoles | None) -> None:
-        self._roles = roles
+    def __init__(self, proofs: ProofServicer | None, admits: Admits | None, roles: CertificateRoles | None) -> None:
+        self._proofs, self._admits, self._roles = proofs, admits, roles
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        method = handler_call_details.method
+        try:
+            check = self._check(method, handler_call_details.invocation_metadata or ())
+        except BatonError as error:
+            return _refusal(method, error)
         handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/baton."):
+        if handler is None or (check is None and not method.startswith("/baton.")):
             return handler
-        check = functools.partial(self._check_role, handler_call_details.method)
+        checks = [] if check is None else [check]
+        if self._roles is not None and method.startswith("/baton.") and not method.startswith(_OPEN):
+            checks.append(functools.partial(self._check_role, self._roles, method))
         if handler.unary_unary:
-            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, check))
+            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, checks))
         for kind in ("unary_stream", "stream_stream"):
             if behavior := getattr(handler, kind):
-                return handler._replace(**{kind: _guard_stream(behavior, check)})
+                return handler._replace(**{kind: _guard_stream(behavior, checks)})
         return handler
 
-    def _check_role(self, method: str, context: Any) -> None:
-        if self._roles is None:
-            return
+    def _check(self, method: str, metadata: Any) -> Check | None:
+        """Return what is to be checked once a call's context is there, if anything.
+
+        Raises:
+            BatonError: The caller may not call.
+        """
+        if (self._proofs is None and self._admits is None) or method.startswith(_OPEN):
+            return None
+        given = next((value for key, value in metadata if key == HEADER), None)
+        if self._proofs is not None and isinstance(given, str) and given.startswith(SCHEME):
+            return self._proofs.check(method, given)
+        if self._admits is not None and self._admits(method, given):
+            return None
+        raise UnauthenticatedError("this call needs proof of the shared token (--token-file), or an API key")
+
+    @staticmethod
+    def _check_role(roles: CertificateRoles, method: str, context: Any) -> None:
         uris = [uri.decode("utf-8", "replace") for uri in context.auth_context().get("peer_uri", ())]
         try:
-            self._roles.require_call(uris, method)
+            roles.require_call(uris, method)
         except PermissionDeniedError:
             audit("denied", over="grpc", peer=peer_of(context), certificate=" ".join(uris), method=method)
             raise
 
 
 Check: TypeAlias = Callable[[Any], None]
-"""Looks at a call's context; raises what ends the call."""
+"""Looks at a call's context; raises a BatonError if the call may not go on."""
 
 
-def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], check: Check) -> Callable[[Any, Any], Awaitable[Any]]:
+def _refusal(method: str, error: BatonError) -> Any:
+    async def refuse(request: Any, context: Any) -> None:
+        if isinstance(error, UnauthenticatedError):
+            audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)
+        await abort_with(context, error)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _guard_unary(
+    behavior: Callable[[Any, Any], Awaitable[Any]], checks: Sequence[Check]
+) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         try:
-            check(context)
+            for check in checks:
+                check(context)
             return await behavior(request, context)
         except BatonError as error:
             await abort_with(context, error)
@@ -285,12 +309,13 @@ def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], check: Check) -
 
 
 def _guard_stream(
-    behavior: Callable[[Any, Any], AsyncIterator[Any]], check: Check
+    behavior: Callable[[Any, Any], AsyncIterator[Any]], checks: Sequence[Check]
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         responses = None
         try:
-            check(context)
+            for check in checks:
+                check(context)
             responses = behavior(request, context)
             async for response in responses:
                 yield response

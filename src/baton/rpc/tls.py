@@ -95,11 +95,11 @@ class Tls:
             require_client_authentication=True,
         )
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return what a channel is opened with."""
+    def channel_credentials(self) -> tuple[bytes, grpc.ChannelCredentials]:
+        """Return what a channel is opened with: the certificate that it shows, PEM, and what gRPC makes of all."""
         self.refresh()
         now = self._material
-        return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
+        return now.cert, grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
 
     def channel_options(self) -> list[tuple[str, Any]]:
         """Return the options of a channel that the name asks for."""

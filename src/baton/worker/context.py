@@ -18,6 +18,7 @@ from baton.kv_cache.connector import KVConnector
 from baton.kv_cache.events import BlocksStored
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, BlockSource, LinkOptions
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import InstanceId, RequestId, Role
 from baton.worker.engine_thread import EngineThread
@@ -96,7 +97,7 @@ class InstanceContext:
     executor: Executor
     shards: KVShards
     arena: Arena
-    token: str | None
+    token: Token | None
     loop: asyncio.AbstractEventLoop
     wake: Callable[[], None]
     source: Callable[[], BlockSource]

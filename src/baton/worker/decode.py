@@ -31,6 +31,7 @@ from baton.rpc.convert import (
     tenant_to_pb,
 )
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.token_ids import pack_ids, unpack_ids
 from baton.types import FinishReason, PrefillPath, RequestId, Role, TokenLogprob
@@ -174,7 +175,7 @@ class _PrefillDialer:
         trace_contexts: W3C trace contexts of running requests, passed on.
     """
 
-    def __init__(self, fingerprint: Fingerprint, token: str | None, tls: Tls | None = None) -> None:
+    def __init__(self, fingerprint: Fingerprint, token: Token | None, tls: Tls | None = None) -> None:
         self._fingerprint = fingerprint_to_pb(fingerprint)
         self._token, self._tls = token, tls
         self._channels: dict[str, grpc.aio.Channel] = {}

@@ -17,9 +17,10 @@ from baton.engine.executor.base import load_executor
 from baton.errors import BusyError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
-from baton.rpc.auth import admits_services, read_token, require_clear_pipes, require_safe_bind
-from baton.rpc.redis_client import RedisPresence
+from baton.rpc.auth import require_clear_pipes, require_safe_bind
+from baton.rpc.registrations import RedisPresence
 from baton.rpc.server import GrpcServer, require_free_port
+from baton.rpc.service_token import read_token
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer.model_files import tokenizer_digest
@@ -195,15 +196,14 @@ class WorkerInstance:
         key = read_ticket_key(config.ticket_key_file)
         if key is not None:
             tickets = TicketCheck(key, Bearer(context.instance_id, context.arena.epoch))
-        # Clients that come with a ticket have no token.
-        open_calls = frozenset({f"/{SERVICE}/Generate"}) if tickets is not None else frozenset()
         server = GrpcServer(
             host=config.host,
             port=config.port,
             services=[SERVICE],
             token=context.token,
             tls=context.tls,
-            admits=admits_services(context.token, open_to_all=open_calls),
+            # Clients that come with a ticket have no token.
+            admits=(lambda method, _: method == f"/{SERVICE}/Generate") if tickets and context.token else None,
         )
         self._servicer = WorkerServicer(context, role, tickets, self.change_role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.server)
@@ -275,7 +275,8 @@ class WorkerInstance:
         identity = Identity(config.advertise or self.address, context.instance_id, self.role, context.arena.epoch)
         self._registrations = [Registration(x, identity, context.token, context.tls) for x in config.routers]
         if config.redis:
-            self._registrations.append(redis_registration(config.redis, config.redis_prefix, identity))
+            presence = redis_registration(config.redis, config.redis_prefix, identity, context.token)
+            self._registrations.append(presence)
         for registration in self._registrations:
             registration.start()
 

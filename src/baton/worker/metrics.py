@@ -165,6 +165,7 @@ _STORE_COUNTERS = {
     "skipped_saves": "Saves left out for the same reasons",
     "times_left_alone": "How often failures in a row made this instance leave the store alone",
     "node_failures": "Calls to one of several store nodes, and fetches from it, that failed",
+    "refused_nodes": "Registrations of store nodes in Redis passed over, at each look: not signed, or senseless",
     "failovers": "Segments that came from another store node than the one asked first",
     "copied_blocks": "Blocks that this instance had one store node copy from another",
     "skipped_copies": "Copies between store nodes that were left out or failed",

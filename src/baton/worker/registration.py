@@ -12,7 +12,8 @@ import grpc.aio
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
-from baton.rpc.redis_client import RedisPresence, instance_key, news_key
+from baton.rpc.registrations import RedisPresence, instance_key, news_key
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Epoch, InstanceId, Role
 
@@ -42,7 +43,7 @@ class Registration:
         tls: Certificates, if they use some.
     """
 
-    def __init__(self, router: str, identity: Identity, token: str | None, tls: Tls | None = None) -> None:
+    def __init__(self, router: str, identity: Identity, token: Token | None, tls: Tls | None = None) -> None:
         self._router, self._identity, self._token, self._tls = router, identity, token, tls
         self._task: asyncio.Task[None] | None = None
         self._lease_id = ""
@@ -103,13 +104,14 @@ class Registration:
         return self._interval
 
 
-def redis_registration(url: str, prefix: str, identity: Identity) -> RedisPresence:
+def redis_registration(url: str, prefix: str, identity: Identity, token: Token | None) -> RedisPresence:
     """Return what makes an instance known to routers.
 
     Args:
         url: Where Redis is.
         prefix: Put before every key.
         identity: Who registers.
+        token: The services', which signs it; ``None``: there is none.
 
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
@@ -118,6 +120,7 @@ def redis_registration(url: str, prefix: str, identity: Identity) -> RedisPresen
         url,
         key=instance_key(prefix, identity.instance_id),
         value={"address": identity.address, "role": identity.role.value, "epoch": identity.epoch.hex()},
+        token=token,
         news=news_key(prefix),
         name=str(identity.instance_id),
     )

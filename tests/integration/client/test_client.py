@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.server import GrpcServer
+from baton.rpc.service_token import Token, read_token
 from baton.types import FinishReason, PrefillPath, Role
 
 Script = Callable[[router_pb2.RouterGenerateRequest], AsyncIterator[router_pb2.RouterGenerateResponse]]
@@ -98,7 +100,7 @@ async def endless(request: router_pb2.RouterGenerateRequest) -> AsyncIterator[ro
 
 
 @asynccontextmanager
-async def router(*, token: str | None = None) -> AsyncIterator[tuple[ScriptedRouter, str]]:
+async def router(*, token: Token | None = None) -> AsyncIterator[tuple[ScriptedRouter, str]]:
     server = GrpcServer(host="127.0.0.1", port=0, services=["baton.api.v1.RouterService"], token=token)
     servicer = ScriptedRouter()
     router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
@@ -356,18 +358,29 @@ async def test_a_closed_client_says_so(both: Both) -> None:
             await client.call("models")
 
 
-async def test_the_token_is_shown(both: Both) -> None:
-    async with router(token="secret") as (_, address):
-        async with both.connect(address, token="secret") as client:
+async def test_the_services_token_is_proved_and_not_shown(both: Both, tmp_path: Path) -> None:
+    files = {}
+    for name in ("right", "wrong"):
+        files[name] = tmp_path / name
+        files[name].write_text(f"{name}: 0123456789abcdef")
+        files[name].chmod(0o600)
+    async with router(token=read_token(str(files["right"]))) as (servicer, address):
+        async with both.connect(address, token_file=str(files["right"])) as client:
             assert (await client.call("generate", "hi", n=2)).text == "hello"
+            assert "0123456789abcdef" not in str(servicer.metadata)
             assert (await client.call("models"))[0].name == "tiny"
-        async with both.connect(address, token="wrong") as client:
-            with pytest.raises(UnauthenticatedError):
+        async with both.connect(address, token_file=str(files["wrong"])) as client:
+            with pytest.raises(UnauthenticatedError, match="another token"):
                 await client.call("generate", "hi")
+        async with both.connect(address, token="right: 0123456789abcdef") as client:
+            with pytest.raises(UnauthenticatedError, match="proof"):
+                await client.call("generate", "hi")
+    with pytest.raises(InvalidRequestError, match="API key"):
+        await both.connect("127.0.0.1:1", token="sk-1", token_file=str(files["right"])).__aenter__()
 
 
 async def test_the_order_of_serving_goes_beside_the_request(both: Both) -> None:
-    async with router(token="secret") as (servicer, address), both.connect(address, token="secret") as client:
+    async with router() as (servicer, address), both.connect(address, token="sk-1") as client:
         for options in ({}, {"order": "decode_first"}, {"order": "prefill_first"}):
             await client.call("generate", "hi", n=2, **options)
             assert servicer.metadata.get("x-baton-order") == options.get("order")

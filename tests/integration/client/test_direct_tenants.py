@@ -23,7 +23,9 @@ from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import UnauthenticatedError
+from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
+from baton.rpc.service_token import read_token
 from baton.rpc.ticket import Bearer, sign
 from baton.token_ids import pack_ids
 from baton.types import Role
@@ -42,7 +44,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[FakeWorker, str]]:
     ):
         (folder / name).write_bytes(content)
     async with contextlib.AsyncExitStack() as stack:
-        worker = FakeWorker(Role.DECODE, "d0", ticket_key=KEY)
+        worker = FakeWorker(Role.DECODE, "d0", ticket_key=KEY, token=read_token(str(folder / "token")))
         worker.state.model_path = MODEL
         await worker.start()
         stack.push_async_callback(worker.stop)
@@ -91,11 +93,13 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
         request = worker_pb2.GenerateRequest(
             request_id="r", prompt_token_ids=pack_ids(PROMPT), sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
         )
-        async with open_channel(decode.address, token="an API key of the router") as channel:
+        async with open_channel(decode.address) as channel:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
 
             async def generate() -> int:
-                return len([t async for x in stub.Generate(request, timeout=30) for d in x.deltas for t in d.token_ids])
+                shown = ((HEADER, "Bearer an API key of the router"),)
+                stream = stub.Generate(request, timeout=30, metadata=shown)
+                return len([t async for x in stream for d in x.deltas for t in d.token_ids])
 
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await generate()

@@ -15,7 +15,9 @@ from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_g
 from baton.errors import BatonError
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, LinkOptions, ServerOptions
 from baton.rpc.audit import AuditLog
+from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
+from baton.rpc.service_token import Token
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
@@ -89,10 +91,13 @@ async def test_a_router_notes_wrong_keys_administrators_reads_and_new_keys(lines
             assert await get("/v1/models", USER) == 503
             assert told(lines) == []
 
-            async with open_channel(f"127.0.0.1:{app.grpc_port}", token=ADMIN) as channel:
+            async with open_channel(f"127.0.0.1:{app.grpc_port}") as channel:
                 stub: Any = router_pb2_grpc.RouterServiceStub(channel)
-                await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=20)
-            async with open_channel(f"127.0.0.1:{app.grpc_port}", token=WRONG) as channel:
+                key, wrong = (((HEADER, f"Bearer {x}"),) for x in (ADMIN, WRONG))
+                await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=20, metadata=key)
+                with pytest.raises(grpc.RpcError):
+                    await stub.Register(router_pb2.RegisterRequest(), timeout=20, metadata=wrong)
+            async with open_channel(f"127.0.0.1:{app.grpc_port}", token=Token(WRONG)) as channel:
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 with pytest.raises(grpc.RpcError):
                     await stub.Register(router_pb2.RegisterRequest(), timeout=20)
@@ -100,6 +105,8 @@ async def test_a_router_notes_wrong_keys_administrators_reads_and_new_keys(lines
                 {"event": "admin_read", "over": "grpc", "account": "boss", "method": "ListInstances"}
                 | {"peer": "ipv4:127.0.0.1"},
                 {"event": "authentication_failed", "over": "grpc", "method": "/baton.api.v1.RouterService/Register"}
+                | {"peer": "ipv4:127.0.0.1"},
+                {"event": "authentication_failed", "over": "grpc", "method": "/baton.api.v1.AuthService/Prove"}
                 | {"peer": "ipv4:127.0.0.1"},
             ]
             private(tmp_path / "keys.json", accounts("boss"))
@@ -128,9 +135,9 @@ async def test_a_store_notes_what_is_deleted(lines: list[str]) -> None:
 def test_a_pipe_notes_who_does_not_know_the_token(lines: list[str], kind: str) -> None:
     rig = Rig(kind)
     server = BlockServer(
-        rig.source_arena, rig.print, InstanceId("p1"), kinds=(kind,), token=TOKEN, options=ServerOptions()
+        rig.source_arena, rig.print, InstanceId("p1"), kinds=(kind,), token=Token(TOKEN), options=ServerOptions()
     )
-    fetcher = BlockFetcher(rig.target, rig.print, kinds=(kind,), links=LinkOptions(token=WRONG))
+    fetcher = BlockFetcher(rig.target, rig.print, kinds=(kind,), links=LinkOptions(token=Token(WRONG)))
     try:
         with pytest.raises(BatonError):
             fetcher.fetch(server.source, [0], rig.source_arena.generations[[0]], [0], deadline=soon())

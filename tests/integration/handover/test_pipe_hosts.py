@@ -18,13 +18,15 @@ import numpy as np
 import psutil
 from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockServer
+from baton.rpc.service_token import Token
 from baton.types import InstanceId
 from tests.support.transport_faults import LAYOUT, fingerprint
 
 arena = HostArena(64, LAYOUT.block_bytes)
 arena.blocks[:] = np.arange(64, dtype=np.uint8)[:, None]
 kinds = sys.argv[2:]
-server = BlockServer(arena, fingerprint(LAYOUT), InstanceId("p0"), kinds=kinds, host=sys.argv[1], token="secret")
+token = Token("secret")
+server = BlockServer(arena, fingerprint(LAYOUT), InstanceId("p0"), kinds=kinds, host=sys.argv[1], token=token)
 endpoints = [[e.kind, e.address] for e in server.endpoints]
 print(json.dumps({"epoch": arena.epoch.hex(), "endpoints": endpoints}), flush=True)
 sys.stdin.read()
@@ -38,6 +40,7 @@ import json, sys
 import numpy as np
 from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions
+from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId
 from tests.support.transport_faults import LAYOUT, fingerprint
 from tests.support.transport_rig import soon
@@ -47,7 +50,7 @@ endpoints = tuple(Endpoint(*each) for each in said["endpoints"])
 source = BlockSource(InstanceId("p0"), Epoch(bytes.fromhex(said["epoch"])), endpoints, fingerprint(LAYOUT), 64)
 target = HostArena(64, LAYOUT.block_bytes)
 for kind, _ in said["endpoints"]:
-    fetcher = BlockFetcher(target, fingerprint(LAYOUT), kinds=(kind,), links=LinkOptions(token="secret"))
+    fetcher = BlockFetcher(target, fingerprint(LAYOUT), kinds=(kind,), links=LinkOptions(token=Token("secret")))
     ids = np.random.default_rng(len(kind)).permutation(64)
     result = fetcher.fetch(source, ids, np.zeros(64, np.uint64), np.arange(64), deadline=soon(30))
     assert (result.pipe_kind, bool(result.valid.all())) == (kind, True)

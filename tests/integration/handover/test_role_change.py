@@ -20,13 +20,14 @@ from baton.errors import BusyError, InvalidRequestError, UnauthenticatedError
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.service_token import Token
 from baton.types import Role
 from baton.worker.instance import WorkerInstance
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import IndexState
 
-TOKEN = "sesame"
+TOKEN = Token("sesame")
 TINY = str(Path(__file__).parents[3] / "models" / "baton-tiny")
 
 
@@ -61,7 +62,7 @@ class Fleet:
         return answer.json()["choices"][0]["token_ids"], dict(answer.headers)
 
 
-async def set_role(instance: WorkerInstance, role: Role, token: str | None = TOKEN) -> Role:
+async def set_role(instance: WorkerInstance, role: Role, token: Token | None = TOKEN) -> Role:
     async with open_channel(instance.address, token=token) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
@@ -74,7 +75,7 @@ async def set_role(instance: WorkerInstance, role: Role, token: str | None = TOK
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     token = tmp_path / "token"
-    token.write_text(TOKEN)
+    token.write_text("sesame")
     async with contextlib.AsyncExitStack() as stack:
         app = RouterApp(
             RouterConfig(model=TINY, token_file=str(token), remote_prefill_threshold=32, port=0, grpc_port=0)

@@ -23,6 +23,7 @@ from baton.rpc.auth import require_clear_pipes, require_safe_bind
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import GrpcServer
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls, read_tls
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
@@ -111,7 +112,7 @@ async def test_a_server_whose_certificate_ran_out_is_not_believed(ours: Certific
     await server.start()
     try:
         with pytest.raises(UnavailableError, match="expired"):
-            await ask(port, tls(ours).channel_credentials())
+            await ask(port, tls(ours).channel_credentials()[1])
     finally:
         await server.stop(0)
 
@@ -124,7 +125,7 @@ async def test_one_name_for_all_hosts(authority: Authority, ours: Certificate) -
     try:
         assert await check_health(f"127.0.0.1:{port}", tls=tls(ours, name="baton"), timeout_s=10)
         with pytest.raises(UnavailableError, match=r"[Hh]ostname|127\.0\.0\.1|verif"):
-            await ask(port, tls(ours).channel_credentials())
+            await ask(port, tls(ours).channel_credentials()[1])
     finally:
         await server.stop(0)
 
@@ -235,13 +236,13 @@ async def test_token_and_certificate_go_together(ours: Certificate, tmp_path: Pa
                 raise from_rpc_error(error) from error
 
     try:
-        await info(token="secret", tls=tls(ours))
+        await info(token=Token("secret"), tls=tls(ours))
         with pytest.raises(UnauthenticatedError):
             await info(tls=tls(ours))
         with pytest.raises(UnauthenticatedError):
-            await info(token="wrong", tls=tls(ours))
+            await info(token=Token("wrong"), tls=tls(ours))
         with pytest.raises(BatonError, match="certificate"):
-            await info(token="secret")
+            await info(token=Token("secret"))
     finally:
         await server.stop(0)
 

@@ -20,7 +20,8 @@ from tests.support.servers.fake_worker import FakeWorker
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.errors import ConfigError
-from baton.rpc.redis_client import end_task, instance_key, open_redis
+from baton.rpc.redis_client import end_task, open_redis
+from baton.rpc.registrations import instance_key
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, redis_registration
 from baton_router.config import RouterConfig
@@ -83,7 +84,7 @@ async def test_instances_are_found_through_redis_and_kept_while_it_is_away(world
     registrations = []
     for worker in workers:
         identity = Identity(worker.address, InstanceId(worker.instance_id), worker.role, worker.epoch)
-        registration = redis_registration(redis.url, "baton", identity)
+        registration = redis_registration(redis.url, "baton", identity, None)
         registration.start()
         world.stack.push_async_callback(registration.stop)
         registrations.append(registration)

@@ -19,6 +19,7 @@ from baton.api.v1 import common_pb2, worker_pb2
 from baton.client import AsyncClient
 from baton.errors import OverloadedError, QueueFullError, SloError, UnavailableError
 from baton.rpc.server import free_port
+from baton.rpc.service_token import Token, read_token
 from baton.types import Role
 
 ONE_SLOT = ("--instance-slots", "1")
@@ -37,8 +38,8 @@ class TimedWorker(FakeWorker):
 
 
 @contextlib.asynccontextmanager
-async def worker(*, timed: bool = False) -> AsyncIterator[FakeWorker]:
-    worker = (TimedWorker if timed else FakeWorker)(Role.DECODE, "d0", caches=False)
+async def worker(*, timed: bool = False, token: Token | None = None) -> AsyncIterator[FakeWorker]:
+    worker = (TimedWorker if timed else FakeWorker)(Role.DECODE, "d0", caches=False, token=token)
     worker.state.model_path = "models/baton-tiny"
     await worker.start()
     try:
@@ -283,7 +284,8 @@ async def test_tenants_are_api_keys_where_there_are_any(tmp_path: Any) -> None:
     (tmp_path / "token").write_text("the services' token")
     port = free_port()
     keyed = ("--api-keys", str(keys), "--token-file", str(tmp_path / "token"), "--metrics-port", str(port))
-    async with worker() as decode, serving(*ONE_SLOT, *keyed, decode=decode) as (_, client):
+    token = read_token(str(tmp_path / "token"))
+    async with worker(token=token) as decode, serving(*ONE_SLOT, *keyed, decode=decode) as (_, client):
         client.metrics_url = f"http://127.0.0.1:{port}/metrics"
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         decode.state.pause_after = 1
@@ -308,7 +310,8 @@ async def test_texts_count_against_their_tenants_limits_whether_they_are_placed_
     (tmp_path / "token").write_text("the services' token")
     port = free_port()
     flags = ("--api-keys", str(keys), "--token-file", str(tmp_path / "token"), "--metrics-port", str(port))
-    async with worker() as decode, serving(*flags, decode=decode) as (process, client):
+    token = read_token(str(tmp_path / "token"))
+    async with worker(token=token) as decode, serving(*flags, decode=decode) as (process, client):
         client.metrics_url = f"http://127.0.0.1:{port}/metrics"
 
         async def post(tenant: str, path: str, **body: Any) -> httpx.Response:

@@ -26,6 +26,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.convert import role_to_pb
+from baton.rpc.service_token import Token
 from baton.token_ids import token_ids
 from baton.types import FinishReason, RequestId, Role, SamplingParams
 from baton_router.config import RouterConfig
@@ -113,7 +114,7 @@ class World:
         return proxy
 
     async def router(
-        self, *, token: str | None = None, clock: Callable[[], float] | None = None, **options: object
+        self, *, token: Token | None = None, clock: Callable[[], float] | None = None, **options: object
     ) -> Router:
         defaults: dict[str, object] = {
             "policy_seed": 7,
@@ -881,20 +882,21 @@ async def test_another_role_than_promised_is_refused(world: World) -> None:
 
 
 async def test_token(world: World) -> None:
-    decode = await world.worker(Role.DECODE, "d0", token="secret")
-    good = await world.router(token="secret", decode=(decode.address,))
+    decode = await world.worker(Role.DECODE, "d0", token=Token("secret"))
+    good = await world.router(token=Token("secret"), decode=(decode.address,))
     await good.ready(decode)
     assert_right(await run(good, make_request()), make_request())
-    bad = await world.router(token="wrong", decode=(decode.address,), no_instance_wait_s=0.1)
-    await bad.until(lambda: bad.registry.instances()[0].status is Status.DOWN)
+    bad = await world.router(token=Token("wrong"), decode=(decode.address,), no_instance_wait_s=0.1)
+    await bad.until(lambda: bad.registry.instances()[0].status is Status.REFUSED)
+    assert "another token" in bad.registry.instances()[0].describe().refused
     with pytest.raises(UnavailableError):
         await run(bad, make_request())
 
 
 async def test_cancel_and_migration_with_a_token(world: World) -> None:
     """Channels with interceptors have calls of another class."""
-    decodes = await world.decodes(2, token="secret")
-    router = await world.cluster([], decodes, token="secret")
+    decodes = await world.decodes(2, token=Token("secret"))
+    router = await world.cluster([], decodes, token=Token("secret"))
     for worker in decodes:
         worker.state.pause_after = 2
     request, answer = make_request(), Answer()

@@ -32,6 +32,7 @@ from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import free_port
+from baton.rpc.service_token import Token
 from baton.types import InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.main import main
@@ -392,11 +393,11 @@ async def test_the_token_guards_control_and_data(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret\n")
     async with store(token_file=str(secret)) as server:
-        async with connected(server, token="secret") as instance:
+        async with connected(server, token=Token("secret")) as instance:
             assert await instance.put(1) == [True]
             assert (await instance.fetch(await instance.get(1))).valid.all()
-        async with connected(server, token="wrong") as instance:
-            with refused("unauthenticated"):
+        async with connected(server, token=Token("wrong")) as instance:
+            with refused("unauthenticated", "token"):
                 await instance.put(2)
 
 

@@ -23,6 +23,7 @@ from baton.kv_cache.layout import LayerShape
 from baton.rpc.convert import fingerprint_to_pb, finish_to_pb, role_to_pb
 from baton.rpc.multiplex import generate_many
 from baton.rpc.server import GrpcServer, free_port
+from baton.rpc.service_token import Token
 from baton.rpc.ticket import Bearer, TicketCheck
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
@@ -106,7 +107,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         instance_id: str,
         *,
         fingerprint: Fingerprint = FINGERPRINT,
-        token: str | None = None,
+        token: Token | None = None,
         ticket_key: bytes | None = None,
         caches: bool = True,
     ) -> None:
@@ -133,7 +134,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Listen and return the address. It is none that a connection could take while this worker is away."""
         if self._ticket_key is not None:
             self._tickets = TicketCheck(self._ticket_key, Bearer(self.instance_id, self.epoch))
-        self._server = GrpcServer(host="127.0.0.1", port=port or free_port(), services=[SERVICE], token=self._token)
+        self._server = GrpcServer(
+            host="127.0.0.1",
+            port=port or free_port(),
+            services=[SERVICE],
+            token=self._token,
+            admits=(lambda method, _: method == f"/{SERVICE}/Generate") if self._tickets and self._token else None,
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()
         await self._server.set_serving(True)

@@ -15,6 +15,7 @@ from baton.errors import ConfigError, InvalidRequestError, PipeClosedError, Tran
 from baton.kv_transfer.pipes.messages import TcpMessagePipe, WireTensor
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.rpc.service_token import Token
 
 S = 10.0
 
@@ -92,10 +93,10 @@ def test_lengths_that_lie_are_refused_before_memory_is_taken(ends):
 
 def test_messages_come_back_and_schedules_are_followed():
     progress = list[int]()
-    service = MessageService("127.0.0.1", "secret", progress.append)
+    service = MessageService("127.0.0.1", Token("secret"), progress.append)
 
     def connect():
-        return TcpMessagePipe.connect(service.address, deadline=soon(), token="secret")
+        return TcpMessagePipe.connect(service.address, deadline=soon(), token=Token("secret"))
 
     try:
         with connect() as pipe:

@@ -9,6 +9,7 @@ import pytest
 
 from baton.cli.main import main
 from baton.rpc.server import GrpcServer
+from baton.rpc.service_token import Token
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["host:port"], [":1"], ["127.0.0.1:1", "--timeout-s", "0"]])
@@ -28,7 +29,7 @@ def test_nobody_there(capsys):
 @pytest.mark.parametrize(("serving", "status"), [(True, 0), (False, 1)])
 async def test_what_the_service_says(serving, status, capsys):
     """Without a token, although the server wants one: probes have none."""
-    server = GrpcServer(host="127.0.0.1", port=0, services=["test"], token="secret")
+    server = GrpcServer(host="127.0.0.1", port=0, services=["test"], token=Token("secret"))
     port = await server.start()
     try:
         await server.set_serving(serving)

@@ -274,12 +274,12 @@ def test_keys_need_the_services_token() -> None:
 
 def test_what_is_for_services_is_closed_to_keys_and_to_callers_without_any() -> None:
     held = accounts({"tenants": {"a": {"keys": ["one"]}, "ops": {"keys": ["root"], "admin": True}}})
-    for token in (None, "shared"):
-        admits = admits_clients(token, held)
-        for name in ("Register", "Heartbeat", "Deregister", "ListInstances"):
-            assert not admits(f"/{SERVICE}/{name}", "Bearer one"), name
-            assert not admits(f"/{SERVICE}/{name}", None), name
-            assert admits(f"/{SERVICE}/{name}", "Bearer root") is (name == "ListInstances")
-            assert admits(f"/{SERVICE}/{name}", "Bearer shared") is (token is not None)
-        assert admits(f"/{SERVICE}/Generate", "Bearer one")
-        assert not admits(f"/{SERVICE}/Generate", None)
+    admits = admits_clients(held)
+    assert admits is not None
+    for name in ("Register", "Heartbeat", "Deregister", "ListInstances"):
+        assert not admits(f"/{SERVICE}/{name}", "Bearer one"), name
+        assert not admits(f"/{SERVICE}/{name}", None), name
+        assert admits(f"/{SERVICE}/{name}", "Bearer root") is (name == "ListInstances")
+    assert admits(f"/{SERVICE}/Generate", "Bearer one")
+    assert not admits(f"/{SERVICE}/Generate", None)
+    assert admits_clients(None) is None

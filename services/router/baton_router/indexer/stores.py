@@ -23,6 +23,7 @@ from baton.config.stores import DISCOVER
 from baton.errors import UnavailableError
 from baton.kv_transfer.connector.store.nodes import RedisMembership
 from baton.rpc.channel import Backoff
+from baton.rpc.service_token import Token
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import STORE_TIERS, EventApplier
@@ -59,6 +60,8 @@ class Stores(Collector):
         metrics: Where events are counted.
         open_channel: Opens a channel to an address.
         now: Monotonic clock, in seconds.
+        token: The services', which signs registrations in Redis.
+        refused: Hears how many of them a look passed over.
     """
 
     def __init__(
@@ -68,13 +71,15 @@ class Stores(Collector):
         metrics: IndexMetrics,
         open_channel: OpenChannel,
         now: Callable[[], float],
+        token: Token | None = None,
+        refused: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._config, self._index, self._metrics, self._open, self._now = config, index, metrics, open_channel, now
         self._links: dict[str, tuple[Store, asyncio.Task[None]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._membership: RedisMembership | None = None
         if config.kv_events and DISCOVER in config.kvstore:
-            self._membership = RedisMembership(config.redis, config.redis_prefix)
+            self._membership = RedisMembership(config.redis, config.redis_prefix, token, refused)
         self._starting: asyncio.Task[None] | None = None
         self._rng = random.Random()
 

@@ -22,6 +22,7 @@ import grpc.aio
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError
 from baton.rpc.channel import Backoff
+from baton.rpc.errors import from_rpc_error
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_subscriber import EventSubscriber
@@ -96,11 +97,12 @@ class InstanceMonitor:
             info = await self._get_info(wait_for_ready=True)
             self._admit(instance, info)
         except BatonError as error:
-            if instance.status is not Status.REFUSED:
-                self._metrics.refusals.labels(error.field or "").inc()
-            self._set(Status.REFUSED, error.message)
+            self._refuse(error)
             return
         except (grpc.RpcError, ConnectionLostError) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._refuse(from_rpc_error(error))
+                return
             self._set(Status.DOWN, _reason(error))
             return
         if instance.events.restarted(info.epoch, info.num_blocks):
@@ -121,6 +123,11 @@ class InstanceMonitor:
                 task.cancel()
             await asyncio.gather(events, *watchers, return_exceptions=True)
             instance.load.forget_reports()
+
+    def _refuse(self, error: BatonError) -> None:
+        if self._instance.status is not Status.REFUSED:
+            self._metrics.refusals.labels(error.field or "").inc()
+        self._set(Status.REFUSED, error.message)
 
     def _set(self, status: Status, reason: str = "") -> None:
         instance = self._instance

@@ -38,6 +38,9 @@ class RegistryMetrics(Collector):
         self.refusals = Counter(
             _NAME + "instance_refusals", "Instances refused, by the field that does not fit", ["field"], registry
         )
+        self.redis_refused = Counter(
+            _NAME + "redis_refused", "What stood in Redis and was not signed with the token", ["kind"], registry
+        )
         GaugeFunction(_NAME + "waiting_for_room", "Requests that wait for an instance", registry, lambda: len(waiters))
         registry.register(self)
 

@@ -16,6 +16,7 @@ from baton.api.v1 import router_pb2
 from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Role
@@ -132,7 +133,7 @@ class Registry:
         config: RouterConfig,
         metrics: CollectorRegistry,
         *,
-        token: str | None = None,
+        token: Token | None = None,
         tls: Tls | None = None,
         now: Callable[[], float] = time.monotonic,
         waiters: Waiters | None = None,
@@ -145,7 +146,8 @@ class Registry:
         self.waiters = Waiters() if waiters is None else waiters
         self._limit = limit
         self._metrics = RegistryMetrics(metrics, self.instances, self.waiters)
-        self.stores = Stores(config, self.index, self._metrics.index, self._open, now)
+        refused = self._metrics.redis_refused.labels("kvstore").inc
+        self.stores = Stores(config, self.index, self._metrics.index, self._open, now, token, refused)
         metrics.register(self.stores)
         self.leases = Leases(config.lease_ttl_s, now)
         self._static = frozenset((*config.prefill, *config.decode))
@@ -259,6 +261,15 @@ class Registry:
             self._add(address, role)
         for address in before.difference(instances):
             self._drop_registered(address, f"{source} names it no more")
+
+    def refused_in_redis(self, kind: str, count: int = 1) -> None:
+        """Count what stands in Redis and is not believed.
+
+        Args:
+            kind: ``instance`` or ``replica``.
+            count: How many.
+        """
+        self._metrics.redis_refused.labels(kind).inc(count)
 
     def _is_named(self, address: str) -> bool:
         return address in self._static or any(address in x for x in (*self._found.values(), self.leases.addresses()))

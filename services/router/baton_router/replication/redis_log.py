@@ -12,16 +12,21 @@ holds; and the first replica to come also writes down what it remembers of the o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.rpc.redis_client import open_redis
+from baton.rpc.redis_client import open_redis, redis_ms
+from baton.rpc.service_token import Token
 
 SETTLE_MS = 3000
 STREAM_LENGTH = 4096
 READ_BLOCK_MS = 400
 _READ_BACK_MS = 3000
+_FRESH_MS = 10_000
+"""How long after it was signed an entry may come into the stream: what is older was brought back by somebody."""
+_PURPOSE = b"stream of replicas in Redis"
 
 _CLAIM = """
 local t = redis.call('TIME')
@@ -88,13 +93,19 @@ class RedisLog:
         url: ``redis://`` or ``rediss://`` URL.
         prefix: Put before every key.
         replica: This replica's name.
+        token: The services'; with one, entries that it has not signed are passed over.
+        refused: Hears of each of these, and why.
 
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
     """
 
-    def __init__(self, url: str, prefix: str, replica: str) -> None:
+    def __init__(
+        self, url: str, prefix: str, replica: str, token: Token | None, refused: Callable[[str], None]
+    ) -> None:
         self._redis = open_redis(url)
+        self._token, self._refused = token, refused
+        self._ahead_ms = 0
         self._prefix, self._replica = prefix, replica
         self._stream = f"{prefix}:replicas"
         self._claim = self._redis.register_script(_CLAIM)
@@ -103,8 +114,9 @@ class RedisLog:
 
     async def connect(self) -> None:
         """Check that Redis answers; reading begins a few seconds back."""
-        seconds, micros = await self._redis.time()
-        self._position = f"{max(0, seconds * 1000 + micros // 1000 - _READ_BACK_MS)}-0"
+        now_ms = await redis_ms(self._redis)
+        self._ahead_ms = now_ms - _monotonic_ms()
+        self._position = f"{max(0, now_ms - _READ_BACK_MS)}-0"
 
     async def close(self) -> None:
         """End the connections."""
@@ -117,7 +129,12 @@ class RedisLog:
 
     async def publish(self, data: bytes) -> None:
         """Add an entry."""
-        await self._redis.xadd(self._stream, {b"m": data}, maxlen=STREAM_LENGTH, approximate=True)
+        fields: dict[Any, Any] = {b"m": data}
+        if self._token is not None:
+            sent = b"%d" % (_monotonic_ms() + self._ahead_ms)
+            fields |= {b"t": sent, b"mac": self._token.mac(_PURPOSE, self._signed(sent, data))}
+        number: Any = await self._redis.xadd(self._stream, fields, maxlen=STREAM_LENGTH, approximate=True)
+        self._ahead_ms = _entry_ms(number) - _monotonic_ms()  # Redis' clock may be set meanwhile
 
     async def read(self) -> AsyncIterator[list[bytes]]:
         """Yield entries as they come, several at a time."""
@@ -125,7 +142,7 @@ class RedisLog:
             answer: Any = await self._redis.xread({self._stream: self._position}, count=256, block=READ_BLOCK_MS)
             for _, entries in _items(answer):
                 self._position = entries[-1][0].decode() if isinstance(entries[-1][0], bytes) else entries[-1][0]
-                yield [fields[b"m"] for _, fields in entries if fields and b"m" in fields]
+                yield [fields[b"m"] for number, fields in entries if fields and self._is_believed(number, fields)]
 
     async def claim(self, claims: list[Claim]) -> list[int]:
         """Set the units that this replica holds; returns how many it was given."""
@@ -156,11 +173,36 @@ class RedisLog:
             pipeline.hdel(self._key("members"), self._replica)
             await pipeline.execute()
 
+    def _is_believed(self, number: bytes | str, fields: dict[bytes, bytes]) -> bool:
+        data = fields.get(b"m")
+        if data is None or self._token is None:
+            return data is not None
+        sent, mac = fields.get(b"t", b""), fields.get(b"mac", b"")
+        if not self._token.verifies(_PURPOSE, self._signed(sent, data), mac):
+            self._refused("it is not signed with this side's token")
+        elif abs(_entry_ms(number) - int(sent)) > _FRESH_MS:
+            self._refused("it is an old one")
+        else:
+            return True
+        return False
+
+    def _signed(self, sent: bytes, data: bytes) -> bytes:
+        return b"\0".join((self._stream.encode(), sent, data))
+
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
     def _units(self, instance: str) -> str:
         return f"{self._prefix}:units:{instance}"
+
+
+def _monotonic_ms() -> int:
+    return int(1000 * time.monotonic())
+
+
+def _entry_ms(number: bytes | str) -> int:
+    """Return when Redis took an entry."""
+    return int(number.partition(b"-")[0] if isinstance(number, bytes) else number.partition("-")[0])
 
 
 def _items(answer: Any) -> list[tuple[Any, list[Any]]]:

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from baton.rpc.channel import Backoff
 from baton.rpc.redis_client import end_task, redis_errors
+from baton.rpc.service_token import Token
 from baton.types import Role
 from baton_router.config import RouterConfig
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
@@ -39,6 +40,8 @@ _FULL_S = 1.0
 _TICK_S = 0.1
 _IDLE = 3
 """Times as rarely a router looks for news when there was none at the last look."""
+_CALM_S = 30.0
+"""Seconds without an entry that is not believed until the next one is told of again."""
 _LATEST_S = 0.5
 """Longest pause between two attempts to reach Redis: shorter than the time for which Redis gives out nothing new."""
 
@@ -60,6 +63,7 @@ class Replica(Collector):
         registry: Whose loads and pending blocks are shared.
         capacity: This replica's shares of the instances' capacity, which are kept up to date here.
         metrics: Takes the replica's metrics.
+        token: The services', which signs entries of the stream.
         now: Monotonic clock.
 
     Raises:
@@ -73,6 +77,7 @@ class Replica(Collector):
         capacity: InstanceCapacity,
         metrics: CollectorRegistry,
         *,
+        token: Token | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._registry, self._capacity, self._now = config, registry, capacity, now
@@ -84,7 +89,9 @@ class Replica(Collector):
             "baton_router_replica_expectations_told", "Chains of blocks told to the other routers", [], metrics
         )
         self.name = capacity.name
-        self._store = RedisLog(config.redis, config.redis_prefix, self.name)
+        self._store = RedisLog(config.redis, config.redis_prefix, self.name, token, self._refuse)
+        self._doubted_at = now()
+        self._doubts = False
         self.peers = Peers(self.name, SILENT_S, now)
         self.publisher = PendingPublisher(registry, chains, now) if config.replica_expectations else None
         self.remote_pending = RemotePending(registry, now)
@@ -202,6 +209,13 @@ class Replica(Collector):
         self._full_at = -1.0
         await self._write_once(rejoin=True)
 
+    def _refuse(self, why: str) -> None:
+        """Count an entry that no router with the token has sent now; tell when that begins."""
+        self._registry.refused_in_redis("replica")
+        if not self._doubts:
+            log.warning("entries of the stream of replicas in Redis are ignored: %s", why)
+        self._doubts, self._doubted_at = True, self._now()
+
     def _forget_expectations(self) -> None:
         """Without Redis only this router's own pending chains count: it would not hear when the others' are over."""
         self.remote_pending.clear()
@@ -307,6 +321,9 @@ class Replica(Collector):
         """What has to be done whether Redis is there or not."""
         while True:
             await asyncio.sleep(_TICK_S)
+            if self._doubts and self._now() - self._doubted_at > _CALM_S:
+                log.info("the stream of replicas in Redis is believed again")
+                self._doubts = False
             for peer in self.peers.expire():
                 self.remote_pending.drop(peer.name)
                 if self.state is SharedState.SHARED:

@@ -32,7 +32,7 @@ from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, parse_object, send_error
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
 from baton.kv_transfer.protocol.sockets import Stream
-from baton.rpc.auth import read_token
+from baton.rpc.service_token import Token, read_token
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -278,7 +278,7 @@ def start_agent(
     return Agent(name, Line(Stream(mine, peer=name)), child)
 
 
-def connect_agent(name: str, address: str, token: str | None) -> tuple[Agent, str]:
+def connect_agent(name: str, address: str, token: Token | None) -> tuple[Agent, str]:
     """Have a listener on another host start an agent; returns it, and this machine's address as that host sees it.
 
     Raises:
@@ -310,7 +310,7 @@ class Listener:
         ConfigError: No token off loopback, or the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, token: str | None, token_file: str, module: str) -> None:
+    def __init__(self, host: str, port: int, token: Token | None, token_file: str, module: str) -> None:
         self._host, self._token, self._token_file, self._module = host, token, token_file, module
         self._socket = bind_tcp(host, port, token)
         self._socket.listen()
@@ -375,7 +375,7 @@ class OrderHandler(Protocol):
         ...
 
 
-def serve_agent(make: Callable[[str, str | None, Line], OrderHandler]) -> int:
+def serve_agent(make: Callable[[str, Token | None, Line], OrderHandler]) -> int:
     """Be an agent process: serve one driver on the control line that the command line names; returns the exit status.
 
     It ends with that line, or with its parent.

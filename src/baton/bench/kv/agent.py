@@ -43,6 +43,7 @@ from baton.bench.kv.specs import (
 from baton.errors import BatonError, InvalidRequestError
 from baton.kv_transfer.blocks import BlockServer
 from baton.kv_transfer.pipes.messages import MessagePipe, TcpMessagePipe
+from baton.rpc.service_token import Token
 from baton.types import InstanceId
 
 CONNECT_S = 20.0
@@ -62,7 +63,7 @@ class Agent:
         token: Shared token.
     """
 
-    def __init__(self, host: str, token: str | None) -> None:
+    def __init__(self, host: str, token: Token | None) -> None:
         self._host, self._token = host, token
         self._source: Source | None = None
         self._target: Target | None = None
@@ -122,7 +123,7 @@ class Source:
         ConfigError: Not enough memory.
     """
 
-    def __init__(self, spec: SourceSpec, host: str, token: str | None) -> None:
+    def __init__(self, spec: SourceSpec, host: str, token: Token | None) -> None:
         self._spec = spec
         require_memory(spec.shape.memory(spec.num_blocks))
         self.shards = spec.shape.new_shards(spec.num_blocks)
@@ -174,7 +175,7 @@ class Target:
         ConfigError: Not enough memory.
     """
 
-    def __init__(self, spec: TargetSpec, token: str | None) -> None:
+    def __init__(self, spec: TargetSpec, token: Token | None) -> None:
         self._spec, self._token = spec, token
         total = spec.num_blocks * len(spec.sources)
         require_memory(spec.shape.memory(total))

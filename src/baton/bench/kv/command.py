@@ -103,7 +103,7 @@ def _listen(args: argparse.Namespace) -> int:
     from baton.bench.kv.driver import AGENT_MODULE
     from baton.errors import ConfigError, PipeClosedError
     from baton.kv_transfer.protocol.connect import split_address
-    from baton.rpc.auth import read_token
+    from baton.rpc.service_token import read_token
 
     if args.connect:
         raise ConfigError("give --listen on one host and --connect on the other", field="listen")

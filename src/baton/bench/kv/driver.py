@@ -36,7 +36,7 @@ from baton.bench.kv.records import SCHEMA_VERSION, MessagesRecord, RunRecord, Un
 from baton.bench.kv.report import compute_ratios, median_rate, sample_seconds, stage_records, verdict_records
 from baton.bench.kv.rivals import RIVALS
 from baton.errors import BatonError
-from baton.rpc.auth import read_token
+from baton.rpc.service_token import read_token
 from baton.version import __version__
 
 AGENT_MODULE, RIVAL_MODULE = "baton.bench.kv.agent", "baton.bench.kv.rivals"

@@ -29,6 +29,7 @@ from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import Bytes
+from baton.rpc.service_token import Token
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 1 << 20
@@ -55,7 +56,7 @@ class PeerServer(ABC):
         address: host:port where peers connect.
     """
 
-    def __init__(self, host: str, token: str | None) -> None:
+    def __init__(self, host: str, token: Token | None) -> None:
         self._token = token
         self._socket = bind_tcp(host, 0, token)
         self._socket.listen()
@@ -119,7 +120,7 @@ class MessageService(PeerServer):
         advance: Raises the source's progress.
     """
 
-    def __init__(self, host: str, token: str | None, advance: Callable[[int], None]) -> None:
+    def __init__(self, host: str, token: Token | None, advance: Callable[[int], None]) -> None:
         self._advance = advance
         super().__init__(host, token)
 
@@ -226,7 +227,7 @@ class BareServer(PeerServer):
         token: Shared token.
     """
 
-    def __init__(self, memory: Bytes, host: str, token: str | None) -> None:
+    def __init__(self, memory: Bytes, host: str, token: Token | None) -> None:
         self._memory = memory
         super().__init__(host, token)
 
@@ -243,7 +244,7 @@ class BareServer(PeerServer):
 class BareReader:
     """One bare connection."""
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: Token | None) -> None:
         wait = _soon()
         self._stream = connect_tcp(address, wait)
         try:

@@ -30,6 +30,7 @@ from baton.kv_transfer.blocks.links import PipeDialer
 from baton.kv_transfer.pipes.base import ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
+from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId
 
 RUN_S = 120.0
@@ -81,7 +82,7 @@ class PipeMethod(Method):
         PipeClosedError: A source does not offer the kind; says why.
     """
 
-    def __init__(self, shards: KVShards, spec: TargetSpec, name: str, streams: int, token: str | None) -> None:
+    def __init__(self, shards: KVShards, spec: TargetSpec, name: str, streams: int, token: Token | None) -> None:
         kind, _, variant = name.partition("-")
         self._sources = [_block_source(source, kind) for source in spec.sources]
         self._generations = [sequence_numbers(source.num_blocks) for source in spec.sources]
@@ -186,7 +187,7 @@ class SocketMethod(Method):
     They move the first rank's blocks, as often as it takes to move as much as all ranks have.
     """
 
-    def __init__(self, arena: Arena, sources: Sequence[SourceFacts], streams: int, token: str | None) -> None:
+    def __init__(self, arena: Arena, sources: Sequence[SourceFacts], streams: int, token: Token | None) -> None:
         self._arena, self._streams = arena, streams
         self._block_bytes = [[layout.block_bytes for layout in source.shape.layouts()] for source in sources]
         self._readers: list[list[BareReader]] = [[] for _ in sources]

@@ -41,6 +41,7 @@ from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_READ, Fact
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockSource, Endpoint
 from baton.rpc.audit import Event, audit
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Epoch, InstanceId
 
@@ -121,7 +122,7 @@ class BlockServer:
         *,
         kinds: Sequence[str] | str = ("shm", "tcp"),
         host: str = "127.0.0.1",
-        token: str | None = None,
+        token: Token | None = None,
         options: ServerOptions | None = None,
     ) -> None:
         self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))

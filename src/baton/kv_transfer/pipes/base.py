@@ -22,6 +22,7 @@ from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Valid
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 
@@ -85,7 +86,7 @@ class PipeOptions:
         host_memory: Whether the host addresses what is served.
     """
 
-    token: str | None = None
+    token: Token | None = None
     tcp: TcpOptions = field(default_factory=TcpOptions)
     memory: MemoryNetwork | None = None
     tls: Tls | None = None

@@ -30,6 +30,7 @@ from baton.kv_transfer.protocol.deadline import TICK_S, Flag, Wait
 from baton.kv_transfer.protocol.frames import HEADER, BadFrameError, FrameKind, pack_header, parse_header
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.rpc.service_token import Token
 
 MAX_TENSORS = 4096
 MAX_DIMS = 16
@@ -178,7 +179,7 @@ class TcpMessagePipe(MessagePipe):
 
     @classmethod
     def connect(
-        cls, address: str, *, deadline: float, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES
+        cls, address: str, *, deadline: float, token: Token | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES
     ) -> TcpMessagePipe:
         """Connect to a :class:`MessageListener`.
 
@@ -295,7 +296,7 @@ class MessageListener:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        token: str | None = None,
+        token: Token | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._token, self._max = token, max_message_bytes

@@ -53,6 +53,7 @@ from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.read_wire import pack_bits, pack_request, unpack_bits
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Valid, current
+from baton.rpc.service_token import Token
 
 BATCH_ROWS = 16_384
 """Rows of one NIXL request at most."""
@@ -149,7 +150,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
     kind: ClassVar[str] = "nixl"
 
     def __init__(
-        self, address: str, facts: Facts, token: str | None, targets: NixlTargets, *, max_connections: int = 16
+        self, address: str, facts: Facts, token: Token | None, targets: NixlTargets, *, max_connections: int = 16
     ) -> None:
         self._targets = targets
         self._met: dict[tuple[NixlAgent, str], None] = {}

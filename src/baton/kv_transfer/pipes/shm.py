@@ -27,6 +27,7 @@ from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Valid
+from baton.rpc.service_token import Token
 
 MAX_DESCRIPTORS = 253
 """File descriptors that Linux passes with one message."""
@@ -43,7 +44,7 @@ class ShmReadPipe(CastingReadPipe):
         self._peer: _Peer | None = _Peer(shards, Line(stream))
 
     @classmethod
-    def connect(cls, address: str, facts: Facts, token: str | None, wait: Wait) -> ShmReadPipe:
+    def connect(cls, address: str, facts: Facts, token: Token | None, wait: Wait) -> ShmReadPipe:
         """Connect to a :class:`ShmServer`; errors are those of :meth:`PipeKind.connect`."""
         stream = connect_unix(_socket_name(address), wait)
         try:
@@ -157,7 +158,7 @@ class ShmKind(PipeKind):
         return ShmServer(served, self.options)
 
 
-def require_same_user(stream: Stream, token: str | None) -> None:
+def require_same_user(stream: Stream, token: Token | None) -> None:
     """Refuse a peer of another user on this host, unless a token decides.
 
     Raises:

@@ -51,6 +51,7 @@ from baton.kv_transfer.protocol.read_wire import (
 )
 from baton.kv_transfer.protocol.sockets import Stream, tls_from, tls_to
 from baton.kv_transfer.types import BlockReads, Bytes, Ids, Valid
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
         cls,
         address: str,
         facts: Facts,
-        token: str | None,
+        token: Token | None,
         wait: Wait,
         options: TcpOptions | None = None,
         *,
@@ -278,7 +279,7 @@ class TlsKind(PipeKind):
         return TlsServer(served, self.options, self._tls)
 
 
-def dial_reader(address: str, facts: Facts, token: str | None, wait: Wait, *, tls: Tls | None = None) -> Stream:
+def dial_reader(address: str, facts: Facts, token: Token | None, wait: Wait, *, tls: Tls | None = None) -> Stream:
     """Connect to a block server's endpoint that listens on TCP, and shake hands; with certificates over TLS first.
 
     Raises:

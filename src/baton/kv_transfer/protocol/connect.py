@@ -15,6 +15,7 @@ from typing import Any
 from baton.errors import ConfigError, PipeClosedError
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.rpc.service_token import Token
 
 _FULL_S = 0.01
 
@@ -36,7 +37,7 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind_tcp(host: str, port: int, token: str | None, *, safe: bool = False) -> socket.socket:
+def bind_tcp(host: str, port: int, token: Token | None, *, safe: bool = False) -> socket.socket:
     """Bind a TCP socket; ``safe``: peers show a certificate.
 
     Raises:

@@ -6,8 +6,9 @@
     client -> HELLO      nonce, proof, purpose; for reads: epoch, fingerprint, num_blocks
     server -> WELCOME    proof, the same facts of the server           (or ERROR, and the connection ends)
 
-The proof is an HMAC of both nonces under the shared token: the token never crosses the wire, cannot be replayed, and
-both sides show that they know it. Facts are compared only after the proof, and before any block moves.
+The proof is an HMAC of both nonces under a key derived from the shared token: the token never crosses the wire, proofs
+cannot be replayed, and both sides show that they know it. Where several tokens are accepted, the client proves the
+first one it has, and the server the same. Facts are compared only after the proof, and before any block moves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from baton.kv_cache.layout import LayerShape
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_control, send_control, send_error
 from baton.kv_transfer.protocol.sockets import Stream
+from baton.rpc.service_token import Token
 
 log = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
@@ -95,7 +97,7 @@ class Facts:
 
 
 def greet_as_client(
-    stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None
+    stream: Stream, token: Token | None, wait: Wait, *, purpose: str, facts: Facts | None
 ) -> Fingerprint | None:
     """Introduce this side and check the server; returns its fingerprint where ``facts`` are compared.
 
@@ -105,14 +107,15 @@ def greet_as_client(
     """
     challenge = _nonce(recv_control(stream, FrameKind.CHALLENGE, wait))
     mine = secrets.token_bytes(NONCE_BYTES)
-    fields = {"nonce": mine.hex(), "proof": _proof(token, b"client", challenge, mine), "purpose": purpose}
+    key = _keys(token)[0]
+    fields = {"nonce": mine.hex(), "proof": _proof(key, b"client", challenge, mine), "purpose": purpose}
     send_control(stream, FrameKind.HELLO, fields | (facts.to_fields() if facts else {}), wait)
     welcome = recv_control(stream, FrameKind.WELCOME, wait)
-    _check_proof(welcome, _proof(token, b"server", challenge, mine))
+    _check_proof(welcome, [key], b"server", challenge, mine)
     return facts.require(welcome, who="source") if facts is not None else None
 
 
-def greet_as_server(stream: Stream, token: str | None, wait: Wait, *, purpose: str, facts: Facts | None) -> None:
+def greet_as_server(stream: Stream, token: Token | None, wait: Wait, *, purpose: str, facts: Facts | None) -> None:
     """Challenge a client, check what it says and answer.
 
     Raises:
@@ -124,16 +127,16 @@ def greet_as_server(stream: Stream, token: str | None, wait: Wait, *, purpose: s
     send_control(stream, FrameKind.CHALLENGE, {"nonce": challenge.hex()}, wait)
     hello = recv_control(stream, FrameKind.HELLO, wait)
     theirs = _nonce(hello)
-    _check_proof(hello, _proof(token, b"client", challenge, theirs))
+    key = _check_proof(hello, _keys(token), b"client", challenge, theirs)
     if hello.get("purpose") != purpose:
         raise BadFrameError(f"this endpoint serves {purpose}", field="purpose")
     if facts is not None:
         facts.require(hello, who="reader")
-    answer = {"proof": _proof(token, b"server", challenge, theirs)}
+    answer = {"proof": _proof(key, b"server", challenge, theirs)}
     send_control(stream, FrameKind.WELCOME, answer | (facts.to_fields() if facts else {}), wait)
 
 
-def greet_or_refuse(stream: Stream, token: str | None, wait: Wait) -> bool:
+def greet_or_refuse(stream: Stream, token: Token | None, wait: Wait) -> bool:
     """Shake hands with a new peer that wants to exchange messages; ``False``: it was sent away."""
     try:
         greet_as_server(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
@@ -192,12 +195,22 @@ def _nonce(fields: Mapping[str, Any]) -> bytes:
     return nonce
 
 
-def _proof(token: str | None, role: bytes, server_nonce: bytes, client_nonce: bytes) -> str:
-    key = b"none" if token is None else b"token:" + token.encode()
+def _keys(token: Token | None) -> Sequence[bytes]:
+    return (b"none",) if token is None else token.keys(b"pipe")
+
+
+def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> str:
     return hmac.new(key, role + server_nonce + client_nonce, hashlib.sha256).hexdigest()
 
 
-def _check_proof(fields: Mapping[str, Any], expected: str) -> None:
+def _check_proof(
+    fields: Mapping[str, Any], keys: Sequence[bytes], role: bytes, server_nonce: bytes, client_nonce: bytes
+) -> bytes:
+    """Return the key that a peer's proof was made with."""
     proof = fields.get("proof")
-    if not isinstance(proof, str) or not hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode()):
-        raise UnauthenticatedError("the peer does not know this side's shared token", field="token")
+    if isinstance(proof, str):
+        given = proof.encode("utf-8", "surrogatepass")
+        for key in keys:
+            if hmac.compare_digest(given, _proof(key, role, server_nonce, client_nonce).encode()):
+                return key
+    raise UnauthenticatedError("the peer does not know this side's shared token", field="token")

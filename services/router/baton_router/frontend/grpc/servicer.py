@@ -10,7 +10,7 @@ from typing import Any
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import InvalidRequestError
 from baton.rpc.audit import audit, peer_of
-from baton.rpc.auth import HEADER, Admits, admits_services
+from baton.rpc.auth import HEADER, Admits
 from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
 from baton.types import ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts.accounts import Accounts
@@ -182,20 +182,16 @@ def _response(request_id: str, chunk: TextChunk) -> router_pb2.RouterGenerateRes
     return response
 
 
-def admits_clients(token: str | None, accounts: Accounts | None) -> Admits:
-    """Return the rule of a router: clients show an API key where there are some, services the token where there is one.
+def admits_clients(accounts: Accounts | None) -> Admits | None:
+    """Return whose calls a router takes that do not prove the services' token: those that show a key, if there are any.
 
     Args:
-        token: Shared by the services; it opens every call.
         accounts: Whose API keys open the calls that generate, and administrators' the list of instances.
     """
-    services = admits_services(token)
     if accounts is None:
-        return services
+        return None
 
     def admits(method: str, header: str | bytes | None) -> bool:
-        if token is not None and services(method, header):
-            return True
         account = accounts.identify(_text(header))
         return account is not None and (method in _FOR_CLIENTS or (account.admin and method == _FOR_ADMINISTRATORS))
 

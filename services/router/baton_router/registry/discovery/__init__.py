@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton_router.config import RouterConfig
 from baton_router.registry.registry import Registry
@@ -24,7 +25,7 @@ class Discovery(Protocol):
         """Stop."""
 
 
-def discoveries(config: RouterConfig, registry: Registry, token: str | None, tls: Tls | None) -> list[Discovery]:
+def discoveries(config: RouterConfig, registry: Registry, token: Token | None, tls: Tls | None) -> list[Discovery]:
     """Make the sources that ``config.discover`` names.
 
     Raises:
@@ -35,7 +36,7 @@ def discoveries(config: RouterConfig, registry: Registry, token: str | None, tls
     if "redis" in config.discover:
         from baton_router.registry.discovery.redis import RedisDiscovery
 
-        found.append(RedisDiscovery(config, registry))
+        found.append(RedisDiscovery(config, registry, token))
     if "kubernetes" in config.discover:
         from baton_router.registry.discovery.kubernetes import KubernetesDiscovery
 

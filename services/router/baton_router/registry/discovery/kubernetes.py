@@ -23,6 +23,7 @@ from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.convert import role_from_pb
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Role
 from baton_router.config import RouterConfig, in_cluster_api
@@ -58,7 +59,7 @@ class KubernetesDiscovery:
         ConfigError: The service account's files are not there, or this is no pod and no API server was named.
     """
 
-    def __init__(self, config: RouterConfig, registry: Registry, token: str | None, tls: Tls | None = None) -> None:
+    def __init__(self, config: RouterConfig, registry: Registry, token: Token | None, tls: Tls | None = None) -> None:
         account = Path(config.kubernetes_account)
         self._token_file, ca = account / "token", account / "ca.crt"
         api = config.kubernetes_api or in_cluster_api()
@@ -233,7 +234,7 @@ class RoleFinder:
     """
 
     def __init__(
-        self, source: str, registry: Registry, token: str | None, timeout_s: float, tls: Tls | None = None
+        self, source: str, registry: Registry, token: Token | None, timeout_s: float, tls: Tls | None = None
     ) -> None:
         self._source, self._registry, self._timeout_s = source, registry, timeout_s
         self._token, self._tls = token, tls
@@ -261,7 +262,7 @@ class RoleFinder:
         self._registry.found(self._source, self._roles)
 
     async def _ask(self, address: str) -> None:
-        backoff = Backoff(_LONGEST_ROLE_PAUSE_S, random.Random())
+        backoff, refused = Backoff(_LONGEST_ROLE_PAUSE_S, random.Random()), False
         async with open_channel(address, token=self._token, tls=self._tls) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             while True:
@@ -270,7 +271,10 @@ class RoleFinder:
                     self._roles[address] = role_from_pb(info.role)
                     break
                 except (grpc.aio.AioRpcError, InvalidRequestError) as error:
-                    log.debug("%s does not say what it is yet: %s", address, error)
+                    denied = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+                    level = logging.WARNING if denied and not refused else logging.DEBUG  # once, not once per try
+                    log.log(level, "%s does not say what it is yet: %s", address, error)
+                    refused = denied
                 await asyncio.sleep(backoff.next_s())
         self._asking.pop(address, None)
         self._tell()

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import orjson
-
-from baton.errors import ConfigError
 from baton.rpc.channel import Backoff
-from baton.rpc.redis_client import LEASE_TTL_S, end_task, instance_key, news_key, open_redis, redis_errors
+from baton.rpc.redis_client import end_task, open_redis, redis_errors
+from baton.rpc.registrations import LEASE_TTL_S, Registrations, instance_key, news_key
+from baton.rpc.service_token import Token
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
 from baton_router.registry.registry import Registry
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 SOURCE = "redis"
 _LOOK_MS = 800
-_PER_SCAN = 256
 
 
 class RedisDiscovery:
@@ -36,14 +35,23 @@ class RedisDiscovery:
     Args:
         config: Where Redis is.
         registry: Is told.
+        token: The services'; with one, registrations that it has not signed are passed over.
         now: Monotonic clock.
 
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
     """
 
-    def __init__(self, config: RouterConfig, registry: Registry, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        token: Token | None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._redis = open_redis(config.redis)
+        key = instance_key(config.redis_prefix, "")
+        self._registrations = Registrations(self._redis, key, token, partial(registry.refused_in_redis, "instance"))
         self._prefix, self._registry, self._now = config.redis_prefix, registry, now
         self._seen: dict[str, tuple[str, Role, float]] = {}
         self._since = now()
@@ -90,17 +98,8 @@ class RedisDiscovery:
 
     async def _look(self) -> None:
         """Read all keys, and tell the registry."""
-        start, now = len(instance_key(self._prefix, "")), self._now()
-        keys = [key async for key in self._redis.scan_iter(instance_key(self._prefix, "*"), count=_PER_SCAN)]
-        for key, value in zip(keys, await self._redis.mget(keys) if keys else (), strict=True):
-            name = key[start:].decode(errors="replace")
-            if value is None:  # its time ended in between
-                continue
-            try:
-                address, role = _read(value)
-            except (ConfigError, ValueError, KeyError, TypeError) as error:
-                log.warning("the registration of %s in Redis cannot be read: %s", name, error)
-                continue
+        now = self._now()
+        for name, (address, role) in (await self._registrations.read(_parse)).items():
             self._seen[name] = address, role, now
         before = now - LEASE_TTL_S
         if self._since <= before:
@@ -108,7 +107,6 @@ class RedisDiscovery:
         self._registry.found(SOURCE, {address: role for address, role, _ in self._seen.values()})
 
 
-def _read(value: bytes | str) -> tuple[str, Role]:
-    item = orjson.loads(value)
-    check_address(item["address"], field="address")
-    return item["address"], Role(item["role"])
+def _parse(fields: Mapping[str, Any]) -> tuple[str, Role]:
+    check_address(fields["address"], field="address")
+    return fields["address"], Role(fields["role"])

@@ -12,6 +12,7 @@ from baton.config.secrets import shown_url
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.kv_transfer.blocks import BlockSource
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import BlockHash, BlockId, Tenant
 
@@ -46,7 +47,7 @@ class StoreOptions:
     """
 
     address: str = field(repr=False)
-    token: str | None = field(default=None, repr=False)
+    token: Token | None = field(default=None, repr=False)
     tls: Tls | None = field(default=None, repr=False)
     min_load_tokens: int = 1
     call_timeout_s: float = 1.0
@@ -124,6 +125,8 @@ class StoreUse:
     """Those that are left alone, because they did not answer."""
     node_failures: int = 0
     """Calls to one of several nodes, and fetches from it, that failed."""
+    refused_nodes: int = 0
+    """Registrations of nodes in Redis that were passed over, at each look."""
     failovers: int = 0
     """Segments that came from another node than the one asked first."""
     copied_blocks: int = 0

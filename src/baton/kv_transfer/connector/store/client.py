@@ -24,6 +24,7 @@ from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, tenant_to_pb
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import BlockHash, BlockId, Tenant
 
@@ -65,7 +66,7 @@ class StoreCalls:
         tls: Certificates, if they use some.
     """
 
-    def __init__(self, address: str, *, token: str | None, tls: Tls | None) -> None:
+    def __init__(self, address: str, *, token: Token | None, tls: Tls | None) -> None:
         self._address, self._token, self._tls = address, token, tls
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
@@ -150,7 +151,7 @@ class StoreClient:
         *,
         fingerprint: Fingerprint,
         fetcher: BlockFetcher,
-        token: str | None,
+        token: Token | None,
         tls: Tls | None = None,
         call_timeout_s: float,
         blocks_per_call: int,

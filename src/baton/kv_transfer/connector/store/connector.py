@@ -335,5 +335,12 @@ def open_store(
         per_call = options.blocks_per_call
         return ValueStore(values, pool=fetcher.pool, fingerprint=fingerprint, blocks_per_call=per_call)
     membership: Membership
-    membership = RedisMembership(*options.discovery) if address.discover else FixedMembership(address.nodes)
+    if address.discover:
+
+        def refused(count: int) -> None:
+            use.refused_nodes += count
+
+        membership = RedisMembership(*options.discovery, options.token, refused)
+    else:
+        membership = FixedMembership(address.nodes)
     return StoreCluster(membership, connect, options, use)

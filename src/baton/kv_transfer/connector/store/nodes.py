@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +19,9 @@ from baton.errors import BatonError, ConfigError, QueueFullError, UnavailableErr
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.kv_transfer.connector.store.backend import ChainPart, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient
-from baton.rpc.redis_client import LEASE_TTL_S, end_task, open_redis, redis_errors, store_news_key, store_node_key
+from baton.rpc.redis_client import end_task, open_redis, redis_errors
+from baton.rpc.registrations import LEASE_TTL_S, Registrations, store_news_key, store_node_key
+from baton.rpc.service_token import Token
 from baton.types import BlockHash, Tenant
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,6 @@ class FixedMembership:
 _NEWS_MS = 500
 _LOOK_S = LEASE_TTL_S / 3
 _RETRY_S = 0.5
-_PER_SCAN = 256
 
 
 class NodeList(Protocol):
@@ -264,14 +264,24 @@ class RedisMembership:
     Args:
         url: Where Redis is.
         prefix: Put before every key.
+        token: The services'; with one, registrations that it has not signed are passed over.
+        refused: Hears how many a look passed over.
         now: Monotonic clock.
 
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
     """
 
-    def __init__(self, url: str, prefix: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        token: Token | None,
+        refused: Callable[[int], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._redis = open_redis(url)
+        self._registrations = Registrations(self._redis, store_node_key(prefix, ""), token, refused)
         self._prefix, self._now = prefix, now
         self._seen: dict[str, tuple[str, float]] = {}
         self._since = self._next_look = now()
@@ -332,26 +342,22 @@ class RedisMembership:
 
     async def _look(self, nodes: NodeList) -> None:
         """Read all keys, and tell who there is."""
-        start, now = len(store_node_key(self._prefix, "")), self._now()
+        now = self._now()
         self._next_look = now + _LOOK_S
-        keys = [key async for key in self._redis.scan_iter(store_node_key(self._prefix, "*"), count=_PER_SCAN)]
-        for key, value in zip(keys, await self._redis.mget(keys) if keys else (), strict=True):
-            name = key[start:].decode(errors="replace")
-            if value is None:  # its time ended in between
-                continue
-            try:
-                address = StoreAddress.parse(json.loads(value)["address"]).nodes
-                if len(address) != 1:
-                    raise ConfigError("that is not one node", field="address")
-            except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-                log.warning("the registration of store node %s in Redis cannot be read: %s", name, error)
-                continue
-            self._seen[name] = address[0], now
+        for name, address in (await self._registrations.read(_parse)).items():
+            self._seen[name] = address, now
         before = now - LEASE_TTL_S
         if self._since <= before:
             self._seen = {name: item for name, item in self._seen.items() if item[1] > before}
         nodes.set(address for address, _ in self._seen.values())
         self._looked.set()
+
+
+def _parse(fields: Mapping[str, Any]) -> str:
+    address = StoreAddress.parse(fields["address"]).nodes
+    if len(address) != 1:
+        raise ConfigError("that is not one node", field="address")
+    return address[0]
 
 
 _MAX_SEGMENTS = 4096

@@ -1,0 +1,249 @@
+"""How both ends of a gRPC channel prove to each other that they know the shared token, without sending it.
+
+::
+
+    caller -> Challenge                                 no token needed, nothing kept
+    service -> service nonce                            its time, random bytes, a tag over these and who calls
+    caller -> Prove   both nonces, proof of the caller
+    service -> proof of the service                     (or UNAUTHENTICATED, and the caller sends nothing more)
+    caller -> any call, with `authorization: Baton CREDENTIAL`
+
+A proof is an HMAC of role, nonces and the caller's certificate under a key derived from the token. So the token cannot
+be read, neither proof can be replayed, and no request leaves before the service has shown that it knows the token.
+
+A credential is an HMAC of the method under a key of both nonces. The service keeps nothing: its nonce tells when and
+whom it was given to. A credential counts for one method of one process, from the caller's host (and with TLS its
+certificate) alone, for five minutes; callers renew theirs every minute, and whenever a channel has lost its connection
+or the token file has changed. With TLS a service in the middle cannot pass a proof on: the certificate that it shows is
+not the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import hmac
+import secrets
+import ssl
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from baton.api.v1 import auth_pb2, auth_pb2_grpc
+from baton.errors import BatonError, UnauthenticatedError, UnavailableError
+from baton.rpc.audit import audit, peer_of
+from baton.rpc.errors import DETAILS_KEY, status_code, status_details
+from baton.rpc.service_token import Token
+
+SERVICE = auth_pb2.DESCRIPTOR.services_by_name["AuthService"].full_name
+SCHEME = "Baton "
+_NONCE_BYTES, _TAG_BYTES, _TIME_BYTES, _MAC_BYTES = 16, 16, 8, 32
+_SERVICE_NONCE_BYTES = _TIME_BYTES + _NONCE_BYTES + _TAG_BYTES
+_CREDENTIAL_BYTES = _SERVICE_NONCE_BYTES + _NONCE_BYTES + _MAC_BYTES
+_HANDSHAKE_S = 10.0
+_RENEW_S, _LIFE_S = 60.0, 300.0
+_PURPOSE = b"gRPC"
+_OVER = "what proved the shared token counts no more: prove it again"
+
+
+def certificate_digest(pem: bytes) -> bytes:
+    """Return the SHA-256 of a certificate, the first one of a chain; empty: there is none."""
+    if not pem:
+        return b""
+    end = b"-----END CERTIFICATE-----"
+    leaf = pem[pem.index(b"-----BEGIN CERTIFICATE-----") : pem.index(end) + len(end)]
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf.decode("ascii"))).digest()
+
+
+class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
+    """Challenges callers, and knows the credentials of those who have proved the token.
+
+    Args:
+        token: What they must know.
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, token: Token, now: Callable[[], float] = time.monotonic) -> None:
+        self._token, self._now = token, now
+        self._secret = secrets.token_bytes(32)
+
+    async def Challenge(self, request: auth_pb2.ChallengeRequest, context: Any) -> auth_pb2.ChallengeResponse:
+        """Give a nonce."""
+        told = int(self._now() * 1e6).to_bytes(_TIME_BYTES) + secrets.token_bytes(_NONCE_BYTES)
+        return auth_pb2.ChallengeResponse(nonce=told + self._tag(told, context))
+
+    async def Prove(self, request: auth_pb2.ProveRequest, context: Any) -> auth_pb2.ProveResponse:
+        """Check a caller's proof and give this service's."""
+        if len(request.caller_nonce) != _NONCE_BYTES or not self._gave(request.service_nonce, context, _HANDSHAKE_S):
+            raise UnavailableError("the proof is for another challenge than this service's")
+        nonces = request.service_nonce + request.caller_nonce
+        expected = b"caller" + nonces + _shown_certificate(context)
+        for key in self._token.keys(_PURPOSE):
+            if hmac.compare_digest(_mac(key, expected), request.proof):
+                return auth_pb2.ProveResponse(proof=_mac(key, b"service" + nonces))
+        audit("authentication_failed", over="grpc", peer=peer_of(context), method=f"/{SERVICE}/Prove")
+        raise UnauthenticatedError("the caller does not know this service's token", field="token")
+
+    def check(self, method: str, header: str) -> Callable[[Any], None]:
+        """Check the credential of a call before its request is read.
+
+        Args:
+            method: ``/package.Service/Method``.
+            header: Its ``authorization``, which begins with :data:`SCHEME`.
+
+        Returns:
+            What is left to be checked with the call's context; raises as this does.
+
+        Raises:
+            UnavailableError: It is no credential, or counts no more: a new proof brings another one.
+        """
+        try:
+            data = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
+        except (ValueError, binascii.Error):
+            data = b""
+        nonces, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        if len(data) == _CREDENTIAL_BYTES:
+            for key in self._token.keys(_PURPOSE):
+                if hmac.compare_digest(_credential(key, nonces, method), mac):
+                    return lambda context: self._require(nonces[:_SERVICE_NONCE_BYTES], context)
+        raise UnavailableError(_OVER)
+
+    def _require(self, nonce: bytes, context: Any) -> None:
+        if not self._gave(nonce, context, _LIFE_S):
+            raise UnavailableError(_OVER)
+
+    def _gave(self, nonce: bytes, context: Any, life_s: float) -> bool:
+        told, tag = nonce[:-_TAG_BYTES], nonce[-_TAG_BYTES:]
+        if len(nonce) != _SERVICE_NONCE_BYTES or not hmac.compare_digest(self._tag(told, context), tag):
+            return False
+        return self._now() - int.from_bytes(told[:_TIME_BYTES]) / 1e6 < life_s
+
+    def _tag(self, told: bytes, context: Any) -> bytes:
+        host = context.peer().rpartition(":")[0].encode()
+        return _mac(self._secret, told + _shown_certificate(context) + host)[:_TAG_BYTES]
+
+
+class Prover:
+    """Proves the token on one channel, and has the service prove it, before the first call.
+
+    Args:
+        token: What both ends must know.
+        address: Of the service, for messages.
+        certificate: Digest of the certificate that this side shows; empty: it shows none.
+    """
+
+    def __init__(self, token: Token, address: str, certificate: bytes) -> None:
+        self._token, self._address, self._certificate = token, address, certificate
+        self._channel: Callable[[], grpc.aio.Channel | None] = lambda: None
+        self._proved_at = -_RENEW_S
+        self._generation = -1
+        self._lost: asyncio.Task[None] | None = None
+        self._key = self._nonces = b""
+        self._headers: dict[str, str] = {}
+
+    def serve(self, channel: grpc.aio.Channel) -> None:
+        """Take note of the channel; comes before its first call."""
+        self._channel = weakref.ref(channel)  # which refers to this
+
+    async def header(self, method: str, timeout_s: float | None, wait_for_ready: bool | None) -> str:
+        """Return the ``authorization`` of a call of a method.
+
+        Args:
+            method: ``/package.Service/Method``.
+            timeout_s: Seconds that the call has.
+            wait_for_ready: Whether it waits for a connection.
+
+        Raises:
+            grpc.aio.AioRpcError: The service cannot be reached, or does not know the token.
+        """
+        if not self._is_proved():
+            await self._prove(timeout_s, wait_for_ready)
+        found = self._headers.get(method)
+        if found is None:
+            credential = self._nonces + _credential(self._key, self._nonces, method)
+            found = self._headers[method] = SCHEME + base64.urlsafe_b64encode(credential).decode()
+        return found
+
+    def _is_proved(self) -> bool:
+        """Whether the service at the other end of the connection, which is still the same one, knows the token."""
+        if time.monotonic() - self._proved_at >= _RENEW_S or self._generation != self._token.generation:
+            return False
+        if self._lost is None or self._lost.done():  # also where a call that was under way has brought another one
+            return False
+        channel = self._channel()
+        return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def _prove(self, timeout_s: float | None, wait_for_ready: bool | None) -> None:
+        began, generation = time.monotonic(), self._token.generation
+        key, nonce = self._token.keys(_PURPOSE)[0], secrets.token_bytes(_NONCE_BYTES)
+        channel = self._channel()
+        assert channel is not None  # a call on it is about to begin
+        stub: Any = auth_pb2_grpc.AuthServiceStub(channel)
+        patience_s = timeout_s  # a call that does not wait for a connection does not wait for a proof either
+        if not wait_for_ready and (timeout_s is None or timeout_s > _HANDSHAKE_S):
+            patience_s = _HANDSHAKE_S
+        challenge = await self._ask(
+            stub.Challenge(auth_pb2.ChallengeRequest(), timeout=patience_s, wait_for_ready=wait_for_ready), patience_s
+        )
+        if len(challenge.nonce) != _SERVICE_NONCE_BYTES:
+            self._refuse("does not know the shared token")
+        nonces = challenge.nonce + nonce
+        request = auth_pb2.ProveRequest(
+            service_nonce=challenge.nonce,
+            caller_nonce=nonce,
+            proof=_mac(key, b"caller" + nonces + self._certificate),
+        )
+        answer = await self._ask(stub.Prove(request, timeout=patience_s), patience_s)
+        if not hmac.compare_digest(_mac(key, b"service" + nonces), answer.proof):
+            self._refuse("does not know the shared token")
+        self._key, self._nonces, self._headers = key, nonces, {}
+        self._proved_at, self._generation = began, generation
+        if self._lost is None or self._lost.done():
+            self._lost = asyncio.create_task(_until_lost(channel), name=f"connection {self._address}")
+
+    async def _ask(self, call: Any, patience_s: float | None) -> Any:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._refuse("has no token, or is none of Baton's", error)
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._refuse("has another token than this side", error)
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and patience_s == _HANDSHAKE_S:
+                unproved = UnavailableError(f"{self._address} did not prove the shared token within {patience_s:g} s")
+                raise _rpc_error(unproved) from error
+            raise
+
+    def _refuse(self, why: str, cause: BaseException | None = None) -> NoReturn:
+        raise _rpc_error(UnauthenticatedError(f"the service at {self._address} {why}", field="token")) from cause
+
+
+async def _until_lost(channel: grpc.aio.Channel) -> None:
+    with contextlib.suppress(grpc.aio.UsageError):  # it was closed
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+
+def _credential(key: bytes, nonces: bytes, method: str) -> bytes:
+    return _mac(_mac(key, b"session" + nonces), method.encode())
+
+
+def _mac(key: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, data, "sha256")
+
+
+def _shown_certificate(context: Any) -> bytes:
+    """Return the digest of the certificate that a caller has shown; empty: none."""
+    return certificate_digest(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
+
+
+def _rpc_error(error: BatonError) -> grpc.aio.AioRpcError:
+    """Return an error of this side as gRPC's callers expect it."""
+    details = grpc.aio.Metadata((DETAILS_KEY, status_details(error)))
+    return grpc.aio.AioRpcError(status_code(error), grpc.aio.Metadata(), details, error.message, None)
