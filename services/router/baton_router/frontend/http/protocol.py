@@ -285,6 +285,8 @@ class HttpProtocol(HttpToolsProtocol):
         Raises:
             HTTPException: It is refused.
         """
+        if self.transport.is_closing():
+            raise HTTPException(400, "the connection ends with the request before")
         method, version = self.parser.get_method(), self.parser.get_http_version()
         refused = check_head(method, self.url, version, self.headers)
         if refused is not None:
@@ -348,6 +350,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: HTTPException) -> None:
         """Read nothing more, and answer what could not be read as soon as its turn comes."""
         self._refused = True
+        if self.transport.is_closing():
+            return  # behind the last request that is answered
         if not self._in_body:
             self._end_head()
             self._refusal = refusal(error, self.server_state.default_headers)
