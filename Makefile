@@ -98,6 +98,7 @@ bench: native ## benchmarks; results under benchmarks/results
 	$(BIN)/baton bench store --json > benchmarks/results/store.jsonl
 	$(BIN)/python benchmarks/store/soak.py --write
 	$(BIN)/python benchmarks/index.py --write
+	-$(BIN)/python benchmarks/control_plane.py --write
 	$(BIN)/python benchmarks/http.py --write
 	$(BIN)/python benchmarks/http.py --kill --write
 

@@ -292,6 +292,19 @@ int baton_table_widen(table *t, uint32_t words) {
     return 0;
 }
 
+/* Ask the memory for what the next `AHEAD` blocks will touch, wherever they lie: all at once instead of one by one. */
+static void warm(const table *t, const uint8_t *chain, size_t at, size_t length) {
+    if (at % AHEAD) return;
+    size_t end = at + AHEAD < length ? at + AHEAD : length;
+    for (size_t i = at; i < end; i++) __builtin_prefetch(&t->buckets[bucket_of(t, chain + i * HASH)]);
+    for (size_t i = at; i < end; i++) {
+        uint32_t likely = t->buckets[bucket_of(t, chain + i * HASH)];
+        if (likely == NONE) continue;
+        __builtin_prefetch(key_of(t, likely));
+        __builtin_prefetch(set_of(t, likely));
+    }
+}
+
 /* Add a slot to the sets of blocks. Returns how many did not hold it before, in the upper half how many found no room;
    -1: no memory. */
 int64_t baton_table_store(table *t, uint32_t slot, const uint8_t *chain, size_t length) {
@@ -301,6 +314,7 @@ int64_t baton_table_store(table *t, uint32_t slot, const uint8_t *chain, size_t 
     int64_t result = 0;
     grow(t);
     for (size_t at = 0; at < length; at++) {
+        warm(t, chain, at, length);
         uint32_t entry = walk(t, &w, chain, at, length);
         if (entry == NONE) {
             if (t->count >= t->limit) {
@@ -323,6 +337,7 @@ uint64_t baton_table_remove(table *t, uint32_t slot, const uint8_t *chain, size_
     uint32_t word = slot / 64;
     uint64_t bit = (uint64_t)1 << slot % 64, gone = 0;
     for (size_t at = 0; at < length; at++) {
+        warm(t, chain, at, length);
         uint32_t entry = find(t, chain + at * HASH);
         if (entry == NONE || !(set_of(t, entry)[word] & bit)) continue;
         set_of(t, entry)[word] &= ~bit;

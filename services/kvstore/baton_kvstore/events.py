@@ -70,7 +70,7 @@ class StoreEvents:
     async def _snapshot(self) -> tuple[int, list[KVEvent]]:
         self._flush()
         held = [(level, tuple(blocks)) for level, blocks in self._held.items() if blocks]
-        return self._log.sequence, [BlocksStored(None, hashes, level) for level, hashes in held]
+        return self._log.flush(), [BlocksStored(None, hashes, level) for level, hashes in held]
 
     def _flush(self) -> None:
         """Make the next batch of what was heard."""

@@ -73,7 +73,7 @@ class RouterConfig:
     index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 40 bytes each")
     index_stale_limit_s: float = option(30.0, "seconds without events after which an instance's index is not used")
     index_heartbeat_ms: int = option(
-        250, "longest silence asked of an instance's events; after 3.5 times as long its index is stale; 0: none"
+        400, "longest silence asked of an instance's events; after 2.2 times as long its index is stale; 0: none"
     )
     index_decision_ttl_s: float = option(
         120.0, "seconds that a prompt counts as cached where it was sent, for instances without KV events"
@@ -165,7 +165,7 @@ class RouterConfig:
     )
     replica_forget_s: float = option(60.0, "seconds of silence after which the others take a router's whole part")
     load_interval_ms: int = option(100, "shortest time between two load reports of an instance")
-    probe_interval_s: float = option(2.0, "seconds between two probes of an instance")
+    probe_interval_s: float = option(2.0, "seconds between two probes of an instance that is not heard otherwise")
     probe_timeout_s: float = option(5.0, "seconds an instance has to answer a probe")
     probe_failures: int = option(3, "probes in a row without an answer after which an instance counts as lost")
     reconnect_max_s: float = option(2.0, "longest pause between two attempts to reach an instance")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, groupby
 
 from baton.types import BlockHash
 
@@ -80,3 +81,43 @@ def merge_events(events: Iterable[KVEvent]) -> list[KVEvent]:
             merged.append(event)
     flush()
     return merged
+
+
+def net_events(events: Sequence[KVEvent]) -> list[KVEvent]:
+    """Return the fewest events that lead to the same: what was cleared, then what is gone, then what was stored.
+
+    Only the last that happened to a block of a tier is told.
+    """
+    cleared: set[str] = set()
+    told: dict[str, set[BlockHash]] = {}
+    removed: list[KVEvent] = []
+    stored: list[KVEvent] = []
+    for event in reversed(events):
+        tier = event.tier
+        if tier in cleared:
+            continue
+        if isinstance(event, CacheCleared):
+            cleared.add(tier)
+            continue
+        later = told.setdefault(tier, set())
+        fresh = [name not in later for name in event.hashes]
+        later.update(event.hashes)
+        if isinstance(event, BlocksRemoved):
+            if any(fresh):
+                removed.append(BlocksRemoved(tuple(compress(event.hashes, fresh)), tier))
+        elif all(fresh):
+            stored.append(event)
+        else:
+            stored += reversed(list(_runs(event, fresh)))
+    return merge_events([*map(CacheCleared, sorted(cleared)), *reversed(removed), *reversed(stored)])
+
+
+def _runs(event: BlocksStored, wanted: Sequence[bool]) -> Iterator[BlocksStored]:
+    """Cut a run where blocks are not wanted."""
+    at = 0
+    for want, group in groupby(wanted):
+        end = at + len(list(group))
+        if want:
+            parent = event.parent if at == 0 or event.tier != DEVICE else event.hashes[at - 1]
+            yield BlocksStored(parent, event.hashes[at:end], event.tier)
+        at = end

@@ -1,15 +1,26 @@
-"""The log of KV events that routers follow: numbered batches in a bounded ring, snapshots for those who fell behind."""
+"""The log of KV events that routers follow: numbered batches in a bounded ring, snapshots for those who fell behind.
+
+A message costs a router more than what it says, and a busy engine has news at every step. So what steps do is gathered
+into a batch until ``GATHER_S`` have passed since the one before, ``GATHER_BLOCKS`` have come or gone, or somebody who
+knows that it matters now asks for it: at the end of each request, since until then routers count its blocks as here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 from baton.api.v1 import events_pb2
-from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent, net_events
 from baton.types import Epoch
 
+GATHER_S = 0.38
+"""Longest that an event waits: less than the 400 ms after which a router wants a heartbeat, which it replaces."""
+GATHER_BLOCKS = 512
+"""As many as a prompt of 8192 tokens has: what costs seconds to compute twice, other routers should know at once."""
 _AT_ONCE_S = 0.001
 _PART_BLOCKS = 1 << 16
 """Blocks in one message: 2 MiB of hashes."""
@@ -22,26 +33,57 @@ class KvEventLog:
     Args:
         epoch: Of this process.
         capacity: Batches kept for replay.
+        gather_s: Seconds for which events are gathered into a batch; 0: each :meth:`append` is a batch.
+
+    Attributes:
+        sequence: Number of the last batch.
     """
 
-    def __init__(self, epoch: Epoch, *, capacity: int = 8192) -> None:
-        self._epoch = epoch
+    def __init__(self, epoch: Epoch, *, capacity: int = 8192, gather_s: float = GATHER_S) -> None:
+        self._epoch, self._gather_s = epoch, gather_s
+        self._gathered: list[KVEvent] = []
+        self._num_gathered = 0
+        self._flushed_at = -math.inf
+        self._due: asyncio.TimerHandle | None = None
         self._ring: deque[events_pb2.KvEventBatch] = deque(maxlen=capacity)
         self._changed = asyncio.Event()
         self._closed = False
         self.sequence = 0
 
     def append(self, events: list[KVEvent]) -> None:
-        """Add what one engine step did as the next batch, or more than one where that would be too large."""
-        for part in _parts(events):
-            self.sequence += 1
-            self._ring.append(self._batch(self.sequence, part))
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        """Add what one engine step did."""
+        self._gathered += events
+        self._num_gathered += sum(1 if isinstance(event, CacheCleared) else len(event.hashes) for event in events)
+        wait_s = self._flushed_at + self._gather_s - time.monotonic()
+        if self._num_gathered >= GATHER_BLOCKS or wait_s <= 0:
+            self.flush()
+        elif self._due is None:
+            self._due = asyncio.get_running_loop().call_later(wait_s, self.flush)
+
+    def flush(self) -> int:
+        """Make what was gathered the next batch, or more than one where that would be too large.
+
+        Returns:
+            The number of the last batch.
+        """
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        if self._gathered:
+            events, self._gathered, self._num_gathered = net_events(self._gathered), [], 0
+            for part in _parts(events):
+                self.sequence += 1
+                self._ring.append(self._batch(self.sequence, part))
+            self._flushed_at = time.monotonic()
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+        return self.sequence
 
     def close(self) -> None:
         """End every follower's stream."""
         self._closed = True
+        if self._due is not None:
+            self._due.cancel()
         self._changed.set()
 
     async def follow(
@@ -55,7 +97,8 @@ class KvEventLog:
         Args:
             from_sequence: First sequence number wanted; 0: begin with a snapshot.
             epoch: The process the follower knew.
-            snapshot: Returns the sequence number it stands for, and the events that rebuild the cache.
+            snapshot: Returns the sequence number it stands for, as :meth:`flush` gives it, and the events that rebuild
+                the cache.
             heartbeat_s: A heartbeat is sent when the follower has caught up, and then without news for so long: who
                 hears none knows that the stream is cut, also where no connection broke. 0: none.
         """

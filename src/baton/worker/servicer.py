@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -12,7 +13,6 @@ import grpc
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config.stores import DISCOVER, StoreAddress
-from baton.engine.request import EngineStats
 from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
 from baton.rpc.audit import audit, peer_of
@@ -22,6 +22,7 @@ from baton.rpc.ticket import TicketCheck
 from baton.types import RequestId, Role
 from baton.version import __version__
 from baton.worker.context import InstanceRole, WorkerContext
+from baton.worker.load_report import SLOW_S, LoadReporter, is_urgent
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -46,7 +47,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         self._worker, self.role = context, role
         self._tickets, self._change_role = tickets, change_role
-        self._rates = _Rates()
+        self._load = LoadReporter()
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
@@ -147,15 +148,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def StreamLoad(
         self, request: worker_pb2.StreamLoadRequest, context: Any
     ) -> AsyncIterator[worker_pb2.StreamLoadResponse]:
-        """Report the load, at once and then whenever it changed."""
-        interval_s = (request.interval_ms or self._worker.config.load_interval_ms) / 1000
-        last: common_pb2.LoadReport | None = None
-        role = self.role
+        """Report the load, at once and then when it changed; see :mod:`baton.worker.load_report`."""
+        worker, role = self._worker, self.role
+        interval_s = (request.interval_ms or worker.config.load_interval_ms) / 1000
+        last, slow_at = common_pb2.LoadReport(), -math.inf
         while self.role is role:
-            report = self._load_report()
-            if report != last:
+            now = time.monotonic()
+            report = self._load.report(worker.engine.stats, draining=worker.admission.draining)
+            if is_urgent(report, last) or (now >= slow_at and report != last):
                 yield worker_pb2.StreamLoadResponse(load=report)
-                last = report
+                last, slow_at = report, now + SLOW_S
             await asyncio.sleep(interval_s)
         raise UnavailableError(f"this is a {self.role.role} instance now")  # a router asks again who this is
 
@@ -179,7 +181,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         def give(events: list[KVEvent]) -> None:
             if not done.done():
-                done.set_result((log.sequence, [*events, *(x for tier in self._worker.tiers for x in tier())]))
+                done.set_result((log.flush(), [*events, *(x for tier in self._worker.tiers for x in tier())]))
 
         def take() -> None:
             # Events of earlier steps reach the log through the same queue of callbacks, so they are counted
@@ -190,48 +192,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await engine.call(take)
         return await done
 
-    def _load_report(self) -> common_pb2.LoadReport:
-        stats = self._worker.engine.stats
-        prefill_rate, decode_rate = self._rates.update(stats)
-        return common_pb2.LoadReport(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_loading=stats.num_loading,
-            blocks_total=stats.num_blocks,
-            blocks_active=stats.blocks_active,
-            blocks_cached=stats.blocks_cached,
-            waiting_prompt_tokens=stats.waiting_prompt_tokens,
-            prefill_tokens_per_s=prefill_rate,
-            decode_tokens_per_s=decode_rate,
-            num_preemptions=stats.num_preemptions,
-            draining=self._worker.admission.draining,
-        )
-
 
 def _store_nodes(kvstore: str) -> str:
     """Return what routers are told of ``--kvstore``: its nodes, or that they are discovered; of a Redis nothing."""
     address = StoreAddress.parse(kvstore) if kvstore else StoreAddress()
     return DISCOVER if address.discover else ",".join(address.nodes)
-
-
-class _Rates:
-    """Speeds over the last reports in which work was done, rounded so that noise does not look like a change."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._prefill = self._decode = 0
-        self._rates = (0.0, 0.0)
-
-    def update(self, stats: EngineStats) -> tuple[float, float]:
-        now = time.monotonic()
-        seconds = now - self._at
-        prefill, decode = stats.prefill_tokens - self._prefill, stats.decode_tokens - self._decode
-        if seconds >= 1.0 and (prefill or decode):
-            old_prefill, old_decode = self._rates
-            self._rates = (
-                float(round(prefill / seconds)) if prefill else old_prefill,
-                float(round(decode / seconds)) if decode else old_decode,
-            )
-        if seconds >= 1.0:
-            self._at, self._prefill, self._decode = now, stats.prefill_tokens, stats.decode_tokens
-        return self._rates

@@ -140,7 +140,8 @@ async def test_under_churn_a_follower_ends_with_exactly_what_is_there() -> None:
 
 
 def _is(follower: Follower, server: KVStoreServer) -> bool:
-    return follower.events._sequence == server.events._log.sequence and not server.events._changes
+    server.events._flush()
+    return follower.events._sequence == server.events._log.flush()
 
 
 async def test_open_streams_do_not_hold_up_the_end_of_a_store() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv_cache.block_pool import PrefixCache
-from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent, merge_events
+from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent, merge_events, net_events
 from baton.types import BlockHash, BlockId
 
 
@@ -76,4 +76,47 @@ def test_merge_joins_neighbours_and_keeps_order() -> None:
         BlocksRemoved((h("b"), h("c"))),
         CacheCleared(),
         BlocksStored(None, (h("a"),)),
+    ]
+
+
+def held_after(events: list[KVEvent], held: dict[str, set[BlockHash]]) -> dict[str, set[BlockHash]]:
+    """What somebody knows of each tier who applied the events."""
+    known = {tier: set(blocks) for tier, blocks in held.items()}
+    for event in events:
+        if isinstance(event, CacheCleared):
+            known[event.tier].clear()
+        elif isinstance(event, BlocksStored):
+            known[event.tier].update(event.hashes)
+        else:
+            known[event.tier].difference_update(event.hashes)
+    return known
+
+
+names = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True).map(lambda x: tuple(map(h, x)))
+tiers = st.sampled_from(["device", "host"])
+some_events = st.lists(
+    st.builds(BlocksStored, st.none(), names, tiers)
+    | st.builds(BlocksRemoved, names, tiers)
+    | st.builds(CacheCleared, tiers),
+    max_size=12,
+)
+
+
+@given(some_events, st.fixed_dictionaries({"device": st.sets(names), "host": st.sets(names)}))
+def test_net_events_lead_to_the_same_and_tell_no_block_twice(
+    events: list[KVEvent], before: dict[str, set[tuple[BlockHash, ...]]]
+) -> None:
+    held = {tier: {name for run in runs for name in run} for tier, runs in before.items()}
+    net = net_events(events)
+    assert held_after(net, held) == held_after(events, held)
+    told = [(event.tier, name) for event in net if not isinstance(event, CacheCleared) for name in event.hashes]
+    assert len(told) == len(set(told))
+
+
+def test_net_events_keep_runs_as_chains() -> None:
+    run = BlocksStored(h("z"), tuple(map(h, "abcd")))
+    assert net_events([run, BlocksRemoved((h("b"),)), BlocksRemoved((h("y"),))]) == [
+        BlocksRemoved((h("b"), h("y"))),
+        BlocksStored(h("z"), (h("a"),)),
+        BlocksStored(h("b"), (h("c"), h("d"))),
     ]

@@ -160,3 +160,43 @@ def test_configuration_names_what_is_wrong() -> None:
         with pytest.raises(Exception) as refused:  # noqa: PT011
             RouterConfig(**options)  # type: ignore[arg-type]
         assert refused.value.field == field  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("now", "news"),
+    [
+        (Totals(3, 10_000, 2, 4), False),
+        (Totals(3, 10_900, 2, 4), False),
+        (Totals(3, 11_500, 2, 4), True),
+        (Totals(3, 8_500, 2, 4), True),
+        (Totals(4, 10_000, 2, 4), True),
+        (Totals(3, 10_000, 3, 4), True),
+        (Totals(3, 10_000, 2, 5), True),
+    ],
+)
+def test_tokens_are_news_when_they_change_by_more_than_an_eighth(now: Totals, news: bool) -> None:
+    assert now.is_news(Totals(3, 10_000, 2, 4)) is news
+    assert now.is_news(None)
+
+
+def test_wishes_rise_when_a_share_may_become_another() -> None:
+    clock = [100.0]
+    peers = Peers("a", 3.0, lambda: clock[0])
+
+    def after(*changes: Entry) -> int:
+        before = peers.wishes
+        for change in changes:
+            assert peers.apply(change)
+        return peers.wishes - before
+
+    def told(sequence: int, *, full: bool = False, **totals: Totals) -> Entry:
+        return Entry("b", "1", sequence, totals, full)
+
+    assert after(told(1)) == 1, "one that came"
+    assert after(told(2, d0=Totals(1, 10, 1, 2))) == 1
+    assert after(told(3, d0=Totals(2, 99, 2, 2)), told(4, full=True, d0=Totals(2, 99, 2, 2))) == 0, "same wishes"
+    assert after(told(5, d0=Totals(2, 99, 2, 3))) == 1
+    assert after(told(6, full=True)) == 1, "nothing any more"
+    clock[0] += 4
+    peers.expire()
+    assert after(told(7)) == 1, "came back"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, groupby
 
 from baton.api.v1 import events_pb2
 from baton.errors import shown
@@ -170,6 +171,11 @@ class EventApplier:
         return self._silence_s is None or self._now() - self._heard_at <= max(self._silence_s, self._stale_limit_s)
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the instance was heard."""
+        return self._now() - self._heard_at
+
+    @property
     def age_s(self) -> float:
         """Seconds since the event stream broke or fell silent; 0 while it is whole."""
         cut_at = self._cut_at
@@ -261,8 +267,8 @@ class EventApplier:
         self._sequence, self._partial = batch.sequence, batch.more
         self._hear()
         unknown = self.num_unknown
-        for event in batch.events:
-            self._apply_event(event)
+        for (kind, tier), events in groupby(batch.events, _kind_and_tier):
+            self._apply_alike(kind, tier, list(events))
         self.num_events += len(batch.events) - (self.num_unknown - unknown)
         return True
 
@@ -276,22 +282,21 @@ class EventApplier:
             self._forget()
         raise EventGapError(what)
 
-    def _apply_event(self, event: events_pb2.KvEvent) -> None:
-        kind = event.WhichOneof("event")
-        if kind is not None and (name := getattr(event, kind).tier) not in _KNOWN_TIERS:
-            self.num_unknown += 1
+    def _apply_alike(self, kind: str | None, tier: str, events: Sequence[events_pb2.KvEvent]) -> None:
+        """Apply neighbours of one kind and tier: the table takes their blocks in one call."""
+        if kind is not None and tier not in _KNOWN_TIERS:
+            self.num_unknown += len(events)
             if len(self.unknown_tiers) < _MAX_NAMES:
-                self.unknown_tiers.add(shown(name))
+                self.unknown_tiers.add(shown(tier))
         elif kind == "stored":
-            slot = self._slot_of(event.stored.tier, make=True)
-            if slot is not None and self._index.stored(slot, _hashes(event.stored.block_hashes)):
+            slot = self._slot_of(tier, make=True)
+            if slot is not None and self._index.stored(slot, _hashes([x.stored.block_hashes for x in events])):
                 self._incomplete = True
         elif kind == "removed":
-            slot = self._slot_of(event.removed.tier)
+            slot = self._slot_of(tier)
             if slot is not None:
-                self._index.removed(slot, _hashes(event.removed.block_hashes))
+                self._index.removed(slot, _hashes([x.removed.block_hashes for x in events]))
         elif kind == "cleared":
-            tier = event.cleared.tier
             if tier in ("", DEVICE):
                 self.slot = self._index.replace(self.slot)
             for lower in [name for name in self.lower_slots if tier in ("", name)]:
@@ -336,11 +341,13 @@ class EventApplier:
             self._index.drop(slot)
 
 
-def _hashes(raw: Sequence[bytes]) -> HashChain:
+def _kind_and_tier(event: events_pb2.KvEvent) -> tuple[str | None, str]:
+    kind = event.WhichOneof("event")
+    return kind, getattr(event, kind).tier if kind is not None else ""
+
+
+def _hashes(runs: Iterable[Sequence[bytes]]) -> HashChain:
     """Hashes of the right length; anything else could not have come from the hash chain."""
+    raw = list(chain.from_iterable(runs))
     data = b"".join(raw)
-    return HashChain(data if len(data) == HASH_BYTES * len(raw) else b"".join(_right(raw)))
-
-
-def _right(raw: Iterable[bytes]) -> Iterable[bytes]:
-    return (item for item in raw if len(item) == HASH_BYTES)
+    return HashChain(data if len(data) == HASH_BYTES * len(raw) else b"".join(x for x in raw if len(x) == HASH_BYTES))

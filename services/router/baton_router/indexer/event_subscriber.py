@@ -17,9 +17,9 @@ from baton_router.metrics.fast_metrics import Counter
 
 log = logging.getLogger(__name__)
 
-_SILENT_BEATS = 3.5
+_SILENT_BEATS = 2.2
 """Heartbeats that may be missing before an event stream counts as cut."""
-_LOST_BEATS = 20
+_LOST_BEATS = 12
 """Heartbeats that may be missing before another stream is opened in its place."""
 
 
@@ -109,8 +109,11 @@ class EventSubscriber:
             if self._events.num_unknown > unknown:
                 self._metrics.unknown.labels(name).inc(self._events.num_unknown - unknown)
                 self._tell_unknown(name)
-        if batch.heartbeat or silence.when() is not None:
-            silence.reschedule(asyncio.get_running_loop().time() + _LOST_BEATS * self._beat_s)
+        end = silence.when()
+        if batch.heartbeat or end is not None:
+            later = asyncio.get_running_loop().time() + _LOST_BEATS * self._beat_s
+            if end is None or later - end > self._beat_s:  # a new timer costs more than a beat is worth
+                silence.reschedule(later)
 
     def _tell_unknown(self, name: str) -> None:
         """Say once of each unknown tier that its blocks count nowhere."""

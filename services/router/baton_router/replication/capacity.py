@@ -55,11 +55,15 @@ class Peers:
         name: This replica's: its own entries come back and are passed over.
         silent_s: Seconds after which a replica that says nothing loses its share of the load.
         now: Monotonic clock.
+
+    Attributes:
+        wishes: Rises whenever some live replica wants another number of units than before, comes or goes.
     """
 
     def __init__(self, name: str, silent_s: float, now: Callable[[], float]) -> None:
         self._name, self._silent_s, self._now = name, silent_s, now
         self._peers: dict[str, Peer] = {}
+        self.wishes = 0
 
     def all(self) -> list[Peer]:
         """Return all that are remembered, silent ones too."""
@@ -76,7 +80,7 @@ class Peers:
         peer = self._peers.get(entry.replica)
         if entry.left:
             if peer is not None and peer.epoch == entry.epoch:
-                del self._peers[entry.replica]
+                self.forget(entry.replica)
                 return True
             return False
         if peer is None or peer.epoch != entry.epoch:
@@ -85,11 +89,15 @@ class Peers:
             peer = self._peers[entry.replica] = Peer(entry.replica, entry.epoch, self._now())
         if entry.sequence <= peer.sequence:
             return False
+        came, before = peer.silent or peer.sequence < 0, peer.totals
         peer.sequence, peer.count, peer.heard, peer.silent = entry.sequence, entry.count, self._now(), False
         if entry.full:
             peer.totals, peer.registered = dict(entry.totals), entry.registered
         else:
-            peer.totals.update(entry.totals)
+            peer.totals = {**peer.totals, **entry.totals}
+        known = before.keys() == peer.totals.keys()
+        if came or not known or any(before[x].wants != t.wants for x, t in entry.totals.items()):
+            self.wishes += 1
         return True
 
     def expire(self) -> list[Peer]:
@@ -98,11 +106,13 @@ class Peers:
         found = [x for x in self._peers.values() if not x.silent and x.heard < before]
         for peer in found:
             peer.silent = True
+            self.wishes += 1
         return found
 
     def forget(self, name: str) -> None:
         """Forget a replica for good."""
         self._peers.pop(name, None)
+        self.wishes += 1
 
     def in_flight(self, instance: str) -> tuple[int, int]:
         """Return the sequences, and their tokens of work, that live replicas have in flight at an instance."""
@@ -129,12 +139,14 @@ class CapacityShare:
 
     Attributes:
         held: Units that Redis has written down for this replica, or that are its own without Redis.
+        settled: What its share was computed of, if that is what it holds: it need not be computed again.
     """
 
     capacity: int
     tracker: LoadTracker
     held: int = 0
     wants: int = 0
+    settled: tuple[int, ...] = ()
 
 
 class InstanceCapacity:
@@ -195,6 +207,9 @@ class InstanceCapacity:
         each = -(-waiting // len(self.parts)) if self.parts else 0
         for name, part in self.parts.items():
             used = part.tracker.requests
+            look = (used, each, peers.wishes, part.capacity, part.held, part.tracker.limit)
+            if look == part.settled:
+                continue
             part.wants = used + each + 1 + used // 4
             others = {x.name: x.totals[name].wants if name in x.totals else 0 for x in peers.live()}
             target = self._shares(name, part, others)[self.name]
@@ -203,6 +218,9 @@ class InstanceCapacity:
             if units != part.held:
                 claims.append(Claim(name, part.capacity, units, part.held, used))
                 part.held = min(part.held, units)  # even if the answer gets lost, Redis may have noted it
+                part.settled = ()
+            else:
+                part.settled = (*look[:-1], part.tracker.limit)
         return claims
 
     def holdings(self, *, sure: bool) -> list[Claim]:

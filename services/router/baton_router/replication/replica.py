@@ -279,11 +279,13 @@ class Replica(Collector):
         registered = tuple(Registered(address, role) for address, role in self._registry.registered())
         full = full or registered != self._published_registered
         totals = self._totals()
-        news = totals if full else {name: t for name, t in totals.items() if self._published.get(name) != t}
+        told = self._published
+        news = totals if full else {name: t for name, t in totals.items() if t.is_news(told.get(name))}
         expected = ExpectedNews() if self.publisher is None else self.publisher.news(full=full)
         if not (full or news or expected.new or expected.over):
             return None
-        self._published, self._published_registered = totals, registered
+        self._published = {name: news.get(name) or told[name] for name in totals}
+        self._published_registered = registered
         if full:
             self._full_at = self._now() + _FULL_S
         return self._entry(news, full=full, registered=registered if full else (), expected=expected)

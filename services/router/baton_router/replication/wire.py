@@ -1,8 +1,8 @@
 """What replicas publish: whole numbers that replace the earlier ones, so a lost entry does no harm.
 
-An entry of the stream carries, for each instance whose numbers changed, what the replica has in flight there *now*. A
-*full* entry has all of them, and the registrations; each replica sends one every second (anti-entropy), and at once
-when it begins or comes back.
+An entry of the stream carries, for each instance whose numbers changed (tokens: by more than an eighth), what the
+replica has in flight there *now*. A *full* entry has all of them, and the registrations; each replica sends one every
+second (anti-entropy), and at once when it begins or comes back.
 
 Beside these it may say which chains of blocks its requests make instances compute (:class:`ExpectedNews`). A chain is
 published once under a number and named over later; full entries name all numbers that still count, so what a lost entry
@@ -31,6 +31,7 @@ LIFETIME_S = 120.0
 MAX_BYTES = 2**20
 """Of the chains of one replica that count at a time, on either side."""
 _MAX_EPOCH_BYTES = 64
+_FEW_TOKENS = 512
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -55,6 +56,16 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     tokens: Count = 0
     held: Count = 0
     wants: Count = 0
+
+    def is_news(self, told: Totals | None) -> bool:
+        """Whether the others should know at once, given what they were told last.
+
+        Every token that a request generates changes ``tokens``; less than an eighth of them moves no placement, and
+        the next full entry tells it.
+        """
+        if told is None or (self.requests, self.held, self.wants) != (told.requests, told.held, told.wants):
+            return True
+        return abs(self.tokens - told.tokens) > max(_FEW_TOKENS, told.tokens / 8)
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

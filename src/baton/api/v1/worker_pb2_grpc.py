@@ -146,7 +146,7 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamLoad(self, request, context):
-        """Load, at once and then whenever it changed (at most every interval).
+        """Load, at once, then as soon as something that decides changed by more than an eighth (looked at every interval), and every other second what changed at all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

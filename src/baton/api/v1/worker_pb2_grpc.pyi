@@ -50,7 +50,7 @@ class WorkerServiceStub:
     StreamKvEvents: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamKvEventsRequest, _worker_pb2.StreamKvEventsResponse]
     """KV events in order of their sequence number, replayed from the ring buffer where it reaches back far enough, else a snapshot first."""
     StreamLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamLoadRequest, _worker_pb2.StreamLoadResponse]
-    """Load, at once and then whenever it changed (at most every interval)."""
+    """Load, at once, then as soon as something that decides changed by more than an eighth (looked at every interval), and every other second what changed at all."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
     """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
     the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
@@ -82,7 +82,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     StreamKvEvents: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamKvEventsRequest, _worker_pb2.StreamKvEventsResponse]  # type: ignore[assignment]
     """KV events in order of their sequence number, replayed from the ring buffer where it reaches back far enough, else a snapshot first."""
     StreamLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamLoadRequest, _worker_pb2.StreamLoadResponse]  # type: ignore[assignment]
-    """Load, at once and then whenever it changed (at most every interval)."""
+    """Load, at once, then as soon as something that decides changed by more than an eighth (looked at every interval), and every other second what changed at all."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Makes an idle instance one of the other role: FAILED_PRECONDITION while requests run or blocks are kept for others (call Drain before). It leaves
     the routers that it registers with and comes again; epoch, blocks and KV events go on. A drained instance takes requests again.
@@ -159,7 +159,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StreamLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StreamLoadResponse], _abc.AsyncIterator[_worker_pb2.StreamLoadResponse]]:
-        """Load, at once and then whenever it changed (at most every interval)."""
+        """Load, at once, then as soon as something that decides changed by more than an eighth (looked at every interval), and every other second what changed at all."""
 
     @_abc_1.abstractmethod
     def SetRole(

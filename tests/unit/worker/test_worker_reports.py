@@ -1,0 +1,90 @@
+"""When instances tell routers something, and what of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.api.v1 import common_pb2, events_pb2
+from baton.kv_cache.events import BlocksRemoved, BlocksStored, KVEvent
+from baton.types import BlockHash, Epoch
+from baton.worker.events import GATHER_BLOCKS, KvEventLog
+from baton.worker.load_report import is_urgent
+
+EPOCH = Epoch(b"e" * 16)
+BUSY = common_pb2.LoadReport(num_running=16, num_waiting=2, blocks_active=2000, waiting_prompt_tokens=40_000)
+
+
+def block(i: int) -> BlockHash:
+    return BlockHash(i.to_bytes(32, "little"))
+
+
+async def no_snapshot() -> tuple[int, list[KVEvent]]:
+    raise AssertionError("nobody needs a snapshot")
+
+
+async def batches(log: KvEventLog) -> list[events_pb2.KvEventBatch]:
+    """Return what the log has numbered after batch 1."""
+    stream, last = log.follow(1, EPOCH, no_snapshot), log.sequence
+    return [await anext(stream) for _ in range(last)][1:]
+
+
+async def test_the_news_of_many_steps_is_one_batch() -> None:
+    log = KvEventLog(EPOCH, gather_s=3600)
+    for i in range(50):
+        log.append([BlocksStored(None, (block(i),))])
+    assert log.sequence == 1  # the first had no other to wait for
+    assert log.flush() == 2
+    assert log.flush() == 2
+    (batch,) = await batches(log)
+    assert [bytes(x) for event in batch.events for x in event.stored.block_hashes] == [block(i) for i in range(1, 50)]
+
+
+async def test_what_is_gathered_goes_out_by_itself() -> None:
+    log = KvEventLog(EPOCH, gather_s=0.05)
+    log.append([BlocksStored(None, (block(0),))])
+    log.append([BlocksStored(None, (block(1),))])
+    stream = log.follow(1, EPOCH, no_snapshot)
+    async with asyncio.timeout(30):
+        assert [(await anext(stream)).sequence for _ in range(2)] == [1, 2]
+
+
+async def test_many_blocks_do_not_wait() -> None:
+    log = KvEventLog(EPOCH, gather_s=3600)
+    log.append([BlocksStored(None, (block(0),))])
+    log.append([BlocksStored(None, tuple(block(i) for i in range(1, GATHER_BLOCKS)))])
+    assert log.sequence == 1
+    log.append([BlocksRemoved((block(0),))])
+    assert log.sequence == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "urgent"),
+    [
+        ({}, False),
+        ({"blocks_active": 2100, "decode_tokens_per_s": 480.0, "blocks_cached": 7, "num_preemptions": 3}, False),
+        ({"num_running": 17}, False),
+        ({"num_running": 19}, True),
+        ({"num_waiting": 3}, False),
+        ({"num_waiting": 0}, True),
+        ({"num_waiting": 4}, True),
+        ({"blocks_active": 2300}, True),
+        ({"waiting_prompt_tokens": 44_000}, False),
+        ({"waiting_prompt_tokens": 34_000}, True),
+        ({"draining": True}, True),
+    ],
+)
+def test_a_report_is_urgent_where_something_that_decides_changed(change: dict[str, int], urgent: bool) -> None:
+    report = common_pb2.LoadReport()
+    report.CopyFrom(BUSY)
+    for name, value in change.items():
+        setattr(report, name, value)
+    assert is_urgent(report, BUSY) is urgent
+
+
+def test_one_request_on_an_idle_instance_can_wait_but_a_long_prompt_cannot() -> None:
+    idle = common_pb2.LoadReport(blocks_total=100)
+    assert not is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=300), idle)
+    assert is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=8000), idle)
+    assert is_urgent(common_pb2.LoadReport(num_running=2), idle)
