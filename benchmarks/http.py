@@ -90,6 +90,11 @@ class Case:
         return 1 if self.mode == "unary" else STREAM_TOKENS
 
     @property
+    def warm_up(self) -> int:
+        """Requests before it is measured; paced ones take a second each."""
+        return WARM_UP // 4 if self.mode == "paced" else WARM_UP
+
+    @property
     def step_ms(self) -> float:
         """Pause between two steps of a worker."""
         return 10.0 if self.mode == "paced" else 0.0
@@ -102,13 +107,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each unary case")
     parser.add_argument("--without-rival", action="store_true")
     parser.add_argument("--tls", action="store_true", help="with certificates, and without the rival")
-    parser.add_argument("--only", default="", help="cases whose name has this, e.g. baton-text-stream")
+    parser.add_argument("--only", default="", help="cases whose name has this, e.g. text-paced; --write keeps others")
     parser.add_argument("--kill", action="store_true", help="kill one worker after the other under load instead")
     parser.add_argument("--kill-requests", type=int, default=20_000)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args()
     if args.kill:
-        return kill(args.kill_requests, write=args.write)
+        return kill(args.kill_requests, save=args.write)
     cases = [
         Case("baton", prompt, mode, args.requests // (1 if mode == "unary" else 10), args.tls)
         for prompt in ("text", "ids")
@@ -125,11 +130,18 @@ def main() -> int:
                 result = measure(case)
                 say(name, result)
                 results[name] = least(results.get(name), result)
+    mode = "tls" if args.tls else "" if _real_time() else "without_priority"
+    if args.write and args.only:
+        results = {**written(mode).get("cases", {}), **results}
     report = summary(results)
     print(json.dumps(report, indent=2))
     if args.write:
-        write(report, tls=args.tls)
+        write(report, mode)
     return 0
+
+
+def _real_time() -> bool:
+    return os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO)
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -144,8 +156,11 @@ def measure(case: Case) -> dict[str, Any]:
             router, port = start_baton(stack, ports, certificate)
         else:
             router, port = start_rival(stack, ports)
-        bodies = write_bodies(folder, case.prompt, case.tokens, case.requests + WARM_UP, stream=case.mode != "unary")
-        with load(port, folder, bodies, case.tokens, case.requests, certificate=certificate) as generator:
+        bodies = write_bodies(
+            folder, case.prompt, case.tokens, case.requests + case.warm_up, stream=case.mode != "unary"
+        )
+        sent = (port, folder, bodies, case.tokens, case.requests)
+        with load(*sent, warm_up=case.warm_up, certificate=certificate) as generator:
             before = cpu_s(router.pid)
             result = generator.go()
             seconds = cpu_s(router.pid) - before
@@ -166,7 +181,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),
-        "real_time_priority": os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO),
+        "real_time_priority": _real_time(),
         "concurrency": CONCURRENCY,
         "workers": WORKERS,
         "prompt_bytes": PROMPT_BYTES,
@@ -199,7 +214,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
 # --- the fault ---
 
 
-def kill(requests: int, *, write: bool) -> int:
+def kill(requests: int, *, save: bool) -> int:
     """Kill one worker after the other with SIGKILL; every stream must get the tokens of an undisturbed one."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         folder = Path(directory)
@@ -227,9 +242,8 @@ def kill(requests: int, *, write: bool) -> int:
         return 1
     if result["failed"] or result["wrong"] or result["requests"] != requests:
         return 1
-    if write:
-        known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-        RESULT.write_text(json.dumps({**known, "kill": result}, indent=2) + "\n", encoding="utf-8")
+    if save:
+        write(result, "kill")
     return 0
 
 
@@ -333,10 +347,11 @@ def start_rival(stack: contextlib.ExitStack, ports: list[int]) -> tuple[subproce
 
 def install_rival() -> None:
     """Make the rival's environment, unless it is there."""
-    python = RIVAL_HOME / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(RIVAL_HOME)], check=True)
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", RIVAL], check=True)
+    name, version = RIVAL.replace("-", "_").split("==")
+    if any(RIVAL_HOME.glob(f"lib/*/site-packages/{name}-{version}.dist-info")):
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(RIVAL_HOME)], check=True)
+    subprocess.run([str(RIVAL_HOME / "bin" / "python"), "-m", "pip", "install", "--quiet", RIVAL], check=True)
 
 
 def spawn(stack: contextlib.ExitStack, command: list[str], *, stdout: int | None = None) -> subprocess.Popen[str]:
@@ -414,11 +429,12 @@ def load(
     requests: int,
     *,
     concurrency: int = CONCURRENCY,
+    warm_up: int = WARM_UP,
     certificate: Certificate | None = None,
 ) -> Iterator[Generator]:
     """Start the load generator and warm up."""
     command = [sys.executable, str(PARTS / "load.py"), "--port", str(port), "--bodies", str(bodies)]
-    command += ["--times", str(folder / "times"), "--concurrency", str(concurrency), "--warm-up", str(WARM_UP)]
+    command += ["--times", str(folder / "times"), "--concurrency", str(concurrency), "--warm-up", str(warm_up)]
     command += ["--tokens", str(tokens), "--requests", str(requests)]
     command += ["--ca", certificate.ca] if certificate else []
     with contextlib.ExitStack() as stack:
@@ -472,13 +488,19 @@ def say(name: str, result: dict[str, Any]) -> None:
         print("   ", failure)
 
 
-def write(report: dict[str, Any], *, tls: bool) -> None:
+def written(mode: str) -> dict[str, Any]:
+    """Return the results of a mode that were written before; "": of all modes."""
+    known: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    return known.get(mode, {}) if mode else known
+
+
+def write(report: dict[str, Any], mode: str) -> None:
     """Write the results, and keep those of the other modes."""
-    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    kept = {mode: known[mode] for mode in ("kill", "tls", "without_priority") if mode in known}
-    mode = "tls" if tls else "" if report["real_time_priority"] else "without_priority"
-    written = {**known, mode: report} if mode else {**report, **kept}
-    RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    known = written("")
+    kept = {name: known[name] for name in ("kill", "tls", "without_priority") if name in known}
+    RESULT.write_text(
+        json.dumps({**known, mode: report} if mode else {**report, **kept}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
