@@ -42,6 +42,9 @@ BLOCK, STEPS_PER_S, RUNNING, OUTPUT_TOKENS, PROMPT_TOKENS = 16, 30, 8, (100, 200
 NUM_BLOCKS, PREFILL_STEPS_PER_S, PREFILL_PROMPTS_PER_S = 4000, 10, 5.0
 FINGERPRINT = Fingerprint("simulated", "0" * 64, "bfloat16", BLOCK, (LayerShape(1, 4, 4),), 2048)
 
+_POOL_SIZE = "num_blocks" if "num_blocks" in EngineStats.__dataclass_fields__ else "blocks_total"
+"""What an older checkout (``--beside``) calls it."""
+
 
 class Pool:
     """The blocks that an instance holds, oldest first."""
@@ -140,7 +143,7 @@ class SimulatedEngine:
             num_running=len(self._running) or len(self._prompts),
             num_waiting=0,
             num_loading=0,
-            num_blocks=NUM_BLOCKS,
+            **{_POOL_SIZE: NUM_BLOCKS},
             blocks_active=active + sum(self._prompts) // BLOCK,
             blocks_cached=self.pool.held,
             waiting_prompt_tokens=sum(self._prompts),
