@@ -176,8 +176,9 @@ class Deployment:
         self.routers = (plan.router, plan.second)
         self.first_idle: dict[str, tuple[int, int, int]] = {}
         self._http = httpx.AsyncClient(timeout=20, verify=self.verify)
+        key = None if self.credentials is None else self.credentials.keys["admin"]
         self._lookers = [
-            AsyncClient(spec.health_address, retries=0, timeout=10, token=token, tls=tls) for spec in self.routers
+            AsyncClient(spec.health_address, retries=0, timeout=10, token=key, tls=tls) for spec in self.routers
         ]
         self._stack = contextlib.AsyncExitStack()
 
