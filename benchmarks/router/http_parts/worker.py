@@ -34,7 +34,7 @@ from baton.api.v1 import common_pb2, events_pb2, worker_pb2, worker_pb2_grpc
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
 from baton.rpc.convert import fingerprint_to_pb
-from baton.rpc.multiplex import Outbox
+from baton.rpc.multiplex_server import Outbox
 from baton.rpc.server import GrpcServer
 from baton.rpc.tls import Tls
 from baton.token_ids import pack_ids

@@ -17,7 +17,7 @@ from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_to_pb, role_from_pb, role_to_pb
-from baton.rpc.multiplex import generate_many
+from baton.rpc.multiplex_server import generate_many
 from baton.rpc.ticket import TicketCheck
 from baton.types import RequestId, Role
 from baton.version import __version__

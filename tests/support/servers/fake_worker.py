@@ -21,7 +21,7 @@ from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
 from baton.rpc.convert import fingerprint_to_pb, finish_to_pb, role_to_pb
-from baton.rpc.multiplex import generate_many
+from baton.rpc.multiplex_server import generate_many
 from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.service_token import Token
 from baton.rpc.ticket import Bearer, TicketCheck

@@ -10,9 +10,9 @@ import pytest
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InvalidRequestError, QueueFullError
-from baton.rpc import multiplex
+from baton.rpc import multiplex_server
 from baton.rpc.errors import from_status
-from baton.rpc.multiplex import Outbox, generate_many
+from baton.rpc.multiplex_server import Outbox, generate_many
 
 
 def token(token_id: int) -> worker_pb2.GenerateResponse:
@@ -146,7 +146,7 @@ async def test_a_call_that_is_cancelled_before_it_began_is_forgotten() -> None:
 async def test_a_caller_that_reads_nothing_is_told_the_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(multiplex, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(multiplex_server, "MAX_MESSAGE_BYTES", 100_000)
     ended = asyncio.Event()
 
     async def generate(request: worker_pb2.GenerateRequest, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
@@ -200,8 +200,8 @@ async def test_when_requests_cannot_be_read_any_more_the_stream_ends_and_its_cal
 
 
 async def test_an_answer_too_large_for_a_message_ends_its_own_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiplex, "MAX_MESSAGE_BYTES", 100_000)
-    monkeypatch.setattr(multiplex, "MAX_RESPONSE_BYTES", 50_000)
+    monkeypatch.setattr(multiplex_server, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(multiplex_server, "MAX_RESPONSE_BYTES", 50_000)
 
     async def generate(request: worker_pb2.GenerateRequest, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
         large = request.request_id == "large"
