@@ -296,9 +296,9 @@ int baton_table_widen(table *t, uint32_t words) {
 static void warm(const table *t, const uint8_t *chain, size_t at, size_t length) {
     if (at % AHEAD) return;
     size_t end = at + AHEAD < length ? at + AHEAD : length;
-    for (size_t i = at; i < end; i++) __builtin_prefetch(&t->buckets[bucket_of(t, chain + i * HASH)]);
+    for (size_t i = at; i < end; i++) __builtin_prefetch(&t->now.at[bucket_of(t, &t->now, chain + i * HASH)]);
     for (size_t i = at; i < end; i++) {
-        uint32_t likely = t->buckets[bucket_of(t, chain + i * HASH)];
+        uint32_t likely = t->now.at[bucket_of(t, &t->now, chain + i * HASH)] - 1;
         if (likely == NONE) continue;
         __builtin_prefetch(key_of(t, likely));
         __builtin_prefetch(set_of(t, likely));
