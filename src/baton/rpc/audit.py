@@ -34,6 +34,8 @@ Event: TypeAlias = Literal[
 SECONDS = 300.0
 """How long an event that was written is counted when it comes again, instead of being written."""
 _PER_SECOND, _BURST = 1.0, 60.0
+_PER_SECOND_OF_PEER, _BURST_OF_PEER = 0.1, 20.0
+_MAX_PEERS = 1024
 _MAX_RECENT = 1024
 _MAX_CHARS = 200
 
@@ -57,6 +59,7 @@ class AuditLog:
         self._repeats: Counter[tuple[Any, ...]] = Counter()
         self._left_out: Counter[str] = Counter()
         self._tokens: dict[str, tuple[float, float]] = {}
+        self._tokens_of_peers: dict[tuple[str, str], tuple[float, float]] = {}
         self._timer: threading.Timer | None = None
 
     def record(self, event: str, fields: dict[str, Any]) -> None:
@@ -69,7 +72,7 @@ class AuditLog:
             if key in self._recent:
                 self._repeats[key] += 1
                 self._tell_later()
-            elif self._has_room(event, now):
+            elif self._has_room(event, str(fields.get("peer", "")), now):
                 self._put({"event": event, **fields})
                 self._recent[key] = now, fields
                 if len(self._recent) > _MAX_RECENT:
@@ -93,11 +96,19 @@ class AuditLog:
         if repeats := self._repeats.pop(key, 0):
             self._put({"event": key[0], **fields, "repeats": repeats})
 
-    def _has_room(self, event: str, now: float) -> bool:
+    def _has_room(self, event: str, peer: str, now: float) -> bool:
+        """Whether an event may be written: of its kind, and so that one peer leaves room for the others."""
         tokens, at = self._tokens.get(event, (_BURST, now))
         tokens = min(_BURST, tokens + _PER_SECOND * (now - at))
-        room = tokens >= 1.0
-        self._tokens[event] = (tokens - 1.0 if room else tokens), now
+        room, of_peer = tokens >= 1.0, _BURST_OF_PEER
+        if peer:
+            of_peer, at = self._tokens_of_peers.pop((event, peer), (of_peer, now))
+            of_peer = min(_BURST_OF_PEER, of_peer + _PER_SECOND_OF_PEER * (now - at))
+            room = room and of_peer >= 1.0
+            self._tokens_of_peers[event, peer] = of_peer - room, now
+            if len(self._tokens_of_peers) > _MAX_PEERS:
+                del self._tokens_of_peers[next(iter(self._tokens_of_peers))]
+        self._tokens[event] = tokens - room, now
         return room
 
     def _tell_left_out(self) -> None:

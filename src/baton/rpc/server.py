@@ -283,8 +283,7 @@ Check: TypeAlias = Callable[[Any], None]
 
 def _refusal(method: str, error: BatonError) -> Any:
     async def refuse(request: Any, context: Any) -> None:
-        if isinstance(error, UnauthenticatedError):
-            audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)
+        audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)  # a forged credential's too
         await abort_with(context, error)
 
     return grpc.unary_unary_rpc_method_handler(refuse)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,9 @@ async def test_a_router_notes_wrong_keys_administrators_reads_and_new_keys(lines
                 await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=20, metadata=key)
                 with pytest.raises(grpc.RpcError):
                     await stub.Register(router_pb2.RegisterRequest(), timeout=20, metadata=wrong)
+                forged = ((HEADER, f"Baton {base64.urlsafe_b64encode(bytes(88)).decode()}"),)  # as long as a true one
+                with pytest.raises(grpc.RpcError):
+                    await stub.Heartbeat(router_pb2.HeartbeatRequest(), timeout=20, metadata=forged)
             async with open_channel(f"127.0.0.1:{app.grpc_port}", token=Token(WRONG)) as channel:
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 with pytest.raises(grpc.RpcError):
@@ -105,6 +111,8 @@ async def test_a_router_notes_wrong_keys_administrators_reads_and_new_keys(lines
                 {"event": "admin_read", "over": "grpc", "account": "boss", "method": "ListInstances"}
                 | {"peer": "ipv4:127.0.0.1"},
                 {"event": "authentication_failed", "over": "grpc", "method": "/baton.api.v1.RouterService/Register"}
+                | {"peer": "ipv4:127.0.0.1"},
+                {"event": "authentication_failed", "over": "grpc", "method": "/baton.api.v1.RouterService/Heartbeat"}
                 | {"peer": "ipv4:127.0.0.1"},
                 {"event": "authentication_failed", "over": "grpc", "method": "/baton.api.v1.AuthService/Prove"}
                 | {"peer": "ipv4:127.0.0.1"},
@@ -148,3 +156,24 @@ def test_a_pipe_notes_who_does_not_know_the_token(lines: list[str], kind: str) -
     first, *others = told(lines)
     assert not others
     assert (first["event"], first["over"], first["kind"]) == ("authentication_failed", "pipe", kind)
+
+
+def test_who_knocks_at_a_pipe_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig("tcp")
+    server = BlockServer(
+        rig.source_arena, rig.print, InstanceId("p1"), kinds=("tcp",), token=Token(TOKEN), options=ServerOptions()
+    )
+    host, _, port = server.endpoints[0].address.rpartition(":")
+    try:
+        for at in range(50):
+            with (
+                contextlib.suppress(ConnectionResetError),
+                socket.create_connection((host, int(port)), timeout=20) as sock,
+            ):
+                sock.sendall(bytes([at]) * 64)
+                while sock.recv(4096):  # until it is sent away
+                    continue
+    finally:
+        server.close()
+        rig.close()
+    assert caplog.text.count("was sent away") == 1

@@ -99,6 +99,10 @@ def test_lines_name_tenants_after_their_keys() -> None:
 def test_a_lone_tenant_is_the_administrator() -> None:
     lone, two = Accounts.of_keys("one"), Accounts.of_keys("one", "two")
     assert [x.admin for book in (lone, two) if (x := book.identify("Bearer one")) is not None] == [True, False]
+    two.replace(entries_of_lines("one"))  # what the others did is still there to be seen
+    left = two.identify("Bearer one")
+    assert left is not None
+    assert (left.admin, left.priority_floor) == (False, 0)
 
 
 @pytest.mark.parametrize("name", ["keys.toml", "keys.json", "keys.txt"])

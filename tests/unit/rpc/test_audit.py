@@ -63,6 +63,17 @@ def test_a_flood_of_one_kind_is_bounded_and_leaves_room_for_others() -> None:
     assert count(lines, "authentication_failed") == 100_000
 
 
+def test_a_flood_of_one_peer_hides_no_other_peer() -> None:
+    lines: list[str] = []
+    log = AuditLog(lines.append, Clock())
+    for at in range(1000):  # methods are the caller's to choose
+        log.record("authentication_failed", {"peer": "10.0.0.1", "method": f"/x/{at}"})
+    log.record("authentication_failed", {"peer": "10.0.0.2", "method": "/x/y"})
+    assert told(lines)[-1] == {"event": "authentication_failed", "peer": "10.0.0.2", "method": "/x/y"}
+    log.flush()
+    assert count(lines, "authentication_failed") == 1001
+
+
 @given(events=st.lists(EVENTS, max_size=400))
 def test_no_event_is_lost(events: list[tuple[str, int, float]]) -> None:
     lines: list[str] = []

@@ -66,6 +66,7 @@ class Accounts:
     def __init__(self, entries: Mapping[bytes, AccountEntry], secret: bytes) -> None:
         self._secret = secret
         self._known: dict[bytes, Account] = {}
+        self._several = False
         self.replace(entries)
 
     @classmethod
@@ -80,7 +81,11 @@ class Accounts:
     def replace(self, entries: Mapping[bytes, AccountEntry]) -> None:
         """Take other keys; running requests go on."""
         names = {entry.tenant.id for entry in entries.values()}
-        accounts = {entry.tenant.id: _account(entry, self._secret, alone=len(names) == 1) for entry in entries.values()}
+        # Who is left of several is no administrator by that: this process knows what the others did.
+        self._several = self._several or len(names) > 1
+        accounts = {
+            entry.tenant.id: _account(entry, self._secret, alone=not self._several) for entry in entries.values()
+        }
         self._known = {digest: accounts[entry.tenant.id] for digest, entry in entries.items()}
 
     def identify(self, header: str) -> Account | None:

@@ -52,6 +52,7 @@ _LAST_STEPS_S = 5.0
 """Of a thread whose connection has ended."""
 _COMPLAINTS_S = 60.0
 """Pause between two lines in the log about connections that had to give way."""
+_MAX_TOLD = 256
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -134,6 +135,7 @@ class BlockServer:
         self._greetings: dict[_Greeting, Stream] = {}
         self._readers: Counter[str] = Counter()
         self._num_evicted, self._complained_at = 0, -_COMPLAINTS_S
+        self._told_at: dict[tuple[str, str], float] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = threading.Event()
         self._kinds: list[PipeKind] = []
@@ -284,6 +286,16 @@ class BlockServer:
             )
             self._num_evicted = 0
 
+    def _level(self, peer: str, code: str) -> int:
+        """Return how loudly the log says that a peer was sent away: whoever can connect could fill it."""
+        with self._lock:
+            now = time.monotonic()
+            self._told_at = {key: at for key, at in self._told_at.items() if now < at + _COMPLAINTS_S}
+            if (peer, code) in self._told_at or len(self._told_at) >= _MAX_TOLD:
+                return logging.DEBUG
+            self._told_at[peer, code] = now
+            return logging.WARNING
+
     def _refuse(self, stream: Stream, error: BatonError) -> None:
         with contextlib.suppress(BatonError):  # it fits the socket's empty buffer, so this never waits
             send_error(stream, error, Wait(time.monotonic() + 0.1))
@@ -308,7 +320,7 @@ class BlockServer:
             log.debug("%s left, or gave way", stream.peer)
         except BatonError as error:
             # As text: a handler that keeps the record would keep the exception's frames, and a gloo group in them.
-            log.warning("%s was sent away: %s", stream.peer, str(error))
+            log.log(self._level(stream.peer, error.code), "%s was sent away: %s", stream.peer, str(error))
             if isinstance(error, UnauthenticatedError | PermissionDeniedError):
                 what: Event = "denied" if isinstance(error, PermissionDeniedError) else "authentication_failed"
                 audit(what, over="pipe", kind=greeting.kind, peer=greeting.peer)
