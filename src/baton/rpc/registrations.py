@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.errors import BatonError, UnauthenticatedError
@@ -33,6 +33,9 @@ _SLACK_MS = 2000
 """How much longer than its key's life a signature counts: the key is written some time after it was signed."""
 _PURPOSE = b"registration in Redis"
 _PER_SCAN = 256
+_MAX_BYTES = 16 * 1024
+"""Of a registration, whatever stands in Redis."""
+_WRONG_TYPE = "WRONGTYPE"
 _MAX_TOLD = 64
 _Item = TypeVar("_Item")
 
@@ -132,8 +135,8 @@ class Registrations:
         found: dict[str, _Item] = {}
         latest: dict[str, int] = {}
         wrong: dict[str, str] = {}
-        for data, value in zip(keys, await self._redis.mget(keys) if keys else (), strict=True):
-            if value is None:  # its time ended in between
+        for data, value in zip(keys, await self._values(keys), strict=True):
+            if not value:  # its time ended in between
                 continue
             key = data.decode(errors="replace")
             name = key[len(self._prefix) :]
@@ -147,6 +150,17 @@ class Registrations:
         self._latest = {name: until for name, until in self._latest.items() if until >= now_ms} | latest
         self._tell(wrong)
         return found
+
+    async def _values(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return what stands under keys, of each no more than a registration can have; nothing: empty."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.getrange(key, 0, _MAX_BYTES - 1)
+            values = await pipeline.execute(raise_on_error=False)
+        for error in values:
+            if isinstance(error, Exception) and not str(error).startswith(_WRONG_TYPE):
+                raise error
+        return [value if isinstance(value, bytes) else b"" for value in values]
 
     def _tell(self, wrong: Mapping[str, str]) -> None:
         if wrong:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.api.v1 import router_pb2, router_pb2_grpc, worker_pb2_grpc
 from baton.rpc.channel import open_channel
-from baton.rpc.redis_client import open_redis, redis_ms
-from baton.rpc.registrations import instance_key, news_key
+from baton.rpc.redis_client import open_redis, redis_errors, redis_ms
+from baton.rpc.registrations import Registrations, instance_key, news_key, sign_registration
 from baton.rpc.service_token import read_token
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, Registration, redis_registration
@@ -233,3 +234,25 @@ async def test_an_old_entry_of_the_stream_is_not_believed(token_file: str) -> No
             await client.aclose()
             for each in logs:
                 await each.close()
+
+
+async def test_what_others_write_does_not_fill_the_memory_of_who_looks(token_file: str) -> None:
+    token = read_token(token_file)
+    async with RedisServer() as server, contextlib.aclosing(open_redis(server.url)) as redis:
+        key, now_ms = instance_key("b", "d0"), await redis_ms(redis)
+        await redis.set(key, sign_registration(token, key, {"address": "127.0.0.1:1"}, now_ms))
+        await redis.lpush(instance_key("b", "list"), "x")
+        for at in range(3):
+            await redis.setrange(instance_key("b", f"big{at}"), 32 << 20, b"x")
+        refused: list[int] = []
+        registrations = Registrations(redis, instance_key("b", ""), token, refused.append)
+        tracemalloc.start()
+        try:
+            assert list(await registrations.read(lambda fields: fields["address"])) == ["d0"]
+            assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        finally:
+            tracemalloc.stop()
+        assert refused == [3]
+        await redis.execute_command("ACL SETUSER", "default", "-get", "-mget", "-getrange")
+        with pytest.raises(redis_errors()):  # no news, which is not the news that nobody is there
+            await registrations.read(lambda fields: fields["address"])
