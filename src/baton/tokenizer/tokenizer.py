@@ -315,7 +315,7 @@ class TextModelCache:
         self._override = override
         self._capacity = capacity
         self._models: OrderedDict[str, TextModel] = OrderedDict()
-        self._lock = asyncio.Lock()
+        self._loading: dict[str, asyncio.Task[TextModel]] = {}
 
     async def get(self, path: str) -> TextModel:
         """Return the text model of a path.
@@ -327,12 +327,20 @@ class TextModelCache:
         if found is not None:
             return found
         key = self._override or path
-        async with self._lock:
-            if key not in self._models:
-                self._models[key] = await asyncio.to_thread(TextModel.load, key)
-                while len(self._models) > self._capacity:
-                    self._models.popitem(last=False)
-            return self._models[key]
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = asyncio.create_task(self._load(key), name=f"load {key}")
+            loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # all may have left
+        return await asyncio.shield(loading)  # who leaves ends no load: the next one would begin another
+
+    async def _load(self, key: str) -> TextModel:
+        try:
+            model = self._models[key] = await asyncio.to_thread(TextModel.load, key)
+        finally:
+            del self._loading[key]
+        while len(self._models) > self._capacity:
+            self._models.popitem(last=False)
+        return model
 
     def loaded(self, path: str) -> TextModel | None:
         """Return the text model of a path if it is loaded already."""

@@ -10,6 +10,7 @@ from tests.fuzz.choices import Choices
 from baton.api.v1 import events_pb2
 from baton.errors import BatonError, ConfigError
 from baton.hashing import HashChain
+from baton.rpc.registrations import read_registration
 from baton_router.accounts.accounts import Accounts, entries_of_json, entries_of_lines
 from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.indexer.prefix_index import PrefixIndex
@@ -149,10 +150,6 @@ def kubernetes(data: bytes) -> None:
 
 
 def _registration(value: bytes) -> tuple[str, str]:
-    if hasattr(redis_discovery, "_read"):
-        return redis_discovery._read(value)
-    from baton.rpc.registrations import read_registration
-
     fields, _ = read_registration(None, "instance", value, 1_000_000)
     return redis_discovery._parse(fields)
 

@@ -29,12 +29,14 @@ from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, pack_header
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads
+from baton.rpc.service_token import Token
 
 LAYOUT = KVLayout((LayerShape(2, 4, 6), LayerShape(1, 8, 0)), 4, "float32")
 KIND = Fingerprint.of(model="m", model_digest="d", rope="", layout=LAYOUT)
 EPOCH = b"e" * 16
 FACTS = protocol.Facts(EPOCH, KIND, 4)
-TOKEN = "token-of-this-target"
+TOKEN = Token("token-of-this-target")
+_KEY = protocol._keys(TOKEN)[0]
 _NONCE = b"\1" * protocol.NONCE_BYTES
 _NAMES = list(KIND.__dataclass_fields__)
 _SHARDS = KVShards([HostArena(4, KIND.block_bytes, private=True)])
@@ -69,7 +71,7 @@ def handshake(data: bytes) -> None:
     with theirs:
         server = choices.flag()
         role = b"client" if server else b"server"
-        proof = protocol._proof(TOKEN, role, _NONCE, _NONCE) if choices.number(0, 3) else choices.text()
+        proof = protocol._proof(_KEY, role, _NONCE, _NONCE) if choices.number(0, 3) else choices.text()
         word = {"nonce": _NONCE.hex(), "proof": proof, "purpose": protocol.PURPOSE_READ, **_facts(choices)}
         word.update(choices.fields(["nonce", "proof", "purpose"], 1))
         said = b"" if server else _frame(choices, FrameKind.CHALLENGE, {"nonce": _NONCE.hex()})
@@ -81,7 +83,7 @@ def handshake(data: bytes) -> None:
         greet = protocol.greet_as_server if server else protocol.greet_as_client
         with contextlib.suppress(BatonError):
             greet(stream, TOKEN, Wait(time.monotonic() + 5), purpose=protocol.PURPOSE_READ, facts=FACTS)
-            assert word["proof"] == protocol._proof(TOKEN, role, _NONCE, _NONCE)
+            assert word["proof"] == protocol._proof(_KEY, role, _NONCE, _NONCE)
         stream.close()
 
 

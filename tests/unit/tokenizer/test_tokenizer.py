@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,28 @@ def test_hub_name_offline_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(ConfigError, match="no-such-org/no-such-model") as caught:
         Tokenizer.load("no-such-org/no-such-model")
     assert caught.value.field == "model"
+
+
+async def test_clients_that_leave_while_a_model_is_loaded_start_no_second_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, load = [], threading.Event(), TextModel.load
+
+    def slowly(path: str) -> TextModel:
+        begun.append(path)
+        assert go_on.wait(30)
+        return load(path)
+
+    monkeypatch.setattr(TextModel, "load", slowly)
+    cache = TextModelCache(str(TINY))
+    for _ in range(3):
+        waiting = asyncio.create_task(cache.get("m"))
+        while not begun:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    go_on.set()
+    assert isinstance(await cache.get("m"), TextModel)
+    assert begun == [str(TINY)]
 
 
 async def test_cache_loads_once_and_is_bounded() -> None:
