@@ -123,6 +123,7 @@ class EventApplier:
         self._known = False
         self._broken_at: float | None = now()
         self._heard_at = now()
+        self.num_heard = 0
         self._silence_s: float | None = None
         self._incomplete = False
         self._partial = False
@@ -169,11 +170,6 @@ class EventApplier:
         if self._broken_at is not None:
             return self._now() - self._broken_at <= self._stale_limit_s
         return self._silence_s is None or self._now() - self._heard_at <= max(self._silence_s, self._stale_limit_s)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the instance was heard."""
-        return self._now() - self._heard_at
 
     @property
     def age_s(self) -> float:
@@ -274,6 +270,7 @@ class EventApplier:
 
     def _hear(self) -> None:
         self._heard_at, self._broken_at = self._now(), None
+        self.num_heard += 1
 
     def _gap(self, epoch: Epoch, what: str) -> None:
         self.num_gaps += 1

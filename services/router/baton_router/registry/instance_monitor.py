@@ -164,15 +164,12 @@ class InstanceMonitor:
 
     async def _probe(self, epoch: Epoch, failures: int) -> None:
         """Ask an instance that was not heard for a while who it is: events and their heartbeats prove that it lives."""
-        missed, interval_s = 0, self._config.probe_interval_s
-        wait_s = interval_s
+        missed, heard = 0, self._instance.events.num_heard
         while True:
-            await asyncio.sleep(wait_s)
-            wait_s = interval_s - self._instance.events.silent_s
-            if wait_s > 0:
-                missed = 0
+            await asyncio.sleep(self._config.probe_interval_s)
+            if heard != self._instance.events.num_heard:
+                missed, heard = 0, self._instance.events.num_heard
                 continue
-            wait_s = interval_s
             try:
                 info = await self._get_info(wait_for_ready=False)
             except grpc.aio.AioRpcError as error:
