@@ -80,18 +80,21 @@ async def test_answers_are_right_and_matches_are_counted_in_tokens(deployment: S
 async def test_a_prompt_goes_back_to_where_it_is_whatever_the_blocks(deployment: Supervisor) -> None:
     async with AsyncClient(deployment.plan.grpc_address, timeout=60.0, retries=0) as client:
         seen = set()
-        for start in range(16):
-            prompt = [300 + start, *PROMPTS[0][1:200]]
-            first = await client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS)
-            assert first.trace is not None
-            name = first.trace.decode_instance
-            await until_known(client, prompt, name)
-            again = await client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS)
-            assert again.trace is not None
-            assert again.token_ids == first.token_ids
-            assert again.trace.decode_instance == name
-            assert again.trace.cached_tokens == (len(prompt) - 1) // BLOCK_SIZES[name] * BLOCK_SIZES[name]
-            seen.add(name)
+        for start in range(8):  # two at once: an idle deployment sends all to the faster decode instance
+            prompts = [[300 + 2 * start + i, *PROMPTS[0][1:200]] for i in range(2)]
+            firsts = await asyncio.gather(
+                *(client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS) for prompt in prompts)
+            )
+            for prompt, first in zip(prompts, firsts, strict=True):
+                assert first.trace is not None
+                name = first.trace.decode_instance
+                await until_known(client, prompt, name)
+                again = await client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS)
+                assert again.trace is not None
+                assert again.token_ids == first.token_ids
+                assert again.trace.decode_instance == name
+                assert again.trace.cached_tokens == (len(prompt) - 1) // BLOCK_SIZES[name] * BLOCK_SIZES[name]
+                seen.add(name)
             if len(seen) == 2:
                 return
         raise AssertionError(f"all went to {seen}")

@@ -101,6 +101,7 @@ class EventApplier:
         slot: The slot of the index that holds this instance's blocks; changes with every snapshot.
         lower_slots: The slot of each lower tier that the instance has told of.
         num_gaps: Gaps in its events.
+        num_heard: How often the instance was heard: batches and heartbeats.
         num_events: Events applied.
         num_unknown: Events of tiers that this router does not know: their blocks count nowhere.
         unknown_tiers: What those tiers are called; the first ones.

@@ -120,7 +120,8 @@ class Placer:
             session=request.session,
             max_tokens=request.max_tokens,
             kv_bytes_per_token=candidates.kv_bytes_per_token(*parts),
-            threshold=self._threshold,
+            # Who asks for prefill first has the prompt computed there, whatever policies think of decode.
+            threshold=0 if request.prefill_only and self._threshold is None else self._threshold,
         )
         if request.prefilled is not None and prefill.ids:
             prefill.match_rates[0] = request.prefilled[1]
