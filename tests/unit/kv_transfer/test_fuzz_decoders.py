@@ -39,6 +39,7 @@ from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, source_from_pb
 from baton.rpc import convert
 from baton.rpc.errors import from_status
+from baton.rpc.service_token import Token
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest
 from baton_kvstore.tiers.disk.directory import decode_checkpoint
 from baton_kvstore.tiers.disk.segment import VERSION
@@ -180,7 +181,9 @@ def test_whoever_greets_a_server(hello: dict[str, Any], knows_nonce: bool) -> No
     thread.start()
     try:
         with pytest.raises(BatonError):
-            greet_as_server(server, "token", Wait(time.monotonic() + 5), purpose="read", facts=Facts(b"e", KIND, 1))
+            greet_as_server(
+                server, Token("token"), Wait(time.monotonic() + 5), purpose="read", facts=Facts(b"e", KIND, 1)
+            )
     finally:
         thread.join()
         server.close()
