@@ -245,12 +245,15 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         checks = [] if check is None else [check]
         if self._roles is not None and method.startswith("/baton.") and not method.startswith(_OPEN):
             checks.append(functools.partial(self._check_role, self._roles, method))
-        if handler.unary_unary:
-            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, checks))
-        for kind in ("unary_stream", "stream_stream"):
-            if behavior := getattr(handler, kind):
-                return handler._replace(**{kind: _guard_stream(behavior, checks)})
-        return handler
+        guards: dict[str, Callable[..., Any]] = {
+            "unary_unary": _guard_unary,
+            "stream_unary": _guard_unary,
+            "unary_stream": _guard_stream,
+            "stream_stream": _guard_stream,
+        }
+        return handler._replace(
+            **{kind: guard(behavior, checks) for kind, guard in guards.items() if (behavior := getattr(handler, kind))}
+        )
 
     def _check(self, method: str, metadata: Any) -> Check | None:
         """Return what is to be checked once a call's context is there, if anything.

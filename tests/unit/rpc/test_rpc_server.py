@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from baton.errors import (
 from baton.rpc.auth import is_loopback
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import DETAILS_KEY, from_rpc_error
-from baton.rpc.server import GrpcServer, free_port, free_ports
+from baton.rpc.server import GrpcServer, _Interceptor, free_port, free_ports
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import Tls
@@ -305,3 +306,31 @@ def test_a_token_that_can_be_guessed_is_warned_of(tmp_path, token, caplog):
 
 def test_a_mismatch_keeps_its_status():
     assert FingerprintMismatchError("x", field="kv_dtype").grpc_status == "FAILED_PRECONDITION"
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
+async def test_calls_of_every_kind_are_looked_at(kind: str) -> None:
+    """One kind that passes unguarded would be neither refused nor answered with a status of ours."""
+
+    async def whole(request: object, context: object) -> bytes:
+        raise InvalidRequestError("no", field="x")
+
+    async def stream(request: object, context: object) -> AsyncIterator[bytes]:
+        raise InvalidRequestError("no", field="x")
+        yield b""
+
+    behavior = stream if kind.endswith("stream") else whole
+    handler = getattr(grpc, f"{kind}_rpc_method_handler")(behavior)
+    server = grpc.aio.server(interceptors=[_Interceptor(None, None, None)])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.Test", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = getattr(channel, kind)("/baton.Test/Call")
+            answer = call(iter([b"1"]) if kind.startswith("stream") else b"1")
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await (answer.read() if kind.endswith("stream") else answer)
+            assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    finally:
+        await server.stop(0)
