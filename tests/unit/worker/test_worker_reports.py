@@ -88,3 +88,10 @@ def test_one_request_on_an_idle_instance_can_wait_but_a_long_prompt_cannot() -> 
     assert not is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=300), idle)
     assert is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=8000), idle)
     assert is_urgent(common_pb2.LoadReport(num_running=2), idle)
+
+
+@pytest.mark.parametrize("field", ["num_running", "num_waiting", "waiting_prompt_tokens", "blocks_active"])
+def test_that_nothing_is_left_is_told_at_once(field: str) -> None:
+    """However little it was: a router whose own request has ended took the rest for others' work for two seconds."""
+    assert is_urgent(common_pb2.LoadReport(), common_pb2.LoadReport(**{field: 1}))
+    assert not is_urgent(common_pb2.LoadReport(), common_pb2.LoadReport())
