@@ -74,10 +74,10 @@ def run_service(
         open_audit_log(given[0].audit_log, shown)
         for flag in flags_with_passwords(sys.argv[1:] if argv is None else argv):
             log.warning("everybody on this host can read the password in %s (ps): %s", flag, _INSTEAD)
-        if not given[0].core_dumps:
-            forbid_core_dumps()
-        raise_descriptor_limit()
-        if argv is None:
+        if argv is None:  # this process is the service: its limits may change, those of a caller's process may not
+            if not given[0].core_dumps:
+                forbid_core_dumps()
+            raise_descriptor_limit()
             watch_thread_starts()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(serve(*given))

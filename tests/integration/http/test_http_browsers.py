@@ -41,6 +41,14 @@ def test_a_page_of_another_origin_posts_nothing_without_a_body_either(served: Se
         assert answer.status_code == status, origin
 
 
+def test_pages_of_allowed_origins_post_without_a_body_and_no_others_do() -> None:
+    with Served(cors_origins=("https://ui.example",)) as served:
+        for origin, status in (("https://ui.example", 405), ("https://evil.example", 403), ("null", 403)):
+            assert served.http.post("/health", headers={"origin": origin}).status_code == status, origin
+    with Served(cors_origins=("*",)) as anybody:
+        assert anybody.http.post("/health", headers={"origin": "https://evil.example"}).status_code == 405
+
+
 def ask(served: Served, method: str, path: str, host: str | None) -> tuple[int, bytes]:
     address: tuple[str, int] = served.socket.getsockname()
     with closing(http.client.HTTPConnection(*address, timeout=20)) as connection:

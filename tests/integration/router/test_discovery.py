@@ -302,13 +302,16 @@ async def test_endpoint_slices_are_listed_and_watched(world: World, api: ApiServ
 async def test_answers_of_another_shape_end_no_watch(world: World, api: ApiServer, tmp_path: Path) -> None:
     decode = await world.worker(Role.DECODE, "d0")
     registry = await watch(world, api, tmp_path)
-    for shape in ([], {"type": "ADDED", "object": None}, {"type": "ADDED", "object": {"metadata": 5}}):
-        await until(lambda: bool(api.streams))
+    for watches, shape in enumerate(
+        ([], {"type": "ADDED", "object": None}, {"type": "ADDED", "object": {"metadata": 5}})
+    ):
+        # Streams that the client left are still among the server's: a new watch is waited for.
+        await until(lambda n=watches: len(api.watches) > n)
         lists = api.lists
         for stream in api.streams:
             stream.put_nowait(json.dumps(shape).encode() + b"\n")
         await until(lambda before=lists: api.lists > before)  # what came may have been half taken
-    await until(lambda: bool(api.streams))
+    await until(lambda: len(api.watches) > 3)
     api.send("ADDED", endpoint_slice("c", ("127.0.0.1", True), port=decode.port, version=5))
     await until(lambda: names(registry) == {"d0"})
 

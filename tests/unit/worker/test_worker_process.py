@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry, Counter
 from baton.errors import ConfigError
 from baton.rpc.server import free_port
 from baton.worker import process
-from baton.worker.process import raise_descriptor_limit, serve_metrics, set_up_logging
+from baton.worker.process import raise_descriptor_limit, run_service, serve_metrics, set_up_logging
+from baton_kvstore.config import KVStoreConfig
 
 WAITS = """
 import asyncio
@@ -158,6 +159,20 @@ def test_a_crash_leaves_no_memory_on_disk(tmp_path: Path, flags: tuple[str, ...]
         end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         assert (end.si_code, bool(seen)) == (os.CLD_DUMPED if dumps else os.CLD_KILLED, dumps)
+
+
+def test_a_service_in_a_callers_process_leaves_its_limits() -> None:
+    def limits() -> tuple[str, tuple[int, int], tuple[int, int]]:
+        kept = Path("/proc/self/coredump_filter").read_text(encoding="ascii")
+        return kept, resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    before = limits()
+    assert run_service("kvstore", "A service.", (KVStoreConfig,), _ends_at_once, []) == 0
+    assert limits() == before
+
+
+async def _ends_at_once(config: KVStoreConfig) -> int:
+    return 0
 
 
 def test_a_password_on_the_command_line_is_warned_of_and_not_repeated() -> None:

@@ -197,7 +197,7 @@ def cors_lines(headers: Headers, origins: Collection[str]) -> bytes:
         return b""
     origin = _header(headers, b"origin")
     vary = b"" if "*" in origins else b"vary: Origin\r\n"
-    if not origin or not ("*" in origins or origin in origins):
+    if not origin or not _may_read(origin, origins):
         return vary
     allowed = "*" if "*" in origins else origin
     lines = f"access-control-allow-origin: {allowed}\r\naccess-control-expose-headers: *\r\n"
@@ -211,8 +211,12 @@ def require_own_page(headers: Headers, origins: Collection[str]) -> None:
         PermissionDeniedError: It is one of another origin, which CORS does not allow either.
     """
     origin = _header(headers, b"origin")
-    if origin and not cors_lines(headers, origins) and origin.partition("://")[2] != _header(headers, b"host"):
+    if origin and not _may_read(origin, origins) and origin.partition("://")[2] != _header(headers, b"host"):
         raise PermissionDeniedError(f"pages of {origin!r:.120} may not do this: --cors-origins", field="origin")
+
+
+def _may_read(origin: str, origins: Collection[str]) -> bool:
+    return "*" in origins or origin in origins
 
 
 class HttpMiddleware:
@@ -251,8 +255,8 @@ class HttpMiddleware:
         try:
             if self._hosts is not None:
                 self._hosts.check(scope["headers"])
-                if scope["method"] not in _SAFE:
-                    require_own_page(scope["headers"], self._origins)
+            if scope["method"] not in _SAFE:
+                require_own_page(scope["headers"], self._origins)
             if self._accounts is not None and endpoint not in _OPEN_ENDPOINTS:
                 peer = (scope.get("client") or ("",))[0]
                 account = identify(self._accounts, scope["headers"], endpoint=endpoint, peer=peer)
