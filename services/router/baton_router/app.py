@@ -18,6 +18,7 @@ import uvicorn
 from baton.api.v1 import router_pb2_grpc
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import is_loopback, require_safe_bind
+from baton.rpc.hosts import HostRule
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.service_token import read_token
 from baton.rpc.ticket import read_ticket_key
@@ -34,7 +35,6 @@ from baton_router.frontend.app import create_app
 from baton_router.frontend.console.console import watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
-from baton_router.frontend.http.hosts import HostRule
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics.fast_metrics import GaugeFunction
@@ -207,7 +207,12 @@ class RouterApp:
         if self.replica is not None:
             self.replica.start()
         if self._config.metrics_port:
-            self._end_scrapes = serve_metrics(self._config.host, self._config.metrics_port, self.metrics)
+            self._end_scrapes = serve_metrics(
+                self._config.host,
+                self._config.metrics_port,
+                self.metrics,
+                allowed_hosts=self._config.allowed_hosts,
+            )
         self._serving = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
         await self._http.wait_started(self._serving)
         await self._grpc.set_serving(True)

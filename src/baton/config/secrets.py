@@ -6,7 +6,9 @@ import logging
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Sequence
+from typing import BinaryIO
 
 from baton.errors import ConfigError
 
@@ -23,6 +25,7 @@ def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, mos
     user (a secret that root keeps for a group) may be read by its group, and is warned of if all may read it. What
     others than its owner may write is refused. Not so on file systems that are mounted read-only here, such as the
     secrets of Kubernetes (0644 or 0444) and Docker: nobody else is in the container, and their modes say nothing.
+    A pipe that nobody writes into is empty, and not waited for.
 
     Args:
         path: The file.
@@ -34,7 +37,7 @@ def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, mos
         ConfigError: It cannot be read, is too long, or is open to others; says what to do.
     """
     try:
-        with open(path, "rb") as file:
+        with open_ready(path) as file:
             _require_private(file.fileno(), path, what, field)
             data = file.read(most + 1)
     except OSError as error:
@@ -42,6 +45,44 @@ def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, mos
     if len(data) > most:
         raise ConfigError(f"{what} {os.fspath(path)} is longer than {most} bytes", field=field)
     return data
+
+
+def open_ready(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading; a pipe that nobody writes into is empty, and not waited for.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115 (the caller closes it)
+    os.set_blocking(file.fileno(), True)
+    return file
+
+
+def require_own_folder(folder: int | str | os.PathLike[str], shown: object, field: str) -> None:
+    """Refuse a folder of another user, who could exchange what is written there; root's is as good as one's own.
+
+    Where files of this process belong to somebody else (``root_squash`` of NFS), folders may, too.
+
+    Args:
+        folder: Descriptor or path.
+        shown: What to call it.
+        field: Of the configuration.
+
+    Raises:
+        ConfigError: It is another user's, or no folder but a link to one.
+        OSError: It cannot be looked at.
+    """
+    status = os.fstat(folder) if isinstance(folder, int) else os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{shown} is no folder", field=field)
+    if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _user_of_new_folders(folder):
+        raise ConfigError(f"{shown} belongs to another user, who could change what is in it", field=field)
+
+
+def _user_of_new_folders(beside: int | str | os.PathLike[str]) -> int:
+    path = f"/proc/self/fd/{beside}" if isinstance(beside, int) else os.fspath(beside)
+    with tempfile.TemporaryDirectory(prefix=".baton-", dir=path) as made:
+        return os.stat(made).st_uid
 
 
 def shown_url(url: str) -> str:

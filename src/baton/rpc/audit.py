@@ -8,6 +8,7 @@ instead, and each kind of event has a rate of its own, so that a flood of one ki
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ _PER_SECOND_OF_PEER, _BURST_OF_PEER = 0.1, 20.0
 _MAX_PEERS = 1024
 _MAX_RECENT = 1024
 _MAX_CHARS = 200
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class AuditLog:
@@ -137,13 +139,32 @@ class AuditLog:
 
 
 class _AuditFile(WatchedFileHandler):
-    """Appends to a file that is its user's alone; one that was moved away (logrotate) is made anew."""
+    """Appends to a file that is its user's alone; one that was moved away (logrotate) is made anew.
+
+    What others could have put in its place, where they can write to the folder, is refused: a link would have this
+    process write into another file of its user's, a pipe would stop it, and of a file of theirs they could read all.
+    """
 
     def _open(self) -> TextIOWrapper:
-        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
+        fd = os.open(self.baseFilename, _FLAGS, 0o600)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            if status.st_uid != os.geteuid() or status.st_nlink > 1:
+                raise OSError(errno.EPERM, "it belongs to another user, or has another name too")
             os.fchmod(fd, 0o600)
-        return open(fd, "a", encoding="utf-8")
+            return open(fd, "a", encoding="utf-8")
+        except OSError:
+            os.close(fd)
+            raise
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; what keeps it from being written is no trouble of whoever noted the event."""
+        try:
+            super().emit(record)
+        except OSError:  # of a file that is to be opened again
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Put what cannot be written into the standard log."""
@@ -170,7 +191,8 @@ def open_audit_log(path: str, service: str) -> None:
     try:
         handler = _AuditFile(path)
     except OSError as error:
-        raise ConfigError(f"cannot write the audit log {path}: {error.strerror}", field="audit_log") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigError(f"cannot write the audit log {path}: {why}", field="audit_log") from error
     handler.setFormatter(logging.Formatter())
     _lines.handlers[:] = [handler]
     _lines.propagate = False

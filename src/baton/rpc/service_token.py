@@ -95,13 +95,13 @@ class Token:
 
 
 def read_token(path: str) -> Token | None:
-    """Read a token file; an empty path means no token. A token that could be guessed is warned of.
+    """Read a token file; an empty path means no token.
 
     The file has a token in each line: the first is proved with, all are accepted, so that a token can be replaced
     while everything runs. It is read again when it changes.
 
     Raises:
-        ConfigError: The file is missing or empty, has too many tokens, or is open to others.
+        ConfigError: The file is missing or empty, has too many tokens, one that could be guessed, or is open to others.
     """
     return Token(*_read(path), path=path) if path else None
 
@@ -114,10 +114,11 @@ def _read(path: str) -> tuple[str, ...]:
     tokens = _checked([line.strip() for line in lines if line.strip()], path)
     for token in tokens:
         if len(token) < _LEAST_CHARACTERS or len(set(token)) < _LEAST_DIFFERENT:
-            log.warning(
-                "the token in %s can be guessed: it has %d characters, %d different ones; head -c 32 /dev/urandom | "
-                "base64 makes one that cannot",
-                *(path, len(token), len(set(token))),
+            raise ConfigError(
+                f"a token in {path} can be guessed: it has {len(token)} characters, {len(set(token))} different ones, "
+                f"of which {_LEAST_CHARACTERS} and {_LEAST_DIFFERENT} are the least; "
+                "head -c 32 /dev/urandom | base64 makes one that cannot",
+                field="token_file",
             )
     return tokens
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from baton.config.secrets import read_secret_file
+from baton.config.secrets import open_ready, read_secret_file
 from baton.errors import ConfigError
 from baton.rpc.audit import audit
 from baton.rpc.roles import CertificateRoles
@@ -243,7 +243,7 @@ def _greet(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 
 def _read(path: Path, field: str) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_ready(path) as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error

@@ -13,11 +13,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
@@ -26,7 +26,11 @@ from baton.config import add_flags, from_flags
 from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
 from baton.rpc.audit import open_audit_log
+from baton.rpc.hosts import HostRule
 from baton.version import __version__
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -234,20 +238,25 @@ def new_metrics(service: str) -> CollectorRegistry:
     return registry
 
 
-def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:
+def serve_metrics(
+    host: str, port: int, registry: CollectorRegistry, *, allowed_hosts: Sequence[str] = ()
+) -> Callable[[], None]:
     """Serve ``/metrics`` in a thread; returns what ends that, which blocks for up to half a second.
 
     A connection has a few seconds for its request. Of more than some at once the oldest are closed, so that those that
-    say nothing keep neither threads nor scrapes.
+    say nothing keep neither threads nor scrapes. Foreign ``Host`` headers get 403, where :class:`HostRule` says so.
 
     Raises:
         ConfigError: The port cannot be had.
     """
+    app, rule = make_wsgi_app(registry), HostRule.of_server(host, allowed_hosts, keyed=False)
+    if rule is not None:
+        app = _only_own_hosts(app, rule)
     kind: type[WSGIServer] = (
         type("Server", (_MetricsServer,), {"address_family": socket.AF_INET6}) if ":" in host else _MetricsServer
     )
     try:
-        server: WSGIServer = make_server(host.strip("[]"), port, make_wsgi_app(registry), kind, _MetricsHandler)
+        server: WSGIServer = make_server(host.strip("[]"), port, app, kind, _MetricsHandler)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}", field="metrics_port") from error
     thread = threading.Thread(target=server.serve_forever, name="baton-metrics", daemon=True)
@@ -259,6 +268,17 @@ def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> Callable
         thread.join(5.0)
 
     return close
+
+
+def _only_own_hosts(app: WSGIApplication, rule: HostRule) -> WSGIApplication:
+    def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        named = environ.get("HTTP_HOST")
+        if named is None or rule.admits(named):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("content-type", "text/plain")])
+        return [b"these metrics are not for this host\n"]
+
+    return checked
 
 
 class _MetricsHandler(WSGIRequestHandler):

@@ -27,7 +27,7 @@ from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import IndexState
 
-TOKEN = Token("sesame")
+TOKEN = Token("sesame, of the services")
 TINY = str(Path(__file__).parents[3] / "models" / "baton-tiny")
 
 
@@ -75,7 +75,7 @@ async def set_role(instance: WorkerInstance, role: Role, token: Token | None = T
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     token = tmp_path / "token"
-    token.write_text("sesame")
+    token.write_text("sesame, of the services")
     async with contextlib.AsyncExitStack() as stack:
         app = RouterApp(
             RouterConfig(model=TINY, token_file=str(token), remote_prefill_threshold=32, port=0, grpc_port=0)

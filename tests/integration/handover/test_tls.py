@@ -222,7 +222,7 @@ def peer_certificate(port: int, certificate: Certificate) -> bytes:
 
 async def test_token_and_certificate_go_together(ours: Certificate, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("secret")
+    token.write_text("secret, of the services")
     flags = {"tls_cert": ours.cert, "tls_key": ours.key, "tls_ca": ours.ca}
     server = KVStoreServer(KVStoreConfig(capacity_bytes=1 << 20, token_file=str(token), **flags))
     await server.start()
@@ -236,13 +236,13 @@ async def test_token_and_certificate_go_together(ours: Certificate, tmp_path: Pa
                 raise from_rpc_error(error) from error
 
     try:
-        await info(token=Token("secret"), tls=tls(ours))
+        await info(token=Token("secret, of the services"), tls=tls(ours))
         with pytest.raises(UnauthenticatedError):
             await info(tls=tls(ours))
         with pytest.raises(UnauthenticatedError):
             await info(token=Token("wrong"), tls=tls(ours))
         with pytest.raises(BatonError, match="certificate"):
-            await info(token=Token("secret"))
+            await info(token=Token("secret, of the services"))
     finally:
         await server.stop(0)
 

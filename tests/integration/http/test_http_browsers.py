@@ -10,8 +10,9 @@ import pytest
 from tests.integration.http.test_http_api import Served
 
 from baton.errors import ConfigError
+from baton.rpc.hosts import HostRule
+from baton_router.accounts.accounts import Accounts
 from baton_router.config import RouterConfig
-from baton_router.frontend.http.hosts import HostRule
 
 BODY = b'{"model": "baton-tiny", "prompt": "def"}'
 JSON = {"content-type": "application/json"}
@@ -94,6 +95,13 @@ def test_foreign_hosts_are_refused(served: Served, path: str, host: str) -> None
 def test_own_names_and_addresses_are_served(served: Served, host: str) -> None:
     assert ask(served, "GET", "/v1/models", host)[0] == 200
     assert ask(served, "POST", "/v1/completions", host)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics/", "/health/", "/v1/models/", "/debug/decisions/", "/docs/", "/console/"])
+def test_nobody_is_sent_to_the_host_that_a_request_named(path: str) -> None:
+    with Served(accounts=Accounts.of_keys("k")) as keyed:
+        status, _ = ask(keyed, "GET", path, "evil.example")
+        assert not 300 <= status < 400
 
 
 def test_where_hosts_are_looked_at() -> None:

@@ -300,7 +300,7 @@ async def test_the_router_needs_no_torch() -> None:
 
 async def test_metrics_have_a_port_of_their_own_where_clients_must_not_see_them(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\ntwo\n")
-    (tmp_path / "token").write_text("of the services")
+    (tmp_path / "token").write_text("the services' token")
     port = free_port()
     flags = ("--api-keys", str(tmp_path / "keys"), "--token-file", str(tmp_path / "token"))
     async with router(*flags, "--metrics-port", str(port)) as process, httpx.AsyncClient(timeout=20) as http:

@@ -391,9 +391,9 @@ async def test_bad_requests_name_their_field() -> None:
 
 async def test_the_token_guards_control_and_data(tmp_path: Path) -> None:
     secret = tmp_path / "token"
-    secret.write_text("secret\n")
+    secret.write_text("secret, of the services\n")
     async with store(token_file=str(secret)) as server:
-        async with connected(server, token=Token("secret")) as instance:
+        async with connected(server, token=Token("secret, of the services")) as instance:
             assert await instance.put(1) == [True]
             assert (await instance.fetch(await instance.get(1))).valid.all()
         async with connected(server, token=Token("wrong")) as instance:

@@ -188,3 +188,19 @@ def test_files_and_folders_are_their_owners_alone(tmp_path: Path) -> None:
         assert mine._folder.stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders away")
+def test_a_folder_that_another_user_made_first_is_not_used(tmp_path: Path) -> None:
+    whole = folder(tmp_path)
+    whole.write(name("a"), block("a"))
+    (made,) = tmp_path.iterdir()
+    made.chmod(0o777)
+    os.chown(made, 12345, 12345)
+    with pytest.raises(ConfigError, match="another user") as caught:
+        folder(tmp_path)
+    assert caught.value.field == "kv_connector_options"
+    made.rename(tmp_path / "theirs")
+    made.symlink_to(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="no folder"):
+        folder(tmp_path)

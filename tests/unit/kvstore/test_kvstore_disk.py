@@ -21,6 +21,7 @@ from baton.errors import ConfigError
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.directory import (
     Covered,
+    Directory,
     Known,
     decode_checkpoint,
     decode_store,
@@ -382,3 +383,14 @@ def test_the_queue_is_bounded_and_a_block_deleted_on_its_way_is_not_found(path: 
     assert log.index.find(KIND, name_of(1)) is None
     assert log.index.find(KIND, name_of(2)) is not None
     log.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders away")
+def test_a_folder_that_another_user_made_first_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    path.mkdir(mode=0o777)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="another user") as caught:
+        Directory(str(path))
+    assert caught.value.field == "disk_path"
+    assert not list(path.iterdir())

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -103,6 +104,13 @@ def test_a_lone_tenant_is_the_administrator() -> None:
     left = two.identify("Bearer one")
     assert left is not None
     assert (left.admin, left.priority_floor) == (False, 0)
+
+
+def test_what_is_written_of_a_lone_tenant_holds() -> None:
+    written: dict[str, Any] = {"keys": ["one"], "admin": False, "priority_floor": 3}
+    lone = Accounts(entries_of_tenants({"tenants": {"a": written}}), b"secret").identify("Bearer one")
+    assert lone is not None
+    assert (lone.admin, lone.priority_floor) == (False, 3)
 
 
 @pytest.mark.parametrize("name", ["keys.toml", "keys.json", "keys.txt"])

@@ -272,7 +272,7 @@ def test_bad_values(values: dict[str, object], name: str) -> None:
 
 async def test_nobody_listens_off_loopback_without_authentication(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    path.write_text("secret\n")
+    path.write_text("secret, of the services\n")
     for values in ({}, {"token_file": str(path)}, {"open_http": True}):
         with pytest.raises(ConfigError) as caught:
             RouterApp(RouterConfig(host="0.0.0.0", **values))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,57 @@ def test_a_file_that_cannot_be_written_is_named(fresh: None, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="audit log") as caught:
         open_audit_log(str(tmp_path / "none" / "log"), "x")
     assert caught.value.field == "audit_log"
+
+
+def put_symlink(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def put_dangling_symlink(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.with_name("made"))
+
+
+def put_fifo(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_hard_link(path: Path, victim: Path) -> None:
+    path.hardlink_to(victim)
+
+
+def put_file_of_another(path: Path, victim: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("gives files away")
+    path.write_text("")
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [put_symlink, put_dangling_symlink, put_fifo, put_hard_link, put_file_of_another],
+    ids=lambda put: put.__name__,
+)
+def test_what_others_put_in_the_files_place_is_neither_written_nor_waited_for(
+    fresh: None, tmp_path: Path, put: Callable[[Path, Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, victim = tmp_path / "audit.jsonl", tmp_path / "authorized_keys"
+    victim.write_text("kept")
+    victim.chmod(0o640)
+    put(path, victim)
+    with pytest.raises(ConfigError, match="audit log") as caught:
+        open_audit_log(str(path), "x")
+    assert caught.value.field == "audit_log"
+    path.unlink()
+    open_audit_log(str(path), "x")
+    path.rename(tmp_path / "old")
+    put(path, victim)
+    audit("deleted", blocks=1)  # told in the standard log; who asked for it is not disturbed
+    assert '"blocks": 1' in caplog.text
+    assert (victim.read_text(), stat.S_IMODE(victim.stat().st_mode)) == ("kept", 0o640)
+    assert not victim.with_name("made").exists()
+    path.unlink()
+    audit("deleted", blocks=2)
+    assert '"blocks": 2' in path.read_text()
 
 
 def test_without_a_file_events_are_lines_of_the_standard_log(fresh: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,6 +39,7 @@ from baton_router.accounts.sources import read_secret
 
 SERVICE = "baton.api.v1.RouterService"
 TOKEN = Token("secret")
+LONG = "3b1f8a64c0de99a75b1f8a64c0de99a7"
 
 
 class Servicer(router_pb2_grpc.RouterServiceServicer):
@@ -227,8 +228,8 @@ def known_as(token: Token | None, text: str) -> bool:
 
 def test_token_files(tmp_path):
     assert read_token("") is None
-    (tmp_path / "t").write_text(" abc\n")
-    assert known_as(read_token(str(tmp_path / "t")), "abc")
+    (tmp_path / "t").write_text(f" {LONG}\n")
+    assert known_as(read_token(str(tmp_path / "t")), LONG)
     (tmp_path / "e").write_text("\n")
     for bad in ("e", "missing"):
         with pytest.raises(ConfigError) as caught:
@@ -291,17 +292,41 @@ def test_secrets_of_another_user_may_be_read_by_its_group(tmp_path, caplog):
         read_token(str(path))
 
 
-@pytest.mark.parametrize("token", ["short", "aaaaaaaaaaaaaaaaaaaaaaaa"])
-def test_a_token_that_can_be_guessed_is_warned_of(tmp_path, token, caplog):
+@pytest.mark.parametrize("token", ["short", "3b1f8a64c0de99a", "aaaaaaaaaaaaaaaaaaaaaaaa", f"{LONG}\n{LONG[:8]}"])
+def test_a_token_that_can_be_guessed_is_refused(tmp_path, token):
     path = tmp_path / "token"
     path.write_text(token)
-    assert known_as(read_token(str(path)), token)
-    assert f"the token in {path} can be guessed" in caplog.text
-    assert token not in caplog.text.replace(str(path), "")
-    caplog.clear()
-    path.write_text("3b1f8a64c0de99a75b1f8a64c0de99a7")
+    with pytest.raises(ConfigError, match="can be guessed") as caught:
+        read_token(str(path))
+    assert caught.value.field == "token_file"
+    assert token.splitlines()[-1] not in str(caught.value).replace(str(path), "")
+    path.write_text(LONG)
     assert read_token(str(path))
-    assert not caplog.records
+
+
+def test_half_a_token_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(f"{LONG}\n")
+    token = read_token(str(path))
+    for there, expected in ((LONG[::-1][:12], LONG), (f"{LONG[::-1]}\n{LONG}\n", LONG[::-1])):
+        path.write_text(there)
+        monkeypatch.setattr(token, "_looked", -1e9)  # a second is over
+        assert known_as(token, expected)
+        assert known_as(token, LONG)
+
+
+def test_a_fifo_does_not_stop_who_reads_secrets(tmp_path):
+    path = tmp_path / "token"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match="token file"):  # nobody writes into it
+        read_token(str(path))
+    read_end, write_end = os.pipe()  # as a shell's <(command)
+    os.write(write_end, LONG.encode())
+    os.close(write_end)
+    try:
+        assert known_as(read_token(f"/dev/fd/{read_end}"), LONG)
+    finally:
+        os.close(read_end)
 
 
 def test_a_mismatch_keeps_its_status():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 import urllib.request
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,30 @@ def test_metrics_are_served_until_their_end_and_a_taken_port_is_named() -> None:
     finally:
         close()
     serve_metrics("127.0.0.1", port, registry)()
+
+
+def test_a_page_whose_name_was_made_to_lead_here_reads_no_metrics() -> None:
+    registry, port = CollectorRegistry(), free_port()
+    Counter("seen", "Things", registry=registry).inc()
+    close = serve_metrics("127.0.0.1", port, registry)
+
+    def ask(host: str) -> tuple[int, bytes]:
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+            connection.request("GET", "/metrics", headers={"Host": host})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    try:
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example"):
+            status, body = ask(host)
+            assert status == 403
+            assert b"seen_total" not in body
+        for host in (f"127.0.0.1:{port}", "localhost", f"[::1]:{port}", "10.0.0.4:9400", "host.docker.internal"):
+            status, body = ask(host)
+            assert status == 200
+            assert b"seen_total 1.0" in body
+    finally:
+        close()
 
 
 def test_what_clients_send_makes_no_lines_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,15 +39,15 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class AccountEntry:
-    """A tenant as the file has it; see :class:`~baton_router.types.Account`."""
+    """A tenant as the file has it; see :class:`~baton_router.types.Account`. ``None``: it says nothing."""
 
     tenant: Tenant
     weight: float = 1.0
     max_in_flight: int = 0
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    priority_floor: int = 0
-    admin: bool = False
+    priority_floor: int | None = None
+    admin: bool | None = None
 
 
 _NUMBERS = ("max_in_flight", "requests_per_minute", "tokens_per_minute")
@@ -128,9 +128,9 @@ def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
         max_in_flight=entry.max_in_flight,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
-        # A tenant that is alone has nothing to be kept from.
-        priority_floor=_NO_FLOOR if alone else entry.priority_floor,
-        admin=entry.admin or alone,
+        # A tenant that is alone has nothing to be kept from, unless its file says otherwise.
+        priority_floor=(_NO_FLOOR if alone else 0) if entry.priority_floor is None else entry.priority_floor,
+        admin=alone if entry.admin is None else entry.admin,
         salt_key=key,
         message=tenant_to_pb(entry.tenant),
         own_salt=salt_of(key, ""),
@@ -245,11 +245,11 @@ def _entry(name: str, values: Mapping[str, Any], where: str) -> AccountEntry:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
             raise _wrong(f"{where}.{field} must be a whole number from 0 on")
         numbers[field] = number
-    floor = values.get("priority_floor", 0)
-    if isinstance(floor, bool) or not isinstance(floor, int) or not _NO_FLOOR <= floor < 2**31:
+    floor = values.get("priority_floor")
+    if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int) or not _NO_FLOOR <= floor < 2**31):
         raise _wrong(f"{where}.priority_floor must be a whole number of 32 bits")
-    admin = values.get("admin", False)
-    if not isinstance(admin, bool):
+    admin = values.get("admin")
+    if not isinstance(admin, bool | None):
         raise _wrong(f"{where}.admin must be true or false")
     try:
         tenant = Tenant(name, *(numbers.pop(field) for field in _QUOTAS))

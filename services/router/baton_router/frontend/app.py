@@ -74,7 +74,8 @@ def create_app(
     """
     options = options or HttpOptions()
     metrics = HttpMetrics(registry)
-    app = FastAPI(openapi_url=None)
+    # A redirect to the same path without its slash would name whatever host the client named.
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     errors.install(app, [f"{method} {path}" for method, path in OPERATIONS])
     app.add_middleware(HttpMiddleware, options=options, metrics=metrics)
     if options.cors_origins:

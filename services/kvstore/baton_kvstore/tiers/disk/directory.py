@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from baton.config.secrets import require_own_folder
 from baton.errors import ConfigError
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.index import Location
@@ -61,6 +62,7 @@ class Directory:
             raise ConfigError(f"disk_path {path} cannot be used: {error.strerror}", field="disk_path") from error
         self._lock = -1
         try:
+            require_own_folder(self._fd, f"disk_path {path}", "disk_path")
             names = set(os.listdir(self._fd)) - {"lost+found"}
             if _STORE not in names and names - {_LOCK, f"{_STORE}.new"}:
                 raise ConfigError(f"disk_path {path} is neither empty nor a KV store's", field="disk_path")

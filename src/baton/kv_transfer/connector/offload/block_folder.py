@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.config.secrets import require_own_folder
 from baton.errors import ConfigError, QueueFullError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
@@ -181,6 +182,7 @@ class BlockFolder:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
+            require_own_folder(self._folder, self._folder, "kv_connector_options")
             _make_private(self._folder)
         except OSError as error:
             message = f"{path} cannot be used: {error.strerror}"

@@ -55,7 +55,7 @@ class HostRule:
             if name != b"host" or value in self._known:
                 continue
             host = value.decode("latin-1")
-            if not self._admits(host):
+            if not self.admits(host):
                 raise PermissionDeniedError(
                     f"this router does not answer to the host {host!r:.120}: start it with --allowed-hosts",
                     field="host",
@@ -63,7 +63,8 @@ class HostRule:
             if len(self._known) < _MAX_KNOWN:
                 self._known.add(value)
 
-    def _admits(self, host: str) -> bool:
+    def admits(self, host: str) -> bool:
+        """Whether a request is answered that names this host, with or without a port."""
         name = host.lower()
         if name.startswith("["):
             name = name[1:].partition("]")[0]
