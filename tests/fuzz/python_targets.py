@@ -18,6 +18,8 @@ TARGETS = {
     "replicas": "state",
     "registrations": "state",
     "kubernetes": "state",
+    "calls": "calls",
+    "kvstore": "store",
     "disk": "files",
     "kv_files": "files",
 }
