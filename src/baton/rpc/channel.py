@@ -27,6 +27,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),  # retries are decided by whoever owns the request
+    ("grpc.client_idle_timeout_ms", 240_000),  # before the server closes what is idle, so that no call meets that
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer on the same port gets a fresh connection
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
@@ -15,14 +16,23 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.api.v1 import auth_pb2_grpc
-from baton.errors import BatonError, ConfigError, PermissionDeniedError, QueueFullError, UnauthenticatedError
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineError,
+    PermissionDeniedError,
+    QueueFullError,
+    UnauthenticatedError,
+)
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits, require_safe_bind
+from baton.rpc.connections import ConnectionGuard, max_connections
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
+from baton.rpc.health import HealthServicer
 from baton.rpc.proof import SCHEME, ProofServicer
 from baton.rpc.proof import SERVICE as PROOFS
 from baton.rpc.roles import CertificateRoles
@@ -45,10 +55,12 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", 4096),  # of one connection; its client keeps more waiting
     ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; Baton's own callers leave before (channel.py)
 ]
 _OPEN = (f"/{health.SERVICE_NAME}/", f"/{PROOFS}/")
-_MAX_WATCHERS, _MAX_WATCHERS_PER_PEER = 128, 32
-"""Streams of ``Health.Watch``, which needs no token: of all clients, and from one address."""
+_REQUEST_S = 10.0
+_MAX_AWAITED, _MAX_AWAITED_PER_PEER = 1024, 256
+"""Time for the request of a call that needs no token, and so many such calls may be without theirs."""
 
 
 class GrpcServer:
@@ -79,12 +91,13 @@ class GrpcServer:
         require_safe_bind(host, token, tls)
         self._host, self._port, self._services, self._tls = host, port, list(services), tls
         proofs = ProofServicer(token) if token is not None else None
-        self.server = grpc.aio.server(
-            interceptors=[_Interceptor(proofs, admits, tls.roles if tls is not None else None)], options=_OPTIONS
-        )
+        self._guard: ConnectionGuard | None = None
+        self._interceptor = _Interceptor(proofs, admits, tls.roles if tls is not None else None, self._know)
+        options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections())]
+        self.server = grpc.aio.server(interceptors=[self._interceptor], options=options)
         if proofs is not None:
             auth_pb2_grpc.add_AuthServiceServicer_to_server(proofs, self.server)
-        self._health = _Health()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
@@ -106,18 +119,25 @@ class GrpcServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: the port is in use or not ours", field="port") from error
         await self.server.start()
+        self._guard = ConnectionGuard(port)
+        self._guard.start()
         return port
+
+    def _know(self, context: Any) -> None:
+        """Take note that a call was let through, and over which connection."""
+        if self._guard is not None:
+            self._guard.know(context)
 
     async def set_serving(self, serving: bool) -> None:
         """Tell health checks whether this server wants traffic."""
-        kind = health_pb2.HealthCheckResponse
-        for name in ["", *self._services]:
-            await self._health.set(name, kind.SERVING if serving else kind.NOT_SERVING)
+        self._health.set(["", *self._services], serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""
         await self.set_serving(False)
         await self.server.stop(grace_s)
+        if self._guard is not None:
+            await self._guard.close()
 
 
 def _serve_reflection_v1(names: Sequence[str], server: grpc.aio.Server) -> None:
@@ -196,27 +216,6 @@ def _bound(held: ExitStack, port: int) -> int | None:
     return int(sock.getsockname()[1])
 
 
-class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
-    """Health, whose watchers are bounded in number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watching: Counter[str] = Counter()
-
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """Tell of every change."""
-        peer = context.peer().rpartition(":")[0]
-        if self._watching.total() >= _MAX_WATCHERS or self._watching[peer] >= _MAX_WATCHERS_PER_PEER:
-            await abort_with(context, QueueFullError("too many watch this server's health: ask by Check"))
-        self._watching[peer] += 1
-        try:
-            await super().Watch(request, context)
-        finally:
-            self._watching[peer] -= 1
-            if not self._watching[peer]:
-                del self._watching[peer]
-
-
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Sends away who may not call, and turns exceptions of handlers into statuses with details.
 
@@ -224,10 +223,14 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         proofs: Knows who has proved the token; ``None``: there is none.
         admits: Whose calls go on without that; ``None``: nobody's where there is a token.
         roles: What a caller's certificate lets it call; ``None``: everything.
+        know: Hears of each of Baton's calls that is let through, before it begins.
     """
 
-    def __init__(self, proofs: ProofServicer | None, admits: Admits | None, roles: CertificateRoles | None) -> None:
-        self._proofs, self._admits, self._roles = proofs, admits, roles
+    def __init__(
+        self, proofs: ProofServicer | None, admits: Admits | None, roles: CertificateRoles | None, know: Check
+    ) -> None:
+        self._proofs, self._admits, self._roles, self._know = proofs, admits, roles, know
+        self._awaited: Counter[str] = Counter()
 
     async def intercept_service(
         self,
@@ -240,20 +243,58 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         except BatonError as error:
             return _refusal(method, error)
         handler: Any = await continuation(handler_call_details)
-        if handler is None or (check is None and not method.startswith("/baton.")):
+        is_open, is_ours = method.startswith(_OPEN), method.startswith("/baton.")
+        if handler is None or not (check is not None or is_ours or is_open):
             return handler
         checks = [] if check is None else [check]
-        if self._roles is not None and method.startswith("/baton.") and not method.startswith(_OPEN):
-            checks.append(functools.partial(self._check_role, self._roles, method))
+        if is_ours and not is_open:
+            if self._roles is not None:
+                checks.append(functools.partial(self._check_role, self._roles, method))
+            checks.append(self._know)
         guards: dict[str, Callable[..., Any]] = {
             "unary_unary": _guard_unary,
             "stream_unary": _guard_unary,
             "unary_stream": _guard_stream,
             "stream_stream": _guard_stream,
         }
+        if is_open:
+            handler = self._in_time(handler)
         return handler._replace(
             **{kind: guard(behavior, checks) for kind, guard in guards.items() if (behavior := getattr(handler, kind))}
         )
+
+    def _in_time(self, handler: Any) -> Any:
+        """Have a call's one request come soon: gRPC would wait for it as long as the caller likes."""
+        codec = handler.request_deserializer, handler.response_serializer
+
+        async def whole(requests: AsyncIterator[Any], context: Any) -> Any:
+            return await handler.unary_unary(await self._first(requests, context), context)
+
+        async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async with contextlib.aclosing(
+                handler.unary_stream(await self._first(requests, context), context)
+            ) as responses:
+                async for response in responses:
+                    yield response
+
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(whole, *codec)
+        return grpc.stream_stream_rpc_method_handler(stream, *codec)
+
+    async def _first(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        peer = context.peer().rpartition(":")[0]
+        if self._awaited.total() >= _MAX_AWAITED or self._awaited[peer] >= _MAX_AWAITED_PER_PEER:
+            raise QueueFullError("too many calls are without their requests")
+        self._awaited[peer] += 1
+        try:
+            async with asyncio.timeout(_REQUEST_S):
+                return await anext(requests)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise DeadlineError(f"the request did not come within {_REQUEST_S:g} s") from error
+        finally:
+            self._awaited[peer] -= 1
+            if not self._awaited[peer]:
+                del self._awaited[peer]
 
     def _check(self, method: str, metadata: Any) -> Check | None:
         """Return what is to be checked once a call's context is there, if anything.
@@ -289,7 +330,7 @@ def _refusal(method: str, error: BatonError) -> Any:
         audit("authentication_failed", over="grpc", peer=peer_of(context), method=method)  # a forged credential's too
         await abort_with(context, error)
 
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_unary_rpc_method_handler(refuse)  # at once: a request may never come
 
 
 def _guard_unary(

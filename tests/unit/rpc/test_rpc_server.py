@@ -346,7 +346,7 @@ async def test_calls_of_every_kind_are_looked_at(kind: str) -> None:
 
     behavior = stream if kind.endswith("stream") else whole
     handler = getattr(grpc, f"{kind}_rpc_method_handler")(behavior)
-    server = grpc.aio.server(interceptors=[_Interceptor(None, None, None)])
+    server = grpc.aio.server(interceptors=[_Interceptor(None, None, None, lambda context: None)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.Test", {"Call": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
