@@ -20,6 +20,8 @@ TARGETS = {
     "kubernetes": "state",
     "calls": "calls",
     "kvstore": "store",
+    "answers": "client",
+    "proof": "client",
     "disk": "files",
     "kv_files": "files",
 }

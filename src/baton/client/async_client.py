@@ -35,7 +35,7 @@ from baton.client.types import (
 from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
 from baton.rpc.auth import HEADER
 from baton.rpc.channel import Backoff, open_channel
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, readable
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import Tls
 
@@ -275,7 +275,7 @@ class AsyncClient:
         budget, call = self._settings.budget(timeout), self._open(name, request)
         while True:
             try:
-                return await call(budget.remaining())
+                return readable(await call(budget.remaining()))
             except grpc.RpcError as error:
                 await _wait(self._closing, budget.after(error))
             except asyncio.CancelledError:
@@ -348,7 +348,7 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
         if self._done or self._cancelled.is_set():
             return None
         try:
-            message = await self._call.read()
+            message = readable(await self._call.read())
         except asyncio.CancelledError:
             if self._cancelled.is_set() and not _task_is_cancelled():
                 return None

@@ -21,6 +21,7 @@ import grpc.aio
 from baton.api.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from baton.errors import ConfigError, InternalError
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, sampling_from_pb, text_delta_to_pb
+from baton.rpc.errors import readable
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
 from baton.tokenizer import SequenceText, StopStrings, TextModel, TokenDelta
@@ -87,6 +88,9 @@ class DirectAnswer:
         route: The router's answer.
         model: Makes text.
         now: Monotonic clock.
+
+    Raises:
+        InternalError: The router has placed something else.
     """
 
     def __init__(
@@ -107,6 +111,8 @@ class DirectAnswer:
         self._first_token_us: int | None = None
         self._gaps_us: list[int] = []
         sampling = sampling_from_pb(self.message.sampling, stop=tuple(request.stop))
+        if sampling.n != (request.sampling.n or 1):
+            raise InternalError(f"the router placed {sampling.n} sequences for {request.sampling.n or 1}")
         prompt = unpack_ids(self.message.prompt_token_ids) if request.WhichOneof("prompt") in _CONTEXT_PROMPTS else ()
         stops = StopStrings(sampling.stop) if sampling.stop else None
         self._sequences = [
@@ -380,7 +386,7 @@ class DirectCall:
 
     async def _run(self) -> AsyncGenerator[router_pb2.RouterGenerateResponse, None]:
         links = self._links
-        route = await self._open(links.router.Route, router_pb2.RouteRequest(direct=self._request))
+        route = readable(await self._open(links.router.Route, router_pb2.RouteRequest(direct=self._request)))
         answer = self._answer = DirectAnswer(self._request, route, await links.model(route.direct.model_path))
         try:
             async with aclosing(self._direct(answer)) as messages:
@@ -394,7 +400,7 @@ class DirectCall:
             yield exhausted
         for index, rest in answer.rest():
             async for response in self._open(links.router.Generate, rest):
-                yield answer.take_rest(index, response)
+                yield answer.take_rest(index, readable(response))
                 if not answer.is_open(index):
                     self._inner.cancel()
                     break
@@ -403,7 +409,7 @@ class DirectCall:
         links = self._links
         try:
             async for response in self._open(links.decode(answer.address).Generate, answer.message):
-                yield answer.take(response)
+                yield answer.take(readable(response))
                 if answer.runs_on:
                     self._inner.cancel()
                     return

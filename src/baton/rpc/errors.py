@@ -6,15 +6,18 @@ field is to blame, the standard ``google.rpc.BadRequest`` that generic clients u
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from baton.api.v1 import common_pb2
 from baton.errors import BatonError, CancelledError, DeadlineError, InternalError, UnavailableError, all_errors
+
+T = TypeVar("T")
 
 DETAILS_KEY = "grpc-status-details-bin"
 _NO_CONNECTION, _HUNG_UP = "failed to connect", "Socket closed"
@@ -43,6 +46,18 @@ def status_details(error: BatonError) -> bytes:
         bad.field_violations.add(field=error.field, description=error.message)
         status.details.add().Pack(bad)
     return bytes(status.SerializeToString())
+
+
+def readable(answer: T | None) -> T:
+    """Return a peer's answer: where gRPC's asyncio API cannot read one it hands out ``None``, and logs why.
+
+    Raises:
+        grpc.aio.AioRpcError: INTERNAL, as gRPC says it elsewhere.
+    """
+    if answer is None:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "the peer's answer cannot be read", None)
+    return answer
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:

@@ -39,7 +39,7 @@ import grpc.aio
 from baton.api.v1 import auth_pb2, auth_pb2_grpc
 from baton.errors import BatonError, UnauthenticatedError, UnavailableError
 from baton.rpc.audit import audit, peer_of
-from baton.rpc.errors import DETAILS_KEY, status_code, status_details
+from baton.rpc.errors import DETAILS_KEY, readable, status_code, status_details
 from baton.rpc.service_token import Token
 
 SERVICE = auth_pb2.DESCRIPTOR.services_by_name["AuthService"].full_name
@@ -210,7 +210,7 @@ class Prover:
 
     async def _ask(self, call: Any, patience_s: float | None) -> Any:
         try:
-            return await call
+            return readable(await call)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._refuse("has no token, or is none of Baton's", error)

@@ -30,7 +30,7 @@ from baton.rpc.convert import (
     tenant_from_pb,
     tenant_to_pb,
 )
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, readable
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.token_ids import pack_ids, unpack_ids
@@ -232,7 +232,7 @@ async def _events(
 ) -> AsyncIterator[PrefillEvent]:
     try:
         async for response in call:
-            kind = response.WhichOneof("event")
+            kind = readable(response).WhichOneof("event")
             if kind == "accepted":
                 yield Accepted(source_from_pb(response.accepted.source))
             elif kind == "offer":

@@ -12,6 +12,7 @@ import grpc.aio
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
+from baton.rpc.errors import readable
 from baton.rpc.registrations import RedisPresence, instance_key, news_key
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
@@ -88,7 +89,7 @@ class Registration:
         """Heartbeat or register; returns seconds until the next one is due."""
         if self._lease_id:
             beat = await stub.Heartbeat(router_pb2.HeartbeatRequest(lease_id=self._lease_id), timeout=CALL_TIMEOUT_S)
-            if beat.known:
+            if readable(beat).known:
                 return self._interval
             log.info("router %s forgot this instance: registering again", self._router)
         who = self._identity
@@ -98,7 +99,7 @@ class Registration:
             ),
             timeout=CALL_TIMEOUT_S,
         )
-        self._lease_id = answer.lease_id
+        self._lease_id = readable(answer).lease_id
         self._interval = answer.ttl_ms / 3000
         log.info("registered with router %s", self._router)
         return self._interval

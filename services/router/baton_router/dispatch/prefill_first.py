@@ -15,7 +15,7 @@ import grpc.aio
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import BatonError, QueueFullError, TransferError, UnavailableError
 from baton.rpc.convert import sampling_to_pb
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, readable
 from baton.token_ids import pack_ids
 from baton.types import Order, PrefillPath, SamplingParams
 from baton_router.metrics.fast_metrics import Counter
@@ -188,7 +188,9 @@ async def _prefill_first(
     instance: Instance, message: worker_pb2.PrefillFirstRequest, timeout_s: float
 ) -> worker_pb2.PrefillFirstResponse:
     try:
-        response: worker_pb2.PrefillFirstResponse = await instance.stub.PrefillFirst(message, timeout=timeout_s)
+        response: worker_pb2.PrefillFirstResponse = readable(
+            await instance.stub.PrefillFirst(message, timeout=timeout_s)
+        )
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     except grpc.aio.UsageError as error:  # the channel was closed

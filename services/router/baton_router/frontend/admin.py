@@ -13,7 +13,7 @@ from starlette.responses import Response
 from baton.api.v1 import worker_pb2
 from baton.errors import UnavailableError
 from baton.rpc.audit import audit
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, readable
 from baton_router.frontend.http.middleware import account_of, require_admin
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.registry.instance import Instance, Status
@@ -75,7 +75,7 @@ def administer(app: FastAPI, processor: InputProcessor, registry: Registry) -> N
 async def _reset(instance: Instance) -> int | str:
     """Return how many blocks an instance dropped, or why none."""
     try:
-        answer = await instance.stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=_RESET_S)
+        answer = readable(await instance.stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=_RESET_S))
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error).message
     return int(answer.num_blocks)

@@ -12,6 +12,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import events_pb2
+from baton.rpc.errors import readable
 from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.metrics.fast_metrics import Counter
 
@@ -82,7 +83,7 @@ class EventSubscriber:
         try:
             async with asyncio.timeout(None) as silence:
                 async for answer in call:
-                    self._take(name, answer.batch, silence)
+                    self._take(name, readable(answer).batch, silence)
                     self.heard = True
         except TimeoutError:
             log.warning("KV events of %s fell silent", name)

@@ -23,6 +23,7 @@ from baton.config.stores import DISCOVER
 from baton.errors import UnavailableError
 from baton.kv_transfer.connector.store.nodes import RedisMembership
 from baton.rpc.channel import Backoff
+from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.types import Epoch
 from baton_router.config import RouterConfig
@@ -173,8 +174,8 @@ class Stores(Collector):
     async def _ask(self, store: Store) -> Epoch | None:
         """Return which process is there; ``None``: none."""
         try:
-            info = await store.stub.GetStoreInfo(
-                kvstore_pb2.GetStoreInfoRequest(), timeout=self._config.probe_timeout_s
+            info = readable(
+                await store.stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=self._config.probe_timeout_s)
             )
         except grpc.aio.AioRpcError as error:
             if store.events.usable and store.events.num_lower_blocks:

@@ -22,7 +22,7 @@ import grpc.aio
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError
 from baton.rpc.channel import Backoff
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, readable
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_subscriber import EventSubscriber
@@ -144,14 +144,14 @@ class InstanceMonitor:
         answer = await self._instance.stub.GetInfo(
             worker_pb2.GetInfoRequest(), timeout=self._config.probe_timeout_s, wait_for_ready=wait_for_ready
         )
-        return InstanceInfo.from_pb(answer)
+        return InstanceInfo.from_pb(readable(answer))
 
     async def _follow_load(self, info: InstanceInfo, backoff: Backoff) -> None:
         request = worker_pb2.StreamLoadRequest(interval_ms=self._config.load_interval_ms)
         load = self._instance.load
         async for answer in self._instance.stub.StreamLoad(request):
             before = load.draining
-            load.observe(answer.load, info.fingerprint.block_size)
+            load.observe(readable(answer).load, info.fingerprint.block_size)
             if self._instance.status is not Status.READY:
                 backoff.reset()
                 self._set(Status.READY)

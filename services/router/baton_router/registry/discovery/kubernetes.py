@@ -23,6 +23,7 @@ from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import ConfigError, InvalidRequestError
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.convert import role_from_pb
+from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Role
@@ -268,7 +269,7 @@ class RoleFinder:
             while True:
                 try:
                     info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
-                    self._roles[address] = role_from_pb(info.role)
+                    self._roles[address] = role_from_pb(readable(info).role)
                     break
                 except (grpc.aio.AioRpcError, InvalidRequestError) as error:
                     denied = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -23,7 +23,7 @@ from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, tenant_to_pb
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, readable
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import BlockHash, BlockId, Tenant
@@ -112,7 +112,7 @@ class StoreCalls:
             self._channel = open_channel(self._address, token=self._token, tls=self._tls)
             self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s)
+            return readable(await getattr(self._stub, method)(request, timeout=timeout_s))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         except grpc.aio.UsageError as error:  # the channel was closed under us
