@@ -13,13 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.rpc.auth import HEADER
 from baton.rpc.proof import SERVICE, Prover, certificate_digest
-from baton.rpc.server import MAX_MESSAGE_BYTES
+from baton.rpc.server import CONNECTION_OPTIONS
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
 _OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *CONNECTION_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.support.servers.certificates import Authority
+from tests.support.servers.tcp_proxy import TcpProxy
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import (
@@ -134,6 +136,41 @@ async def test_without_the_token_nothing_is_answered_but_health(server, token):
     _, address, _ = server
     assert isinstance(await call(address, token), UnauthenticatedError)
     assert await check_health(address)
+
+
+def frame_types(stream: bytes) -> list[int]:
+    """Return the types of the HTTP/2 frames that one end sent (RFC 9113, section 4.1)."""
+    at, found = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n") if stream.startswith(b"PRI") else 0, []
+    while at < len(stream):
+        found.append(stream[at + 3])
+        at += 9 + int.from_bytes(stream[at : at + 3], "big")
+    return found
+
+
+async def test_messages_are_answered_with_no_pings(server):
+    """gRPC measures the link by them, and each message of a quiet stream cost both ends two more to read."""
+    data, ping = 0, 6
+    proxy = TcpProxy(int(server[1].rpartition(":")[2]))
+    sent = {True: b"", False: b""}
+
+    async def record(piece: bytes, to_target: bool) -> bytes:
+        sent[to_target] += piece
+        return piece
+
+    proxy.disturb = record
+    port = await proxy.start()
+    began = time.monotonic()
+    try:
+        async with open_channel(f"127.0.0.1:{port}", token=TOKEN) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            for _ in range(20):
+                await stub.Route(router_pb2.RouteRequest(), timeout=30)
+    finally:
+        await proxy.stop()
+    for end in sent.values():
+        types = frame_types(end)
+        assert types.count(data) >= 20
+        assert ping not in types or time.monotonic() - began > 10  # seconds between two that look for life
 
 
 async def test_health_follows_set_serving(server):
