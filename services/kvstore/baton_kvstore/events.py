@@ -53,12 +53,14 @@ class StoreEvents:
             self._loop.call_soon_threadsafe(self._flush)
 
     async def follow(
-        self, from_sequence: int, epoch: bytes, heartbeat_s: float
+        self, from_sequence: int, epoch: bytes, *, heartbeat_s: float, packed: bool = False
     ) -> AsyncIterator[events_pb2.KvEventBatch]:
         """Yield batches from ``from_sequence`` on, until the store ends; see :meth:`KvEventLog.follow`."""
         self.num_followers += 1
         try:
-            async for batch in self._log.follow(from_sequence, epoch, self._snapshot, heartbeat_s=heartbeat_s):
+            async for batch in self._log.follow(
+                from_sequence, epoch, self._snapshot, heartbeat_s=heartbeat_s, packed=packed
+            ):
                 yield batch
         finally:
             self.num_followers -= 1

@@ -57,7 +57,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, request: kvstore_pb2.StreamStoreEventsRequest, context: Any
     ) -> AsyncIterator[kvstore_pb2.StreamStoreEventsResponse]:
         """Tell what comes to and leaves the tiers."""
-        async for batch in self._events.follow(request.from_sequence, request.epoch, request.heartbeat_ms / 1000):
+        heartbeat_s = request.heartbeat_ms / 1000
+        async for batch in self._events.follow(
+            request.from_sequence, request.epoch, heartbeat_s=heartbeat_s, packed=request.packed
+        ):
             yield kvstore_pb2.StreamStoreEventsResponse(batch=batch)
 
     async def Put(self, request: kvstore_pb2.PutRequest, context: Any) -> kvstore_pb2.PutResponse:

@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from itertools import chain, groupby
 
 from baton.api.v1 import events_pb2
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent, net_events
@@ -87,7 +88,7 @@ class KvEventLog:
         self._changed.set()
 
     async def follow(
-        self, from_sequence: int, epoch: bytes, snapshot: Snapshot, *, heartbeat_s: float = 0.0
+        self, from_sequence: int, epoch: bytes, snapshot: Snapshot, *, heartbeat_s: float = 0.0, packed: bool = False
     ) -> AsyncIterator[events_pb2.KvEventBatch]:
         """Yield batches from ``from_sequence`` on, until :meth:`close`.
 
@@ -101,6 +102,7 @@ class KvEventLog:
                 the cache.
             heartbeat_s: A heartbeat is sent when the follower has caught up, and then without news for so long: who
                 hears none knows that the stream is cut, also where no connection broke. 0: none.
+            packed: Neighbours of one kind and tier come as one event, its hashes as one string, without parents.
         """
         position, silence_s = from_sequence, min(heartbeat_s, _AT_ONCE_S)
         if from_sequence == 0 or epoch != self._epoch or not self._reaches(from_sequence):
@@ -112,11 +114,12 @@ class KvEventLog:
                 for i, part in enumerate(parts):
                     batch = self._batch(sequence, part)
                     batch.snapshot, batch.more = i == 0, i + 1 < len(parts)
-                    yield batch
+                    yield _packed(batch) if packed else batch
                 position = sequence + 1
             changed = self._changed
             while position <= self.sequence and self._reaches(position):
-                yield self._ring[position - self.sequence - 1]
+                batch = self._ring[position - self.sequence - 1]
+                yield _packed(batch) if packed else batch
                 position += 1
             while position > self.sequence and not await _set_within(changed, silence_s):
                 silence_s = heartbeat_s
@@ -163,6 +166,28 @@ def _parts(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
                 part.append(BlocksRemoved(hashes, event.tier))
             at, room = at + len(hashes), room - len(hashes)
     yield part
+
+
+def _packed(batch: events_pb2.KvEventBatch) -> events_pb2.KvEventBatch:
+    """Return a batch in as few events and strings as there can be."""
+    packed = events_pb2.KvEventBatch(
+        epoch=batch.epoch, sequence=batch.sequence, snapshot=batch.snapshot, more=batch.more
+    )
+    for (kind, tier), events in groupby(batch.events, kind_and_tier):
+        event = packed.events.add()
+        if kind == "cleared":
+            event.cleared.tier = tier
+            continue
+        hashes = chain.from_iterable(getattr(x, kind).block_hashes for x in events)
+        changed = event.stored if kind == "stored" else event.removed
+        changed.tier, changed.packed_hashes = tier, b"".join(hashes)
+    return packed
+
+
+def kind_and_tier(event: events_pb2.KvEvent) -> tuple[str, str]:
+    """Return which field of an event is set, and the tier that it is about; of an unknown kind neither."""
+    kind = event.WhichOneof("event")
+    return ("", "") if kind is None else (kind, getattr(event, kind).tier)
 
 
 def _to_pb(event: KVEvent) -> events_pb2.KvEvent:

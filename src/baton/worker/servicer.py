@@ -140,7 +140,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if not self._worker.config.kv_events:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this instance was started with --no-kv-events")
         batches = self._worker.events.follow(
-            request.from_sequence, request.epoch, self._snapshot, heartbeat_s=request.heartbeat_ms / 1000
+            request.from_sequence,
+            request.epoch,
+            self._snapshot,
+            heartbeat_s=request.heartbeat_ms / 1000,
+            packed=request.packed,
         )
         async for batch in batches:
             yield worker_pb2.StreamKvEventsResponse(batch=batch)

@@ -128,6 +128,16 @@ def test_hashes_of_another_length_are_ignored(feed: EventApplier) -> None:
     assert feed.num_blocks == 1
 
 
+def test_hashes_in_one_string(feed: EventApplier) -> None:
+    pieces = [b"".join(HASHES[:2]), b"".join(HASHES[2:4]) + b"rest", b"short"]
+    told = [events_pb2.KvEvent(stored=events_pb2.KvBlocksStored(packed_hashes=x)) for x in pieces]
+    feed.apply(batch(1, *told, stored(HASHES[4:6]), snapshot=True))
+    assert (feed.num_blocks, feed.num_events) == (6, 4)
+    gone = events_pb2.KvBlocksRemoved(packed_hashes=b"".join(HASHES[1:5]))
+    feed.apply(batch(2, events_pb2.KvEvent(removed=gone)))
+    assert feed.num_blocks == 2
+
+
 def test_a_full_index_is_not_exact(clock: Clock) -> None:
     feed = EventApplier(PrefixIndex(max_blocks=3), now=clock)
     feed.apply(batch(1, stored(HASHES[:5]), snapshot=True))

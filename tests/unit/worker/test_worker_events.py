@@ -10,7 +10,7 @@ from baton.errors import UnavailableError
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.types import BlockHash, Epoch
 from baton.worker.context import Admission
-from baton.worker.events import KvEventLog
+from baton.worker.events import KvEventLog, kind_and_tier
 from baton_router.indexer.event_applier import EventApplier, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 
@@ -188,3 +188,35 @@ async def test_a_heartbeat_names_no_batch_that_was_not_sent() -> None:
                     applier.apply(batch)
     assert applier.num_gaps == 0
     assert applier.state is IndexState.EXACT
+
+
+async def test_who_asks_where_blocks_are_gets_few_events_and_strings() -> None:
+    log = KvEventLog(EPOCH, gather_s=0)
+    names = [block(i) for i in range(9)]
+    state: list[KVEvent] = [BlocksStored(None, tuple(names[:2])), BlocksStored(None, tuple(names[2:3]), "disk")]
+    snapshot = Follower(log, state).snapshot
+    stream = log.follow(0, b"", snapshot, packed=True)
+    plain = log.follow(0, b"", snapshot)
+    async with asyncio.timeout(30):
+        first, first_whole = await anext(stream), await anext(plain)
+        log.append(
+            [BlocksRemoved((names[0],)), BlocksStored(None, tuple(names[3:5])), BlocksStored(names[1], (names[5],))]
+        )
+        log.append([CacheCleared("disk"), BlocksRemoved((names[3],)), BlocksRemoved((names[4],), "host")])
+        batches = [first, await anext(stream), await anext(stream)]
+        whole = [first_whole, await anext(plain), await anext(plain)]
+    assert [[kind_and_tier(x) for x in batch.events] for batch in batches] == [
+        [("stored", "device"), ("stored", "disk")],
+        [("removed", "device"), ("stored", "device")],
+        [("cleared", "disk"), ("removed", "device"), ("removed", "host")],
+    ]
+    assert [x.packed_hashes for x in (first.events[0].stored, batches[1].events[1].stored)] == [
+        b"".join(names[:2]),
+        b"".join(names[3:6]),
+    ]
+    assert first.snapshot
+    assert not any(x.stored.block_hashes or x.removed.block_hashes for batch in batches for x in batch.events)
+    told = [EventApplier(PrefixIndex(), now=time.monotonic) for _ in range(2)]
+    for applier, messages in zip(told, (batches, whole), strict=True):
+        assert all(map(applier.apply, messages))
+        assert (applier.num_blocks, applier.num_lower_blocks, applier.num_gaps) == (3, {}, 0)

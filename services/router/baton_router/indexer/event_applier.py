@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 
 from baton.api.v1 import events_pb2
 from baton.errors import shown
 from baton.hashing import HASH_BYTES, HashChain
 from baton.types import BlockHash, Epoch
+from baton.worker.events import kind_and_tier
 from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 
 DEVICE = "device"
@@ -264,7 +265,7 @@ class EventApplier:
         self._sequence, self._partial = batch.sequence, batch.more
         self._hear()
         unknown = self.num_unknown
-        for (kind, tier), events in groupby(batch.events, _kind_and_tier):
+        for (kind, tier), events in groupby(batch.events, kind_and_tier):
             self._apply_alike(kind, tier, list(events))
         self.num_events += len(batch.events) - (self.num_unknown - unknown)
         return True
@@ -280,20 +281,20 @@ class EventApplier:
             self._forget()
         raise EventGapError(what)
 
-    def _apply_alike(self, kind: str | None, tier: str, events: Sequence[events_pb2.KvEvent]) -> None:
+    def _apply_alike(self, kind: str, tier: str, events: Sequence[events_pb2.KvEvent]) -> None:
         """Apply neighbours of one kind and tier: the table takes their blocks in one call."""
-        if kind is not None and tier not in _KNOWN_TIERS:
+        if tier not in _KNOWN_TIERS:
             self.num_unknown += len(events)
             if len(self.unknown_tiers) < _MAX_NAMES:
                 self.unknown_tiers.add(shown(tier))
         elif kind == "stored":
             slot = self._slot_of(tier, make=True)
-            if slot is not None and self._index.stored(slot, _hashes([x.stored.block_hashes for x in events])):
+            if slot is not None and self._index.stored(slot, _hashes([x.stored for x in events])):
                 self._incomplete = True
         elif kind == "removed":
             slot = self._slot_of(tier)
             if slot is not None:
-                self._index.removed(slot, _hashes([x.removed.block_hashes for x in events]))
+                self._index.removed(slot, _hashes([x.removed for x in events]))
         elif kind == "cleared":
             if tier in ("", DEVICE):
                 self.slot = self._index.replace(self.slot)
@@ -339,13 +340,12 @@ class EventApplier:
             self._index.drop(slot)
 
 
-def _kind_and_tier(event: events_pb2.KvEvent) -> tuple[str | None, str]:
-    kind = event.WhichOneof("event")
-    return kind, getattr(event, kind).tier if kind is not None else ""
-
-
-def _hashes(runs: Iterable[Sequence[bytes]]) -> HashChain:
+def _hashes(events: Sequence[events_pb2.KvBlocksStored | events_pb2.KvBlocksRemoved]) -> HashChain:
     """Hashes of the right length; anything else could not have come from the hash chain."""
-    raw = list(chain.from_iterable(runs))
-    data = b"".join(raw)
-    return HashChain(data if len(data) == HASH_BYTES * len(raw) else b"".join(x for x in raw if len(x) == HASH_BYTES))
+    packed = [x.packed_hashes[: len(x.packed_hashes) // HASH_BYTES * HASH_BYTES] for x in events]
+    raw = list(chain.from_iterable(x.block_hashes for x in events))
+    if raw:
+        packed.append(b"".join(raw))
+        if len(packed[-1]) != HASH_BYTES * len(raw):
+            packed[-1] = b"".join(x for x in raw if len(x) == HASH_BYTES)
+    return HashChain(b"".join(packed))

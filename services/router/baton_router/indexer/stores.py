@@ -188,7 +188,10 @@ class Stores(Collector):
 
     async def _follow(self, store: Store, epoch: Epoch, follower: EventSubscriber) -> bool:
         request = kvstore_pb2.StreamStoreEventsRequest(
-            from_sequence=store.events.resume_from(epoch), epoch=epoch, heartbeat_ms=self._config.index_heartbeat_ms
+            from_sequence=store.events.resume_from(epoch),
+            epoch=epoch,
+            heartbeat_ms=self._config.index_heartbeat_ms,
+            packed=True,
         )
         return await follower.follow(store.name, store.stub.StreamStoreEvents(request))
 

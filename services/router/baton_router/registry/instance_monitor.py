@@ -193,7 +193,7 @@ class InstanceMonitor:
         follower = EventSubscriber(events, self._metrics.index, beat_ms / 1000)
         while True:
             request = worker_pb2.StreamKvEventsRequest(
-                from_sequence=events.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms
+                from_sequence=events.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms, packed=True
             )
             if not await follower.follow(name, self._instance.stub.StreamKvEvents(request)):
                 log.warning("instance %s has no KV events: the router goes by its own decisions there", name)

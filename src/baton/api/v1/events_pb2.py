@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/api/v1/events.proto\x12\x0c\x62\x61ton.api.v1\"\x89\x01\n\x0cKvEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.baton.api.v1.KvEvent\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x11\n\theartbeat\x18\x05 \x01(\x08\x12\x0c\n\x04more\x18\x06 \x01(\x08\"\xa0\x01\n\x07KvEvent\x12.\n\x06stored\x18\x01 \x01(\x0b\x32\x1c.baton.api.v1.KvBlocksStoredH\x00\x12\x30\n\x07removed\x18\x02 \x01(\x0b\x32\x1d.baton.api.v1.KvBlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.baton.api.v1.KvClearedH\x00\x42\x07\n\x05\x65vent\"I\n\x0eKvBlocksStored\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\"5\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0c\n\x04tier\x18\x02 \x01(\t\"\x19\n\tKvCleared\x12\x0c\n\x04tier\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/api/v1/events.proto\x12\x0c\x62\x61ton.api.v1\"\x89\x01\n\x0cKvEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.baton.api.v1.KvEvent\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x11\n\theartbeat\x18\x05 \x01(\x08\x12\x0c\n\x04more\x18\x06 \x01(\x08\"\xa0\x01\n\x07KvEvent\x12.\n\x06stored\x18\x01 \x01(\x0b\x32\x1c.baton.api.v1.KvBlocksStoredH\x00\x12\x30\n\x07removed\x18\x02 \x01(\x0b\x32\x1d.baton.api.v1.KvBlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.baton.api.v1.KvClearedH\x00\x42\x07\n\x05\x65vent\"`\n\x0eKvBlocksStored\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x15\n\rpacked_hashes\x18\x04 \x01(\x0c\"L\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x15\n\rpacked_hashes\x18\x03 \x01(\x0c\"\x19\n\tKvCleared\x12\x0c\n\x04tier\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVEVENT']._serialized_start=184
   _globals['_KVEVENT']._serialized_end=344
   _globals['_KVBLOCKSSTORED']._serialized_start=346
-  _globals['_KVBLOCKSSTORED']._serialized_end=419
-  _globals['_KVBLOCKSREMOVED']._serialized_start=421
-  _globals['_KVBLOCKSREMOVED']._serialized_end=474
-  _globals['_KVCLEARED']._serialized_start=476
-  _globals['_KVCLEARED']._serialized_end=501
+  _globals['_KVBLOCKSSTORED']._serialized_end=442
+  _globals['_KVBLOCKSREMOVED']._serialized_start=444
+  _globals['_KVBLOCKSREMOVED']._serialized_end=520
+  _globals['_KVCLEARED']._serialized_start=522
+  _globals['_KVCLEARED']._serialized_end=547
 # @@protoc_insertion_point(module_scope)

@@ -97,10 +97,13 @@ class KvBlocksStored(_message.Message):
     PARENT_HASH_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    PACKED_HASHES_FIELD_NUMBER: _builtins.int
     parent_hash: _builtins.bytes
     """of the first block's parent; empty: it has none, or the sender does not know it"""
     tier: _builtins.str
     """"device" (or empty), "host", "disk", "remote": nearest first; a block may lie in several at once. A store's memory is "host" """
+    packed_hashes: _builtins.bytes
+    """in the place of block_hashes and parent_hash, to followers that asked for it: one behind the other, several runs in one"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """32 bytes each"""
@@ -111,10 +114,11 @@ class KvBlocksStored(_message.Message):
         parent_hash: _builtins.bytes = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tier: _builtins.str = ...,
+        packed_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "parent_hash", b"parent_hash", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "packed_hashes", b"packed_hashes", "parent_hash", b"parent_hash", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,7 +130,10 @@ class KvBlocksRemoved(_message.Message):
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    PACKED_HASHES_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
+    packed_hashes: _builtins.bytes
+    """as in KvBlocksStored"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -134,10 +141,11 @@ class KvBlocksRemoved(_message.Message):
         *,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         tier: _builtins.str = ...,
+        packed_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "packed_hashes", b"packed_hashes", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

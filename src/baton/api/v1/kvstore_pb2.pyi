@@ -545,22 +545,26 @@ class StreamStoreEventsRequest(_message.Message):
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     from_sequence: _builtins.int
     """first sequence number wanted; 0: begin with a snapshot"""
     epoch: _builtins.bytes
     """of which process; another one than the current: begin with a snapshot"""
     heartbeat_ms: _builtins.int
     """longest silence wanted: without news a heartbeat is sent; 0: none"""
+    packed: _builtins.bool
+    """events come as packed_hashes: all that one needs who asks where blocks are, and a fraction of the work to read"""
     def __init__(
         self,
         *,
         from_sequence: _builtins.int = ...,
         epoch: _builtins.bytes = ...,
         heartbeat_ms: _builtins.int = ...,
+        packed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_sequence", b"from_sequence", "heartbeat_ms", b"heartbeat_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_sequence", b"from_sequence", "heartbeat_ms", b"heartbeat_ms", "packed", b"packed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
