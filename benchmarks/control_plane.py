@@ -94,10 +94,10 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def metric(url: str, name: str) -> list[float]:
-    """Return the values of all series of a metric."""
+def metric(url: str, name: str, label: str = "") -> list[float]:
+    """Return the values of all series of a metric, or of those with a label."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=GIVE_UP_S).read().decode()
-    return [float(x) for x in re.findall(rf"^{name}(?:{{[^\n]*}})? (\S+)$", text, re.MULTILINE)]
+    return [float(x) for x in re.findall(rf"^{name}(?:{{[^\n]*{label}[^\n]*}})? (\S+)$", text, re.MULTILINE)]
 
 
 def until(what: str, condition: Any) -> None:
@@ -122,8 +122,7 @@ def measure(tree: Path, decodes: int, prefills: int, seconds: float) -> dict[str
         flags = [flag for role, found in addresses.items() if found for flag in (f"--{role}", ",".join(found))]
         pid, url = stack.enter_context(router(tree, *flags))
         instances = decodes + prefills
-        until("all instances", lambda: metric(url, "baton_router_index_state").count(1.0) == instances)
-        until("all indexes", lambda: sum(metric(url, "baton_router_index_blocks")) > 0)
+        until("all indexes", lambda: sum(metric(url, "baton_router_index_state", 'state="exact"')) == instances)
         time.sleep(SETTLE_S)
         events = sum(metric(url, "baton_router_index_events_total"))
         began, before = time.monotonic(), cpu_s(pid)

@@ -107,7 +107,8 @@ class SimulatedEngine:
         if events:
             loop.call_soon_threadsafe(self.log.append, merge_events(events))
         if ended and self.role is Role.DECODE:
-            loop.call_soon_threadsafe(getattr(self.log, "flush", lambda: None))  # an older checkout's log has none
+            log: Any = self.log  # of older checkouts the one or the other is missing
+            loop.call_soon_threadsafe(getattr(log, "request_ended", getattr(log, "flush", lambda: None)))
         self.stats = self._look()
 
     def _new(self) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from baton.api.v1 import events_pb2
 from baton.kv_cache.events import DISK, HOST, REMOTE, BlocksRemoved, BlocksStored, KVEvent, merge_events
@@ -53,15 +54,17 @@ class StoreEvents:
             self._loop.call_soon_threadsafe(self._flush)
 
     async def follow(
-        self, from_sequence: int, epoch: bytes, *, heartbeat_s: float, packed: bool = False
-    ) -> AsyncIterator[events_pb2.KvEventBatch]:
+        self, from_sequence: int, epoch: bytes, *, heartbeat_s: float, gather_s: float = 0.0, packed: bool = False
+    ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
         """Yield batches from ``from_sequence`` on, until the store ends; see :meth:`KvEventLog.follow`."""
         self.num_followers += 1
         try:
-            async for batch in self._log.follow(
-                from_sequence, epoch, self._snapshot, heartbeat_s=heartbeat_s, packed=packed
-            ):
-                yield batch
+            batches = self._log.follow(
+                from_sequence, epoch, self._snapshot, heartbeat_s=heartbeat_s, gather_s=gather_s, packed=packed
+            )
+            async with aclosing(batches):
+                async for batch in batches:
+                    yield batch
         finally:
             self.num_followers -= 1
 

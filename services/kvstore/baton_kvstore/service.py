@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -57,11 +57,16 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, request: kvstore_pb2.StreamStoreEventsRequest, context: Any
     ) -> AsyncIterator[kvstore_pb2.StreamStoreEventsResponse]:
         """Tell what comes to and leaves the tiers."""
-        heartbeat_s = request.heartbeat_ms / 1000
-        async for batch in self._events.follow(
-            request.from_sequence, request.epoch, heartbeat_s=heartbeat_s, packed=request.packed
-        ):
-            yield kvstore_pb2.StreamStoreEventsResponse(batch=batch)
+        batches = self._events.follow(
+            request.from_sequence,
+            request.epoch,
+            heartbeat_s=request.heartbeat_ms / 1000,
+            gather_s=request.gather_ms / 1000,
+            packed=request.packed,
+        )
+        async with aclosing(batches):
+            async for batch in batches:
+                yield kvstore_pb2.StreamStoreEventsResponse(batch=batch)
 
     async def Put(self, request: kvstore_pb2.PutRequest, context: Any) -> kvstore_pb2.PutResponse:
         """Pull the blocks that are missing; see ``kvstore.proto``.

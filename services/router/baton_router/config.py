@@ -73,7 +73,9 @@ class RouterConfig:
     index_max_blocks: int = option(4_000_000, "block hashes in the index at most, about 40 bytes each")
     index_stale_limit_s: float = option(30.0, "seconds without events after which an instance's index is not used")
     index_heartbeat_ms: int = option(
-        400, "longest silence asked of an instance's events; after 2.2 times as long its index is stale; 0: none"
+        600,
+        "longest silence asked of an instance's events, whose news may be gathered for 0.95 of it; after 1.5 times as "
+        "long its index is stale; 0: none",
     )
     index_decision_ttl_s: float = option(
         120.0, "seconds that a prompt counts as cached where it was sent, for instances without KV events"

@@ -79,7 +79,7 @@ class DecodeRole(InstanceRole):
                     self.connector.forget(request_id)
             finally:
                 trace_contexts.pop(request_id, None)
-                self._worker.events.flush()  # until it ends, its router counts its blocks as here
+                self._worker.events.request_ended()
 
     async def _responses(
         self, request: worker_pb2.GenerateRequest, stream: RequestStream

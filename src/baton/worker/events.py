@@ -1,8 +1,10 @@
 """The log of KV events that routers follow: numbered batches in a bounded ring, snapshots for those who fell behind.
 
 A message costs a router more than what it says, and a busy engine has news at every step. So what steps do is gathered
-into a batch until ``GATHER_S`` have passed since the one before, ``GATHER_BLOCKS`` have come or gone, or somebody who
-knows that it matters now asks for it: at the end of each request, since until then routers count its blocks as here.
+into a batch until ``GATHER_BLOCKS`` have come or gone, or as long as the least patient follower allows since the one
+before. Followers that name no time get it after ``GATHER_S`` and at the end of each request: until then they count its
+blocks as here. Those that name one count them for that time longer, and a batch costs them the same however many
+requests end.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from itertools import chain, groupby
 
 from baton.api.v1 import events_pb2
@@ -19,7 +21,8 @@ from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVE
 from baton.types import Epoch
 
 GATHER_S = 0.38
-"""Longest that an event waits: less than the 400 ms after which a router wants a heartbeat, which it replaces."""
+"""Longest that an event waits for followers that name no time: less than the 400 ms after which those want a heartbeat,
+which it replaces."""
 GATHER_BLOCKS = 512
 """As many as a prompt of 8192 tokens has: what costs seconds to compute twice, other routers should know at once."""
 _AT_ONCE_S = 0.001
@@ -34,7 +37,8 @@ class KvEventLog:
     Args:
         epoch: Of this process.
         capacity: Batches kept for replay.
-        gather_s: Seconds for which events are gathered into a batch; 0: each :meth:`append` is a batch.
+        gather_s: Seconds for which events are gathered into a batch, where followers name none; 0: each :meth:`append`
+            is a batch.
 
     Attributes:
         sequence: Number of the last batch.
@@ -45,6 +49,8 @@ class KvEventLog:
         self._gathered: list[KVEvent] = []
         self._num_gathered = 0
         self._flushed_at = -math.inf
+        self._patience: dict[object, float] = {}
+        """Of every follower, in seconds; 0: it names none."""
         self._due: asyncio.TimerHandle | None = None
         self._ring: deque[events_pb2.KvEventBatch] = deque(maxlen=capacity)
         self._changed = asyncio.Event()
@@ -55,11 +61,17 @@ class KvEventLog:
         """Add what one engine step did."""
         self._gathered += events
         self._num_gathered += sum(1 if isinstance(event, CacheCleared) else len(event.hashes) for event in events)
-        wait_s = self._flushed_at + self._gather_s - time.monotonic()
+        gather_s = min([x or self._gather_s for x in self._patience.values()], default=self._gather_s)
+        wait_s = self._flushed_at + gather_s - time.monotonic()
         if self._num_gathered >= GATHER_BLOCKS or wait_s <= 0:
             self.flush()
         elif self._due is None:
             self._due = asyncio.get_running_loop().call_later(wait_s, self.flush)
+
+    def request_ended(self) -> None:
+        """Have those hear of its blocks now who count them no more."""
+        if not all(self._patience.values()):
+            self.flush()
 
     def flush(self) -> int:
         """Make what was gathered the next batch, or more than one where that would be too large.
@@ -88,8 +100,15 @@ class KvEventLog:
         self._changed.set()
 
     async def follow(
-        self, from_sequence: int, epoch: bytes, snapshot: Snapshot, *, heartbeat_s: float = 0.0, packed: bool = False
-    ) -> AsyncIterator[events_pb2.KvEventBatch]:
+        self,
+        from_sequence: int,
+        epoch: bytes,
+        snapshot: Snapshot,
+        *,
+        heartbeat_s: float = 0.0,
+        gather_s: float = 0.0,
+        packed: bool = False,
+    ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
         """Yield batches from ``from_sequence`` on, until :meth:`close`.
 
         A snapshot comes first when the follower knows another process, asks from the start, or wants batches that the
@@ -102,30 +121,36 @@ class KvEventLog:
                 the cache.
             heartbeat_s: A heartbeat is sent when the follower has caught up, and then without news for so long: who
                 hears none knows that the stream is cut, also where no connection broke. 0: none.
+            gather_s: Longest that news may wait for more, also beyond the end of requests. 0: see ``GATHER_S``.
             packed: Neighbours of one kind and tier come as one event, its hashes as one string, without parents.
         """
         position, silence_s = from_sequence, min(heartbeat_s, _AT_ONCE_S)
         if from_sequence == 0 or epoch != self._epoch or not self._reaches(from_sequence):
             position = 0
-        while not self._closed:
-            if position == 0 or not self._reaches(position):
-                sequence, events = await snapshot()
-                parts = list(_parts(events))
-                for i, part in enumerate(parts):
-                    batch = self._batch(sequence, part)
-                    batch.snapshot, batch.more = i == 0, i + 1 < len(parts)
+        follower = object()
+        self._patience[follower] = gather_s
+        try:
+            while not self._closed:
+                if position == 0 or not self._reaches(position):
+                    sequence, events = await snapshot()
+                    parts = list(_parts(events))
+                    for i, part in enumerate(parts):
+                        batch = self._batch(sequence, part)
+                        batch.snapshot, batch.more = i == 0, i + 1 < len(parts)
+                        yield _packed(batch) if packed else batch
+                    position = sequence + 1
+                changed = self._changed
+                while position <= self.sequence and self._reaches(position):
+                    batch = self._ring[position - self.sequence - 1]
                     yield _packed(batch) if packed else batch
-                position = sequence + 1
-            changed = self._changed
-            while position <= self.sequence and self._reaches(position):
-                batch = self._ring[position - self.sequence - 1]
-                yield _packed(batch) if packed else batch
-                position += 1
-            while position > self.sequence and not await _set_within(changed, silence_s):
-                silence_s = heartbeat_s
-                # What was appended since the time was up is sent first: a heartbeat names the last batch that was sent.
-                if position > self.sequence:
-                    yield events_pb2.KvEventBatch(epoch=self._epoch, sequence=self.sequence, heartbeat=True)
+                    position += 1
+                while position > self.sequence and not await _set_within(changed, silence_s):
+                    silence_s = heartbeat_s
+                    # What came since the time was up is sent first: a heartbeat names the last batch that was sent.
+                    if position > self.sequence:
+                        yield events_pb2.KvEventBatch(epoch=self._epoch, sequence=self.sequence, heartbeat=True)
+        finally:
+            del self._patience[follower]
 
     def _reaches(self, sequence: int) -> bool:
         return self.sequence - len(self._ring) < sequence <= self.sequence + 1

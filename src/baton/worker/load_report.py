@@ -12,12 +12,15 @@ import time
 
 from baton.api.v1 import common_pb2
 from baton.engine.request import EngineStats
+from baton.types import Role
 
 SLOW_S = 2.0
 """Seconds after which any change is told."""
 _SHARE = 1 / 8
-_LEAST = {"num_waiting": 1, "waiting_prompt_tokens": 2048, "blocks_active": 64}
+_LEAST = {"num_waiting": 1, "waiting_prompt_tokens": 2048}
 """Fields that decide, with the change that is passed over however small the number is."""
+_LEAST_OF_DECODE = {**_LEAST, "blocks_active": 64}
+"""A prefill instance's blocks come and go with each prompt; its work are the prompt tokens."""
 _LEAST_REQUESTS = 1
 
 
@@ -62,11 +65,12 @@ class LoadReporter:
         self._at, self._prefill, self._decode = now, stats.prefill_tokens, stats.decode_tokens
 
 
-def is_urgent(report: common_pb2.LoadReport, last: common_pb2.LoadReport) -> bool:
+def is_urgent(report: common_pb2.LoadReport, last: common_pb2.LoadReport, role: Role) -> bool:
     """Whether something that routers decide by differs by more than a threshold from what they were told last."""
     if report.draining != last.draining or _far(_requests(report), _requests(last), _LEAST_REQUESTS):
         return True
-    return any(_far(getattr(report, name), getattr(last, name), least) for name, least in _LEAST.items())
+    fields = _LEAST if role is Role.PREFILL else _LEAST_OF_DECODE
+    return any(_far(getattr(report, name), getattr(last, name), least) for name, least in fields.items())
 
 
 def _requests(report: common_pb2.LoadReport) -> int:

@@ -144,10 +144,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             request.epoch,
             self._snapshot,
             heartbeat_s=request.heartbeat_ms / 1000,
+            gather_s=request.gather_ms / 1000,
             packed=request.packed,
         )
-        async for batch in batches:
-            yield worker_pb2.StreamKvEventsResponse(batch=batch)
+        async with aclosing(batches):
+            async for batch in batches:
+                yield worker_pb2.StreamKvEventsResponse(batch=batch)
 
     async def StreamLoad(
         self, request: worker_pb2.StreamLoadRequest, context: Any
@@ -159,7 +161,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while self.role is role:
             now = time.monotonic()
             report = self._load.report(worker.engine.stats, draining=worker.admission.draining)
-            if is_urgent(report, last) or (now >= slow_at and report != last):
+            if is_urgent(report, last, role.role) or (now >= slow_at and report != last):
                 yield worker_pb2.StreamLoadResponse(load=report)
                 last, slow_at = report, now + SLOW_S
             await asyncio.sleep(interval_s)

@@ -123,6 +123,7 @@ class World:
             "reconnect_max_s": 0.2,
             "no_instance_wait_s": 20.0,
             "request_timeout_s": 30.0,
+            "index_heartbeat_ms": 0,  # fake instances gather no events: nothing counts beyond its request's end
         }
         config = RouterConfig(**{**defaults, **options})  # type: ignore[arg-type]
         metrics, fake = CollectorRegistry(), Clock()

@@ -44,7 +44,8 @@ class Cluster:
         self.scheduler_metrics = SchedulerMetrics(self.metrics)
         # Without events, what was placed is remembered; here caches hold what a test says.
         config = RouterConfig(prefill=("p:1", "p:2"), decode=("d:1", "d:2"), index_decision_ttl_s=0)
-        self.registry = Registry(config, self.metrics, now=lambda: 0.0)
+        self.now = 0.0
+        self.registry = Registry(config, self.metrics, now=lambda: self.now)
         self.registry.start()
         for _, task in self.registry._monitors.values():
             task.cancel()
@@ -79,6 +80,12 @@ class Cluster:
             x.status = Status.DOWN
         self.registry._changed()
 
+    def settle(self) -> None:
+        """Have all events come that there may be of requests that ended."""
+        self.now += 1.0
+        for x in self.registry.instances():
+            x.events.tick()
+
     def loads(self) -> dict[str, tuple[int, int]]:
         return {x.address: (x.load.requests, x.load.tokens) for x in self.registry.instances() if x.load.requests}
 
@@ -111,7 +118,47 @@ async def test_holds_of_a_placement(cluster: Cluster) -> None:
     placement.release()
     placement.grow(1)
     assert cluster.loads() == {}
+    cluster.settle()
     assert nothing_expected(cluster)
+
+
+async def test_a_computed_prompt_counts_until_events_must_have_told_of_it(cluster: Cluster) -> None:
+    """Instances gather events, also beyond a request's end: in between nobody else says that its blocks are there."""
+    for address in ("p:1", "p:2", "d:1", "d:2"):
+        cluster.hold(address, [])
+
+    def expected() -> int:
+        for x in cluster.registry.instances():
+            x.events.tick()
+        return sum(cluster.registry.index.num_pending(x.events.slot) for x in cluster.registry.instances())
+
+    def serve(*, computed: bool) -> None:
+        placement = cluster.placer.place(PlacementRequest(PROMPT))
+        assert placement is not None
+        assert expected() >= 2 * len(PROMPT) // FINGERPRINT.block_size
+        if computed:
+            placement.prefilled()
+        placement.release()
+        placement.release()
+
+    serve(computed=False)
+    assert nothing_expected(cluster)
+    serve(computed=True)
+    cluster.now = 0.8
+    blocks = expected()
+    assert blocks == 2 * (len(PROMPT) // FINGERPRINT.block_size)
+    cluster.now = 0.95
+    assert expected() == 0
+    serve(computed=True)
+    for x in cluster.registry.instances():
+        x.events.restarted(Epoch(b"another"))
+    assert nothing_expected(cluster)
+    for address in ("p:1", "p:2", "d:1", "d:2"):
+        cluster.hold(address, [])
+    serve(computed=True)
+    for x in cluster.registry.instances():
+        x.events.close()
+    assert cluster.registry.index._pending._root.children == {}
 
 
 async def test_a_short_rest_is_no_work_for_prefill(cluster: Cluster) -> None:
@@ -335,6 +382,7 @@ async def test_a_choice_by_cost_is_told_to_decode_and_an_operators_threshold_ove
     local.prefilled()
     assert cluster.get("d:1").load.prompts == 0
     local.release()
+    cluster.settle()
     forced = cluster.make_placer(policy, threshold=1).place(PlacementRequest(PROMPT))
     assert forced is not None
     assert (forced.decision.path, forced.remote_threshold) == (PrefillPath.REMOTE, 1)

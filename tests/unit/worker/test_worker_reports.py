@@ -8,7 +8,7 @@ import pytest
 
 from baton.api.v1 import common_pb2, events_pb2
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, KVEvent
-from baton.types import BlockHash, Epoch
+from baton.types import BlockHash, Epoch, Role
 from baton.worker.events import GATHER_BLOCKS, KvEventLog
 from baton.worker.load_report import is_urgent
 
@@ -50,6 +50,30 @@ async def test_what_is_gathered_goes_out_by_itself() -> None:
         assert [(await anext(stream)).sequence for _ in range(2)] == [1, 2]
 
 
+async def test_news_wait_as_long_as_the_least_patient_follower_allows() -> None:
+    log = KvEventLog(EPOCH, gather_s=0.38)
+    log.append([BlocksStored(None, (block(0),))])
+    patient = log.follow(1, EPOCH, no_snapshot, gather_s=3600)
+    async with asyncio.timeout(30):
+        assert (await anext(patient)).sequence == 1
+        log._flushed_at -= 1.0  # as if a second had passed
+        log.append([BlocksStored(None, (block(1),))])
+        log.request_ended()
+        assert log.sequence == 1
+        old = log.follow(1, EPOCH, no_snapshot)
+        assert (await anext(old)).sequence == 1
+        log.append([BlocksStored(None, (block(2),))])
+        assert log.sequence == 2
+        log.append([BlocksStored(None, (block(3),))])
+        log.request_ended()
+        assert log.sequence == 3
+        await old.aclose()
+        log.append([BlocksStored(None, (block(4),))])
+        log.request_ended()
+        assert log.sequence == 3
+        assert [(await anext(patient)).sequence for _ in range(2)] == [2, 3]
+
+
 async def test_many_blocks_do_not_wait() -> None:
     log = KvEventLog(EPOCH, gather_s=3600)
     log.append([BlocksStored(None, (block(0),))])
@@ -80,18 +104,28 @@ def test_a_report_is_urgent_where_something_that_decides_changed(change: dict[st
     report.CopyFrom(BUSY)
     for name, value in change.items():
         setattr(report, name, value)
-    assert is_urgent(report, BUSY) is urgent
+    assert is_urgent(report, BUSY, Role.DECODE) is urgent
 
 
-def test_one_request_on_an_idle_instance_can_wait_but_a_long_prompt_cannot() -> None:
+@pytest.mark.parametrize("role", list(Role))
+def test_one_request_on_an_idle_instance_can_wait_but_a_long_prompt_cannot(role: Role) -> None:
     idle = common_pb2.LoadReport(blocks_total=100)
-    assert not is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=300), idle)
-    assert is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=8000), idle)
-    assert is_urgent(common_pb2.LoadReport(num_running=2), idle)
+    assert not is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=300), idle, role)
+    assert is_urgent(common_pb2.LoadReport(num_running=1, blocks_active=20, waiting_prompt_tokens=8000), idle, role)
+    assert is_urgent(common_pb2.LoadReport(num_running=2), idle, role)
+
+
+def test_blocks_of_a_prompt_are_no_news_of_a_prefill_instance() -> None:
+    """Each prompt of more than 64 was told twice, and nobody decides by it."""
+    computing = common_pb2.LoadReport(num_running=1, blocks_active=90, waiting_prompt_tokens=1440)
+    assert not is_urgent(computing, common_pb2.LoadReport(), Role.PREFILL)
+    assert is_urgent(computing, common_pb2.LoadReport(), Role.DECODE)
 
 
 @pytest.mark.parametrize("field", ["num_running", "num_waiting", "waiting_prompt_tokens", "blocks_active"])
 def test_that_nothing_is_left_is_told_at_once(field: str) -> None:
     """However little it was: a router whose own request has ended took the rest for others' work for two seconds."""
-    assert is_urgent(common_pb2.LoadReport(), common_pb2.LoadReport(**{field: 1}))
-    assert not is_urgent(common_pb2.LoadReport(), common_pb2.LoadReport())
+    some = common_pb2.LoadReport(**{field: 1})
+    assert is_urgent(common_pb2.LoadReport(), some, Role.DECODE)
+    assert is_urgent(common_pb2.LoadReport(), some, Role.PREFILL) is (field != "blocks_active")
+    assert not is_urgent(common_pb2.LoadReport(), common_pb2.LoadReport(), Role.DECODE)

@@ -94,6 +94,8 @@ class PrefillFirst:
                 self._key, self._order = response.key, Order.PREFILL_FIRST
                 self.prefilled = instance.address, placement.decision.match_rate_of(instance.instance_id)
                 self._candidates = [x.address for x in placement.prefill[at + 1 :]]
+                if at == 0:
+                    placement.prefilled()  # what is reserved is the first one's
                 break
             self._calls.outcomes.labels("failed" if self.prefilled is None else "computed").inc()
         finally:

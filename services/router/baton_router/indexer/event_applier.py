@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
@@ -97,6 +98,7 @@ class EventApplier:
         now: Monotonic clock, in seconds.
         stale_limit_s: After so long without events a stale slot is not used any more.
         decision_ttl_s: How long a prompt counts as cached that was sent to an instance without events.
+        settle_s: How long the chain of a request that ended counts on: longer than its last events may take.
 
     Attributes:
         slot: The slot of the index that holds this instance's blocks; changes with every snapshot.
@@ -115,8 +117,11 @@ class EventApplier:
         now: Callable[[], float],
         stale_limit_s: float = 30.0,
         decision_ttl_s: float = 120.0,
+        settle_s: float = 0.0,
     ) -> None:
         self._index, self._now, self._stale_limit_s = index, now, stale_limit_s
+        self._settle_s = settle_s
+        self._settling: deque[tuple[float, PendingChain]] = deque()
         self.slot = index.add()
         self.lower_slots: dict[str, int] = {}
         self._epoch: Epoch | None = None
@@ -214,6 +219,7 @@ class EventApplier:
             return False
         self._forget()
         self._decisions.clear()
+        self._end_settling(math.inf)
         self._index.drop(self.slot)
         self.slot = self._index.add()
         self._epoch = self._silence_s = None
@@ -230,6 +236,7 @@ class EventApplier:
     def tick(self) -> None:
         """Let go of what is too old to be used."""
         self._decisions.expire()
+        self._end_settling(self._now())
         if self._known and not self.usable:
             self._forget()
 
@@ -333,9 +340,25 @@ class EventApplier:
             index.news.append((pending, hashes))
         return pending
 
+    def settle(self, pending: PendingChain) -> None:
+        """Let the chain of a request that was computed here go once its events must have come.
+
+        Until then nothing else says that its blocks are here: instances gather events, also beyond a request's end.
+        """
+        if self._settle_s and self._known:
+            self._settling.append((self._now() + self._settle_s, pending))
+        else:
+            pending.release()
+
+    def _end_settling(self, now: float) -> None:
+        while self._settling and self._settling[0][0] <= now:
+            self._settling.popleft()[1].release()
+
     def close(self) -> None:
         """Take this instance out of the index."""
         self._decisions.clear()
+        self._settle_s = 0.0
+        self._end_settling(math.inf)
         for slot in (self.slot, *self.lower_slots.values()):
             self._index.drop(slot)
 

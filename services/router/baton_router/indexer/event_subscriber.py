@@ -18,10 +18,12 @@ from baton_router.metrics.fast_metrics import Counter
 
 log = logging.getLogger(__name__)
 
-_SILENT_BEATS = 2.2
-"""Heartbeats that may be missing before an event stream counts as cut."""
-_LOST_BEATS = 12
-"""Heartbeats that may be missing before another stream is opened in its place."""
+SILENT_BEATS = 1.5
+"""Times between two heartbeats after which an event stream counts as cut, if nothing came."""
+GATHER_BEATS = 0.95
+"""Such times that news may wait for more to come: then they come in the place of heartbeats."""
+_LOST_BEATS = 8
+"""Such times before another stream is opened in its place."""
 
 
 class IndexMetrics:
@@ -102,7 +104,7 @@ class EventSubscriber:
     def _take(self, name: str, batch: events_pb2.KvEventBatch, silence: asyncio.Timeout) -> None:
         """Put a batch into the index. Once heartbeats come, ``silence`` ends a stream that nothing comes from."""
         if batch.heartbeat:
-            self._events.heartbeat(batch, _SILENT_BEATS * self._beat_s)
+            self._events.heartbeat(batch, SILENT_BEATS * self._beat_s)
         else:
             before, unknown = self._events.num_events, self._events.num_unknown
             if self._events.apply(batch):

@@ -28,7 +28,7 @@ from baton.rpc.service_token import Token
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import STORE_TIERS, EventApplier
-from baton_router.indexer.event_subscriber import EventSubscriber, IndexMetrics
+from baton_router.indexer.event_subscriber import GATHER_BEATS, EventSubscriber, IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -191,6 +191,7 @@ class Stores(Collector):
             from_sequence=store.events.resume_from(epoch),
             epoch=epoch,
             heartbeat_ms=self._config.index_heartbeat_ms,
+            gather_ms=int(GATHER_BEATS * self._config.index_heartbeat_ms),
             packed=True,
         )
         return await follower.follow(store.name, store.stub.StreamStoreEvents(request))

@@ -25,7 +25,7 @@ from baton.rpc.channel import Backoff
 from baton.rpc.errors import from_rpc_error, readable
 from baton.types import Epoch
 from baton_router.config import RouterConfig
-from baton_router.indexer.event_subscriber import EventSubscriber
+from baton_router.indexer.event_subscriber import GATHER_BEATS, EventSubscriber
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.metrics import RegistryMetrics
 
@@ -193,7 +193,11 @@ class InstanceMonitor:
         follower = EventSubscriber(events, self._metrics.index, beat_ms / 1000)
         while True:
             request = worker_pb2.StreamKvEventsRequest(
-                from_sequence=events.resume_from(epoch), epoch=epoch, heartbeat_ms=beat_ms, packed=True
+                from_sequence=events.resume_from(epoch),
+                epoch=epoch,
+                heartbeat_ms=beat_ms,
+                gather_ms=int(GATHER_BEATS * beat_ms),
+                packed=True,
             )
             if not await follower.follow(name, self._instance.stub.StreamKvEvents(request)):
                 log.warning("instance %s has no KV events: the router goes by its own decisions there", name)

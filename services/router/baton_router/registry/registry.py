@@ -22,6 +22,7 @@ from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Role
 from baton_router.config import RouterConfig, check_address
 from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.event_subscriber import SILENT_BEATS
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import IdentityCheck, Instance, InstanceInfo, Status
@@ -371,6 +372,7 @@ class Registry:
             now=self._now,
             stale_limit_s=self._config.index_stale_limit_s,
             decision_ttl_s=self._config.index_decision_ttl_s,
+            settle_s=SILENT_BEATS * self._config.index_heartbeat_ms / 1000,
         )
         instance = Instance(address, role, self._open(address), events)
         monitor = InstanceMonitor(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)

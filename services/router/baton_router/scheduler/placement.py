@@ -87,6 +87,7 @@ class Placement:
     running: int = 0
     speeds: Speeds | None = None
     trace: common_pb2.RequestTrace | None = None
+    _computed: bool = False
     _tokens: int = 0
     _first: tuple[float, int] | None = None
     _last: float = 0.0
@@ -104,13 +105,10 @@ class Placement:
 
     def prefilled(self) -> None:
         """Give back the shares of the prefill instance: the first token is there."""
+        self._computed = True
         if self.decode_reservation is not None:
             self.decode_reservation.prefilled()
-        if self.prefill_reservation is not None:
-            self.prefill_reservation.release()
-        if self.prefill_pending is not None:
-            self.prefill_pending.release()
-            self.prefill_pending = None
+        self._leave_prefill()
 
     def grow(self, num_tokens: int) -> None:
         """Count generated tokens."""
@@ -124,15 +122,29 @@ class Placement:
 
     def release(self) -> None:
         """Give everything back; may be called any number of times."""
-        self.prefilled()
+        self._leave_prefill()
         if self.decode_reservation is not None:
             self.decode_reservation.release()
         if self.decode_pending is not None:
-            self.decode_pending.release()
+            self._leave(self.decode, self.decode_pending)
             self.decode_pending = None
         speeds, self.speeds = self.speeds, None
         if speeds is not None and self.trace is not None and self._first is not None:
             speeds.observe(self._served(self.trace))
+
+    def _leave_prefill(self) -> None:
+        if self.prefill_reservation is not None:
+            self.prefill_reservation.release()
+        if self.prefill_pending is not None:
+            self._leave(self.prefill[0], self.prefill_pending)
+            self.prefill_pending = None
+
+    def _leave(self, instance: Instance, pending: PendingChain) -> None:
+        """Count a chain on until the instance's events must have told of it, if it was computed at all."""
+        if self._computed:
+            instance.events.settle(pending)
+        else:
+            pending.release()
 
     def _served(self, trace: common_pb2.RequestTrace) -> ServedRequest:
         began, first = self._first or (0.0, 0)

@@ -546,6 +546,7 @@ class StreamStoreEventsRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     PACKED_FIELD_NUMBER: _builtins.int
+    GATHER_MS_FIELD_NUMBER: _builtins.int
     from_sequence: _builtins.int
     """first sequence number wanted; 0: begin with a snapshot"""
     epoch: _builtins.bytes
@@ -554,6 +555,8 @@ class StreamStoreEventsRequest(_message.Message):
     """longest silence wanted: without news a heartbeat is sent; 0: none"""
     packed: _builtins.bool
     """events come as packed_hashes: all that one needs who asks where blocks are, and a fraction of the work to read"""
+    gather_ms: _builtins.int
+    """longest that news may wait for more to come; 0: the sender's own time, at most 380 ms"""
     def __init__(
         self,
         *,
@@ -561,10 +564,11 @@ class StreamStoreEventsRequest(_message.Message):
         epoch: _builtins.bytes = ...,
         heartbeat_ms: _builtins.int = ...,
         packed: _builtins.bool = ...,
+        gather_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_sequence", b"from_sequence", "heartbeat_ms", b"heartbeat_ms", "packed", b"packed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_sequence", b"from_sequence", "gather_ms", b"gather_ms", "heartbeat_ms", b"heartbeat_ms", "packed", b"packed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
