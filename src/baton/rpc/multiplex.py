@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -40,6 +41,20 @@ class CallEnded(Exception):
         self.error, self.code = error, code
 
 
+class FastPath(Protocol):
+    """Takes tokens of a call in one step each, as its reader would in many. Must not block or raise."""
+
+    def push(self, token_id: int, now: float) -> bool:
+        """Take a token that came ``now``, by ``time.perf_counter()``.
+
+        Returns:
+            Whether it was taken; if not, it goes to the reader, as all that comes behind it.
+        """
+
+    def send(self) -> None:
+        """Send what the tokens made, when all that others got in the same turn of the event loop is made, too."""
+
+
 class Reader(Protocol):
     """Takes what a call brings, in order, while the event loop reads the instance's stream: must not block or raise."""
 
@@ -51,6 +66,9 @@ class Reader(Protocol):
 
     def on_end(self, failure: CallEnded | None) -> None:
         """Take the end, the last thing there is; ``None``: the call ended well."""
+
+    def fast_path(self) -> FastPath | None:
+        """Return what takes the tokens that come from now on, until anything else does; ``None``: the reader itself."""
 
 
 class Call:
@@ -96,6 +114,14 @@ class Call:
             else:
                 self.tell_end()
 
+    def take(self) -> None:
+        """Hand on what came in this turn, and ask the reader whether it has a fast path behind that."""
+        self.flush()
+        if self._reader is not None and not self._held and not self.ended:
+            path = self._reader.fast_path()
+            if path is not None:
+                self._stream.fast[self.key] = path
+
     def tell_end(self) -> None:
         """Hand on the end, unless the reader has left or holds the call."""
         if self._reader is not None and not self._held:
@@ -105,6 +131,7 @@ class Call:
     def hold(self, held: bool) -> None:
         """Keep what comes from now on, or go on handing it on: for a reader whose own reader is slow."""
         self._held = held
+        self._stream.fast.pop(self.key, None)
         if not held:
             self.flush()
 
@@ -119,6 +146,7 @@ class Call:
     def close(self) -> None:
         """Abort the call, unless it has ended. Nothing is handed on any more."""
         self._reader = None
+        self._stream.fast.pop(self.key, None)
         if not self.ended:
             self.ended = True
             self._stream.cancel(self.key)
@@ -135,6 +163,7 @@ class CallStream:
 
     Attributes:
         broken: Whether it has ended.
+        fast: What takes tokens of calls in place of their readers, while nothing else comes.
     """
 
     _METHOD = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/GenerateMany"
@@ -148,9 +177,12 @@ class CallStream:
     ) -> None:
         self._name, self._deliver, self.deliver_end = name, deliver, deliver_end
         self.broken = False
+        self.fast: dict[int, FastPath] = {}
         self._calls: dict[int, Call] = {}
         self._touched: dict[int, Call] = {}
         """To which something came that is not handed on yet."""
+        self._pushed: dict[int, FastPath] = {}
+        """Which took something that is not sent yet."""
         self._next = 0
         self._cancels: list[int] = []
         self._later: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
@@ -201,9 +233,12 @@ class CallStream:
             self._stream.cancel()
             self.broken = True
             calls, self._calls = self._calls, {}
+            self.fast.clear()
+            if calls and not (self._touched or self._pushed):
+                self._deliver(self)
+            self._touched |= calls
             for call in calls.values():
                 call.end(failure)
-            self._touch(calls)
 
     async def _write(self) -> None:
         try:
@@ -239,36 +274,43 @@ class CallStream:
         """
         if message is None:  # gRPC could not parse it, and has logged why
             raise ValueError("a message of GenerateMany cannot be read")
+        # Lists of what repeated fields hold are quicker to walk than the fields.
+        keys, token_ids = message.token_calls[:], message.token_ids[:]
         touched: dict[int, Call] = {}
-        calls = self._calls
+        calls, fast, pushed, now = self._calls, self.fast, self._pushed, time.perf_counter()
+        idle = not (self._touched or pushed)
         try:
-            # Lists of what repeated fields hold are quicker to walk than the fields.
-            for key, token_id in zip(message.token_calls[:], message.token_ids[:], strict=True):
+            for key, token_id in zip(keys, token_ids, strict=True):
+                if (path := fast.get(key)) is not None:
+                    if path.push(token_id, now):
+                        pushed[key] = path
+                        continue
+                    del fast[key]
                 if (call := calls.get(key)) is not None:
                     touched[key] = call
                     call.items.append(token_id)
             for item in message.messages[:]:
                 if (call := calls.get(item.call)) is not None:
                     touched[item.call] = call
+                    fast.pop(item.call, None)
                     call.items.append(item.response)
             for end in message.ends[:]:
                 if (call := calls.pop(end.call, None)) is not None:
                     touched[end.call] = call
+                    fast.pop(end.call, None)
                     call.end(_failure(end) if end.code else None)
         finally:
-            self._touch(touched)
-
-    def _touch(self, calls: dict[int, Call]) -> None:
-        if calls and not self._touched:
-            self._deliver(self)
-        self._touched |= calls
+            self._touched |= touched
+            if idle and (touched or pushed):
+                self._deliver(self)
 
     def flush(self) -> None:
         """Hand on what came, one call after the other: what a step of the engine brings to all is one thing to do."""
+        pushed, self._pushed = self._pushed, {}
         touched, self._touched = self._touched, {}
-        for call in touched.values():
+        for do in (*(path.send for path in pushed.values()), *(call.take for call in touched.values())):
             try:
-                call.flush()
+                do()
             except (Exception, asyncio.CancelledError):  # of one reader: the others' tokens must come
                 log.exception("a reader of %s failed", self._name)
 

@@ -67,6 +67,11 @@ class IncrementalDetokenizer:
             self._texts[ids[0]] = text
         return self._stripped(text) if self._strip else text
 
+    @property
+    def between_texts(self) -> bool:
+        """Whether the next token's text, if it is whole characters, is :attr:`Tokenizer.whole_texts`' as it stands."""
+        return self._window is None and not self._held and not self._strip
+
     def flush(self) -> str:
         """Return what was held back: no more ids come. Bytes that are no character become U+FFFD."""
         if self._window is not None:
@@ -213,6 +218,11 @@ class SequenceText:
         self._count = 0
         self._chars = 0
         self.ended = False
+
+    @property
+    def between_texts(self) -> bool:
+        """See :attr:`IncrementalDetokenizer.between_texts`."""
+        return not self.ended and self._detokenizer.between_texts
 
     @property
     def stopped_by_string(self) -> bool:

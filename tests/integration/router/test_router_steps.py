@@ -34,6 +34,9 @@ class Sink:
         self.ends.append(error)
         self.ended.set()
 
+    def fast_path(self, *_: object) -> None:
+        """There is none."""
+
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:

@@ -91,6 +91,9 @@ class Notes:
     def on_end(self, failure: CallEnded | None) -> None:
         self.ends.append(failure)
 
+    def fast_path(self) -> None:
+        """There is none."""
+
 
 @pytest.mark.parametrize("behind", [None, worker_pb2.GenerateManyResponse(token_calls=[1])], ids=["garbage", "odd"])
 async def test_what_cannot_be_read_takes_nothing_with_it_that_could(opened: Opened, behind: Any) -> None:

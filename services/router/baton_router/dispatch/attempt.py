@@ -27,11 +27,11 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
-from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
+from baton.rpc.multiplex import Call, CallEnded, CallStream, FastPath, Reader
 from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
 from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
-from baton_router.dispatch.interface import ChunkSink, RoutedChunk
+from baton_router.dispatch.interface import ChunkSink, LeftPath, RoutedChunk
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import Placement
 
@@ -240,7 +240,8 @@ class Attempt:
     """
 
     __slots__ = (
-        *("_begun", "_call", "_first", "_grace", "_run", "closed", "group", "number", "placement", "tokens_before"),
+        *("_begun", "_call", "_fast", "_first", "_grace", "_run", "closed", "group", "number", "placement"),
+        "tokens_before",
     )
 
     def __init__(self, run: AttemptOwner, group: Group, placement: Placement, number: int) -> None:
@@ -251,6 +252,7 @@ class Attempt:
         self._call: Call | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._begun = self.closed = False
+        self._fast: LeftPath | None = None
 
     def start(self, streams: WorkerStreams, request: worker_pb2.GenerateRequest) -> None:
         """Begin the call."""
@@ -267,6 +269,7 @@ class Attempt:
         if self.closed:
             return
         self.closed = True
+        self._leave_fast_path()
         if self._grace is not None:
             self._grace.cancel()
         if self._call is not None:
@@ -294,6 +297,7 @@ class Attempt:
     def on_tokens(self, token_ids: list[int]) -> None:
         """Take tokens of the first sequence."""
         sequence, sink = self._first, self._run.sink
+        self._leave_fast_path()
         if not self._begun:
             self._take(RoutedChunk([TokenDelta(sequence.index, token_ids)]))
         elif sink is not None and not self.closed and not sequence.finished:
@@ -307,6 +311,7 @@ class Attempt:
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
         """Take a message."""
+        self._leave_fast_path()
         try:
             chunk = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
         except AttemptFailed as failure:  # this call's end alone: others share its stream
@@ -317,6 +322,20 @@ class Attempt:
     def on_end(self, failure: CallEnded | None) -> None:
         """Take the call's end."""
         self._end(None if failure is None else failed(failure))
+
+    def fast_path(self) -> FastPath | None:
+        """Return what takes the tokens that come next, if this is a request's only sequence."""
+        self._leave_fast_path()
+        sequence, sink = self._first, self._run.sink
+        if self.closed or not self._begun or sequence.finished or sink is None or len(self.group.sequences) > 1:
+            return None
+        self._fast = sink.fast_path(sequence.token_ids, self.placement.grow)
+        return self._fast
+
+    def _leave_fast_path(self) -> None:
+        if self._fast is not None:
+            self._fast.leave()
+            self._fast = None
 
     def _take(self, chunk: RoutedChunk) -> None:
         if self.closed:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from baton.api.v1 import common_pb2
+from baton.rpc.multiplex import FastPath
 from baton.tokenizer import TokenDelta
 from baton.types import TokenLogprob
 from baton_router.scheduler.decision import Decision
@@ -40,6 +41,13 @@ class RoutedChunk(msgspec.Struct):
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
+class LeftPath(FastPath, Protocol):
+    """A fast path that is left when something else comes."""
+
+    def leave(self) -> None:
+        """Send and count what it was given."""
+
+
 class ChunkSink(Protocol):
     """Takes what a request brings, in order. It may cancel the request from inside of these calls."""
 
@@ -51,6 +59,14 @@ class ChunkSink(Protocol):
 
     def on_end(self, error: Exception | None) -> None:
         """Take the end, the last thing there is; ``None``: every sequence has ended."""
+
+    def fast_path(self, token_ids: list[int], counted: Callable[[int], None]) -> LeftPath | None:
+        """Return what takes the tokens of a request of one sequence from now on, until anything else comes.
+
+        Args:
+            token_ids: The sequence's so far; each token that is taken is added.
+            counted: To be called now and then with how many were added since.
+        """
 
 
 class Running(Protocol):
@@ -110,6 +126,9 @@ class ChunkQueue(Generic[T]):
         """Take the end."""
         self._ended, self._error = True, error
         self._filled.set()
+
+    def fast_path(self, *_: object) -> None:
+        """Chunks have to be read one by one."""
 
     @asynccontextmanager
     async def of(self, running: Running) -> AsyncIterator[AsyncGenerator[T, None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -12,8 +12,8 @@ from baton.api.v1 import common_pb2
 from baton.errors import BatonError, InternalError, UnavailableError
 from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
-from baton_router.dispatch.interface import Dispatcher, RoutedChunk, Running
-from baton_router.metrics.fast_metrics import Counter, Histogram
+from baton_router.dispatch.interface import Dispatcher, LeftPath, RoutedChunk, Running
+from baton_router.metrics.fast_metrics import Counter, Distribution, Histogram
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
 from baton_router.scheduler.decision import DecisionLog
 
@@ -83,6 +83,21 @@ class GenerationClock:
         self.generated += count
         metrics.generated_tokens.value += count
 
+    @property
+    def itl(self) -> Distribution:
+        """Where gaps between two tokens are counted."""
+        return self._metrics.itl
+
+    def last(self, index: int) -> float:
+        """When a sequence's latest token came, by ``time.perf_counter()``; only behind its first."""
+        return self._last[index]
+
+    def timed(self, index: int, count: int, last: float) -> None:
+        """Count tokens of a sequence behind its first, whose gaps are counted; the ``last`` came then."""
+        self._last[index] = last
+        self.generated += count
+        self._metrics.generated_tokens.value += count
+
     def told(self, first_token_s: float | None, gaps_s: Iterable[float], generated: int) -> None:
         """Take what a client that has the tokens from an instance itself has measured.
 
@@ -147,6 +162,11 @@ class TextSink(Protocol):
 
     def on_end(self, error: Exception | None) -> None:
         """Take the end, the last thing there is; ``None``: every sequence has ended."""
+
+    def fast_path(
+        self, token_ids: list[int], clock: GenerationClock, counted: Callable[[int], None]
+    ) -> LeftPath | None:
+        """Return what writes tokens, each with its whole text and nothing else, as dispatch's sink does."""
 
 
 class OutputProcessor:
@@ -220,6 +240,14 @@ class OutputProcessor:
         text = self._sequences[index].push_plain(token_ids)
         self._clock.count(index, len(token_ids))
         self._sink.on_text(self._prompt_index, index, text, token_ids)
+
+    def fast_path(self, token_ids: list[int], counted: Callable[[int], None]) -> LeftPath | None:
+        """Return what takes the next tokens of a request of one sequence."""
+        if self._ended or not self._plain or len(self._sequences) > 1 or self._clock.first_token_s is None:
+            return None
+        if not self._sequences[0].between_texts:
+            return None
+        return self._sink.fast_path(token_ids, self._clock, counted)
 
     def _text(self, deltas: list[TokenDelta]) -> list[TextDelta]:
         """Return what tokens say; those after a sequence's stop string are left out.

@@ -79,6 +79,7 @@ class HttpExchange:
         request_id: Its id.
         account: Whose API key it showed; ``None``: there are no API keys.
         common: Header lines that every answer to it has, each with its line break.
+        chunked: Whether an answer in pieces is sent as chunks.
         status: Of the answer, for the metrics; 0: it has not begun.
         on_gone: Called when the client has gone, once.
         on_flow: Called with ``True`` when the client doesn't keep up with what is written, with ``False`` when it does.
@@ -88,10 +89,10 @@ class HttpExchange:
     """
 
     __slots__ = (
-        *("_begun", "_chunked", "_connection", "_counted", "_expects_continue", "_handler", "_head", "_pieces"),
+        *("_begun", "_connection", "_counted", "_expects_continue", "_handler", "_head", "_pieces"),
         *("_received", "_refusal", "_timer", "_whole"),
-        *("account", "common", "disconnected", "headers", "in_turn", "keep_alive", "on_flow", "on_gone", "path"),
-        *("request_id", "response_complete", "status"),
+        *("account", "chunked", "common", "disconnected", "headers", "in_turn", "keep_alive", "on_flow"),
+        *("on_gone", "path", "request_id", "response_complete", "status"),
     )
 
     def __init__(self, connection: Connection, handler: Handler, path: str) -> None:
@@ -102,9 +103,9 @@ class HttpExchange:
         self._received = 0
         self._whole = self._counted = False
         self._timer: TimerHandle | None = None
-        self._chunked = connection.parser.get_http_version() == "1.1"
-        self._expects_continue = connection.expect_100_continue and self._chunked
-        self.keep_alive = self._chunked and connection.parser.should_keep_alive()
+        self.chunked = connection.parser.get_http_version() == "1.1"
+        self._expects_continue = connection.expect_100_continue and self.chunked
+        self.keep_alive = self.chunked and connection.parser.should_keep_alive()
         self.in_turn = False
         self.path = path
         self.headers = connection.headers
@@ -206,9 +207,9 @@ class HttpExchange:
 
     def start(self, status: int, headers: bytes) -> None:
         """Begin an answer in pieces; its head leaves with the first one, or with :meth:`send_head`."""
-        if not self._chunked:  # the end of the connection is the end of the answer
+        if not self.chunked:  # the end of the connection is the end of the answer
             self.keep_alive = False
-        self._head = self._begin(status, headers + b"transfer-encoding: chunked\r\n" if self._chunked else headers)
+        self._head = self._begin(status, headers + b"transfer-encoding: chunked\r\n" if self.chunked else headers)
 
     def send_head(self) -> None:
         """Send the head of an answer whose first piece is not there yet."""
@@ -218,12 +219,17 @@ class HttpExchange:
     def send(self, piece: bytes) -> None:
         """Send a piece, which is not empty."""
         head, self._head = self._head, b""
-        self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if self._chunked else head + piece)
+        self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
+
+    def send_chunks(self, chunks: bytes) -> None:
+        """Send pieces that have the form of chunks already, behind the first one; only where :attr:`chunked`."""
+        if not self.disconnected:
+            self._connection.transport.write(chunks)
 
     def finish(self, piece: bytes) -> None:
         """Send the last piece, which is not empty."""
         head, self._head = self._head, b""
-        self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self._chunked else head + piece)
+        self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
         self._end()
 
     def abort(self) -> None:

@@ -16,6 +16,8 @@ from baton_router.processor.text_request import PreparedRequest, TextChunk, Text
 
 DONE = b"data: [DONE]\n\n"
 _NULL = b"null"
+_SAME: dict[bytes, bytes] = {}
+"""What stands behind texts, once for all streams."""
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON doesn't have."""
 
@@ -334,6 +336,16 @@ class EventStream:
         if not text:
             return b""
         return self._before_text[at * self._request.n + index] + orjson.dumps(text) + self._after_plain
+
+    def around_text(self) -> tuple[bytes, bytes] | None:
+        """Return what stands before and behind each text of an answer of one sequence; ``None``: that changes."""
+        if not self._plain or len(self._before_text) > 1:
+            return None
+        return self._before_text[0], _SAME.setdefault(self._after_plain, self._after_plain)
+
+    def count(self, tokens: int) -> None:
+        """Count tokens whose events were made of :meth:`around_text`."""
+        self._tokens += tokens
 
     def end(self) -> bytes:
         """Return the events that end a stream."""

@@ -27,9 +27,11 @@ from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.http_exchange import HttpExchange, check_media, decode_json
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer
+from baton_router.frontend.openai.fast_events import FastEvents
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers, parse_chat, parse_completion
 from baton_router.frontend.openai.schemas import Body, check_strict, header_value, parse_body, unknown_fields
 from baton_router.processor.input_processor import InputProcessor
+from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk
 from baton_router.scheduler.decision import Decision
 from baton_router.types import Account
@@ -254,6 +256,24 @@ class Generation:
                 self._unsent += data
         except Exception as error:
             self._fail(error)
+
+    def fast_path(
+        self, token_ids: list[int], clock: GenerationClock, counted: Callable[[int], None]
+    ) -> FastEvents | None:
+        """Return what makes the next tokens' events; what has come before them leaves in this turn."""
+        form, exchange = self._format, self._exchange
+        if self._ended or not self._started or not exchange.chunked or not isinstance(form, EventStream):
+            return None
+        around = form.around_text()
+        if around is None:
+            return None
+
+        def count(tokens: int) -> None:
+            form.count(tokens)
+            counted(tokens)
+
+        tokenizer = self._prepared[0].text_model.tokenizer
+        return FastEvents(*around, exchange.send_chunks, tokenizer, token_ids, clock, count)
 
     def _send(self, data: bytes) -> None:
         exchange = self._exchange
