@@ -146,7 +146,6 @@ class Call:
     def close(self) -> None:
         """Abort the call, unless it has ended. Nothing is handed on any more."""
         self._reader = None
-        self._stream.fast.pop(self.key, None)
         if not self.ended:
             self.ended = True
             self._stream.cancel(self.key)
@@ -210,6 +209,7 @@ class CallStream:
 
     def cancel(self, key: int) -> None:
         """Abort a call; the instance is told at once."""
+        self.fast.pop(key, None)
         if self._calls.pop(key, None) is not None:
             self._cancels.append(key)
             self._filled.set()
