@@ -187,8 +187,14 @@ class EngineThread:
                 stream.feed(items)
 
     def _fail_all(self, error: BaseException) -> None:
+        """End all streams; where a process was lost they may go on elsewhere, as if all of the instance had died."""
+        lost = isinstance(error, ExecutorLostError)
         for stream in list(self._streams.values()):
-            stream.fail(InternalError(f"the engine failed: {type(error).__name__}: {error}"))
+            stream.fail(
+                UnavailableError(f"the instance ended: {error}", retry_after_s=1.0)
+                if lost
+                else InternalError(f"the engine failed: {type(error).__name__}: {error}")
+            )
         if self._on_failure is not None:
             self._on_failure()
 

@@ -390,9 +390,8 @@ async def test_calls_of_every_kind_are_looked_at(kind: str) -> None:
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = getattr(channel, kind)("/baton.Test/Call")
-            answer = call(iter([b"1"]) if kind.startswith("stream") else b"1")
-            with pytest.raises(grpc.aio.AioRpcError) as failure:
-                await (answer.read() if kind.endswith("stream") else answer)
-            assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            # Streams stay empty: a message that is sent to a call which is refused already fails by itself.
+            answer = call(iter(()) if kind.startswith("stream") else b"1")
+            assert await answer.code() is grpc.StatusCode.INVALID_ARGUMENT
     finally:
         await server.stop(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -35,8 +36,9 @@ class _Rival(Policy):
             self._side(request, prefill) if len(prefill) else none, self._side(request, decode) if len(decode) else none
         )
 
+    @abstractmethod
     def _side(self, request: Request, side: Side) -> Scores:
-        raise NotImplementedError
+        """Score the instances of one role; more is better."""
 
 
 class DynamoCost(_Rival):

@@ -1,0 +1,45 @@
+"""How an engine's thread ends, and what its requests are told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.support.toy_runner import ToyRunner
+
+from baton.config import EngineConfig
+from baton.engine.core import EngineCore
+from baton.engine.executor.base import ExecutorLostError
+from baton.engine.request import EngineRequest
+from baton.errors import BatonError, InternalError, UnavailableError
+from baton.types import SamplingParams
+from baton.worker.engine_thread import EngineThread, RequestStream
+
+
+async def read_on(stream: RequestStream) -> None:
+    while True:
+        await stream.next()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ExecutorLostError("rank 1 was killed"), UnavailableError), (InternalError("a bug"), InternalError)],
+)
+async def test_requests_of_an_engine_that_lost_a_process_may_go_on_elsewhere(
+    error: BatonError, told: type[BatonError]
+) -> None:
+    """A router goes on at once where an instance went away; a bug may come with the request, so that costs budget."""
+    runner, failed = ToyRunner(), asyncio.Event()
+    core = EngineCore(EngineConfig(model="toy", block_size=4), runner, runner.make_arena(32))
+    engine = EngineThread(core, asyncio.get_running_loop(), failed.set)
+    engine.start()
+    try:
+        request = EngineRequest("r", [3, 4, 5], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
+        stream = await engine.submit(request)
+        engine.fail(error)
+        with pytest.raises(told, match=error.message) as end:
+            await asyncio.wait_for(read_on(stream), 20)
+        assert type(end.value) is told
+        assert failed.is_set()
+    finally:
+        await engine.stop()
