@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from baton.tokenizer import Tokenizer
 from baton_router.frontend.openai.fast_events import FastEvents
 
 TOKENS = 60
+EXPECTED = Tokenizer.load(TINY).decode(expected_tokens(PROMPT, TOKENS, seed=7))
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 7, "ignore_eos": True}
 
 
@@ -39,13 +40,37 @@ async def stream(watched: Watched, **fields: Any) -> list[dict[str, Any]]:
     body = {**BODY, "stream": True, **fields}
     async with watched.http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
-        *events, done = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        return events([line async for line in answer.aiter_lines()])
+
+
+def events(lines: list[str]) -> list[dict[str, Any]]:
+    *found, done = [line.removeprefix("data: ") for line in lines if line]
     assert done == "[DONE]"
-    return [json.loads(event) for event in events]
+    return [json.loads(event) for event in found]
 
 
-def text(events: list[dict[str, Any]]) -> str:
-    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+def text(found: list[dict[str, Any]]) -> str:
+    return "".join(event["choices"][0]["text"] for event in found if event["choices"])
+
+
+async def give(watched: Watched, tokens: int) -> None:
+    """Have the only request's instance give its tokens, each when the one before has arrived."""
+
+    def arrived() -> bool:
+        return any(len(run._sequences[0].token_ids) == count for run in watched.app.dispatcher._running)
+
+    for count in range(1, tokens + 1):
+        for decode in watched.workers[1:]:
+            decode.state.pause_after = count
+            decode.changed()
+        await watched.until(arrived)
+
+
+def go_on(watched: Watched) -> None:
+    """Have all instances give all tokens."""
+    for decode in watched.workers[1:]:
+        decode.state.pause_after = None
+        decode.changed()
 
 
 async def metric(watched: Watched, name: str) -> float:
@@ -53,64 +78,61 @@ async def metric(watched: Watched, name: str) -> float:
     return sum(float(line.split()[-1]) for line in scraped.splitlines() if line.startswith(name))
 
 
-async def test_a_stream_is_the_same_on_the_fast_path(tmp_path: Path, taken: list[int]) -> None:
-    expected = Tokenizer.load(TINY).decode(expected_tokens(PROMPT, TOKENS, seed=7))
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    """A router over two instances that give no token yet, and that knows the tokens' texts."""
     async with watched_router(tmp_path, decodes=2) as watched:
-        decodes = watched.workers[1:]
-        assert text(await stream(watched)) == expected
-        taken.clear()
-        before = [await metric(watched, f"baton_request_{name}") for name in ("generated_tokens", "itl_seconds_count")]
-        events = await stream(watched, stream_options={"include_usage": True})
-        assert text(events) == expected
-        assert events[-1]["usage"]["completion_tokens"] == TOKENS
-        assert taken
-        after = [await metric(watched, f"baton_request_{name}") for name in ("generated_tokens", "itl_seconds_count")]
-        assert [b - a for a, b in zip(before, after, strict=True)] == [TOKENS, TOKENS - 1]
-        for decode in decodes:
-            decode.state.break_after = TOKENS // 2  # both: wherever it runs
-        taken.clear()
-        assert text(await stream(watched)) == expected
-        assert taken
-        assert await metric(watched, "baton_router_migrations_total") == 1
+        assert text(await stream(watched)) == EXPECTED
+        for decode in watched.workers[1:]:
+            decode.state.pause_after = 0
+        yield watched
         assert [x.load.tokens for x in watched.app.registry.instances()] == [0] * 3
 
 
-async def test_a_client_that_leaves_ends_its_request(tmp_path: Path, taken: list[int]) -> None:
-    async with watched_router(tmp_path, decodes=1) as watched:
-        decode = watched.workers[1]
-        await stream(watched)
-        decode.state.pause_after = TOKENS // 2
-        taken.clear()
-        async with watched.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
-            lines = answer.aiter_lines()
-            async with asyncio.timeout(20):
-                while len(taken) < TOKENS / 4:
-                    await anext(lines)
-        await decode.wait_until(lambda: bool(decode.state.cancelled))
-        assert [x.load.tokens for x in watched.app.registry.instances()] == [0] * 2
+async def test_a_stream_is_the_same_on_the_fast_path(watched: Watched, taken: list[int]) -> None:
+    names = ("baton_request_generated_tokens_total", "baton_request_itl_seconds_count")
+    before = [await metric(watched, name) for name in names]
+    answer = asyncio.create_task(stream(watched, stream_options={"include_usage": True}))
+    await give(watched, TOKENS - 1)
+    go_on(watched)
+    found = await answer
+    assert text(found) == EXPECTED
+    assert found[-1]["usage"]["completion_tokens"] == TOKENS
+    assert len(taken) > TOKENS / 4, "whole characters behind whole characters"
+    assert [await metric(watched, name) for name in names] == [before[0] + TOKENS, before[1] + TOKENS - 1]
 
 
-async def test_a_client_that_does_not_keep_up_gets_what_waited_for_it(tmp_path: Path, taken: list[int]) -> None:
-    expected = Tokenizer.load(TINY).decode(expected_tokens(PROMPT, TOKENS, seed=7))
-    async with watched_router(tmp_path, decodes=1) as watched:
-        decode, pieces = watched.workers[1], list[str]()
-        await stream(watched)
-        decode.state.pause_after = TOKENS // 2
-        taken.clear()
-        async with watched.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
-            lines = answer.aiter_lines()
-            async with asyncio.timeout(20):
-                while not taken:
-                    pieces.append(await anext(lines))
-            (connection,) = [x for x in watched.app._http.server_state.connections if x._serving is not None]
-            connection.pause_writing()  # what its transport does when the client leaves too much in its buffer
-            decode.state.pause_after = None
-            decode.changed()
-            await decode.wait_until(lambda: len(decode.state.finished) == 2)
-            held = len(taken)
-            await watched.get("/v1/models")  # another connection is served meanwhile
-            assert len(taken) == held
-            connection.resume_writing()
-            pieces += [line async for line in lines]
-        *events, done = [line.removeprefix("data: ") for line in pieces if line]
-        assert (text([json.loads(event) for event in events]), done) == (expected, "[DONE]")
+async def test_a_stream_goes_on_elsewhere_behind_what_took_the_fast_path(watched: Watched, taken: list[int]) -> None:
+    answer = asyncio.create_task(stream(watched))
+    await give(watched, TOKENS // 2)
+    assert taken
+    (broken,) = [decode for decode in watched.workers[1:] if decode.state.running]
+    await broken.stop()
+    go_on(watched)
+    assert text(await answer) == EXPECTED
+    assert await metric(watched, "baton_router_migrations_total") == 1
+
+
+async def test_a_client_that_leaves_ends_its_request(watched: Watched, taken: list[int]) -> None:
+    answer = asyncio.create_task(stream(watched))
+    await give(watched, TOKENS // 2)
+    assert taken
+    (decode,) = [decode for decode in watched.workers[1:] if decode.state.running]
+    answer.cancel()
+    await decode.wait_until(lambda: bool(decode.state.cancelled))
+
+
+async def test_a_client_that_does_not_keep_up_gets_what_waited_for_it(watched: Watched, taken: list[int]) -> None:
+    giving = asyncio.create_task(give(watched, TOKENS // 2))
+    async with watched.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+        await giving
+        (connection,) = [x for x in watched.app._http.server_state.connections if x._serving is not None]
+        connection.pause_writing()  # what its transport does when the client leaves too much in its buffer
+        (decode,) = [decode for decode in watched.workers[1:] if decode.state.running]
+        held = len(taken)
+        go_on(watched)
+        await decode.wait_until(lambda: not decode.state.running)
+        await watched.get("/v1/models")  # another connection is served meanwhile
+        assert (len(taken), bool(taken)) == (held, True)
+        connection.resume_writing()
+        assert text(events([line async for line in answer.aiter_lines()])) == EXPECTED
