@@ -8,7 +8,9 @@ much of what was used longest ago.
 
     python instances.py --role decode --count 96
 
-It prints the addresses, as JSON. On the line ``pause`` it takes no more steps and prints how many blocks each holds.
+It prints the addresses, as JSON. On the line ``steps`` it prints how many steps all have taken since the last such
+line, over how many they should have: less than 1 where the machine is too slow. On the line ``pause`` it takes no more steps
+and prints how many blocks each holds.
 """
 
 from __future__ import annotations
@@ -196,17 +198,23 @@ async def main() -> None:
     print(json.dumps([address for _, address, _ in instances]), flush=True)
     loop = asyncio.get_running_loop()
     interval_s = 1 / (STEPS_PER_S if role is Role.DECODE else PREFILL_STEPS_PER_S)
+    taken, began = 0, loop.time()
 
     async def run(engine: SimulatedEngine) -> None:
+        nonlocal taken
         due = loop.time() + random.random() * interval_s
         while True:
             await asyncio.sleep(due - loop.time())
             engine.step()
+            taken += 1
             due = max(due + interval_s, loop.time())
 
     tasks = [asyncio.create_task(run(engine)) for _, _, engine in instances]
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        if line.strip() == "pause":
+        if line.strip() == "steps":
+            print(json.dumps(taken * interval_s / (loop.time() - began) / len(instances)), flush=True)
+            taken, began = 0, loop.time()
+        elif line.strip() == "pause":
             for task in tasks:
                 task.cancel()
             print(json.dumps([engine.pool.held for _, _, engine in instances]), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,11 +19,11 @@ from tests.support.servers.fake_worker import FINGERPRINT
 from baton.api.v1 import common_pb2, events_pb2
 from baton.hashing import block_hashes, hash_chain, root_hash
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.types import Epoch, InstanceId, PrefillPath, Role
+from baton.types import Epoch, InstanceId, PrefillPath, RequestId, Role, SamplingParams
 from baton_router.config import RouterConfig
 from baton_router.indexer.stores import Store
 from baton_router.registry.instance import Instance, InstanceInfo, Status
-from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS
+from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
@@ -30,6 +31,7 @@ from baton_router.scheduler.placer import LowerTiers, Placer
 from baton_router.scheduler.policies import POLICIES, Policy, PolicyContext, make_policy
 from baton_router.scheduler.roster import Candidates
 from baton_router.scheduler.speeds import ServedRequest, Speeds
+from baton_router.types import RoutedRequest
 
 PROMPT = list(range(40))
 EIGHTS = replace(FINGERPRINT, block_size=8, block_bytes=256)
@@ -417,6 +419,53 @@ async def test_a_request_that_was_served_teaches_its_instances_speeds(cluster: C
     assert speeds.transfer.get([(p, d)])[0].at(1000) == pytest.approx(5.0)
     assert speeds.decode.get([d])[0].at(1) == pytest.approx(100.0)
     assert speeds.output_tokens == pytest.approx(10.0)
+
+
+async def test_what_a_request_teaches_is_told_once_and_of_who_served_it(cluster: Cluster) -> None:
+    told: list[ServedRequest] = []
+
+    class Listening(Speeds):
+        def observe(self, request: ServedRequest) -> None:
+            told.append(request)
+
+    speeds = Listening(lambda: 0.0)
+    remote, local = cluster.make_placer(speeds=speeds), cluster.make_placer(speeds=speeds, threshold=1000)
+    for placer in (remote, local):
+        placement = placer.place(PlacementRequest(PROMPT, num_sequences=2))
+        assert placement is not None
+        placement.grow(2)
+        placement.grow(8)
+        placement.trace = common_pb2.RequestTrace()
+        placement.release()
+        placement.release()
+    assert [(x.prefill != "", x.tokens) for x in told] == [(True, 1 + 8 / 2), (False, 1 + 8 / 2)]
+
+
+def test_a_prompt_whose_probabilities_are_asked_for_is_computed_where_it_is_decoded() -> None:
+    for wanted in (None, 3):
+        sampling = SamplingParams(n=2, max_tokens=7, prompt_logprobs=wanted)
+        request = PlacementRequest.of(RoutedRequest(RequestId("r"), array("I", [1, 2]), sampling))
+        assert (request.local_only, request.num_sequences, request.max_tokens) == (wanted is not None, 2, 7)
+
+
+async def test_who_asks_for_prefill_first_gets_it_whatever_waits_there(cluster: Cluster) -> None:
+    """The policy would have decode compute what has to wait: then nobody would compute it first."""
+    speeds = Speeds(lambda: 0.0)
+    for amount in (100.0, 1000.0, 3000.0):
+        speeds.prefill.add("p:1", amount, amount)
+    placer = cluster.make_placer(make_policy("match_minus_load", PolicyContext(speeds=speeds)))
+    queues = [LoadReservation(cluster.get(x).load, 5000) for x in ("p:1", "p:2")]
+    usual = placer.place(PlacementRequest(PROMPT), reserve=False)
+    assert usual is not None
+    assert usual.decision.path is PrefillPath.LOCAL
+    first = placer.place(PlacementRequest(PROMPT, prefill_only=True))
+    assert first is not None
+    assert first.decision.path is not PrefillPath.LOCAL
+    assert first.prefill_reservation is not None
+    assert first.decode_reservation is None
+    first.release()
+    for queue in queues:
+        queue.release()
 
 
 async def test_every_decision_can_be_written_out_and_its_terms_add_up(cluster: Cluster) -> None:

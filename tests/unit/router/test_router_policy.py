@@ -107,6 +107,36 @@ def test_the_default_has_decode_compute_what_would_wait() -> None:
     assert choose(policy.score(REQUEST, busy, decode), rng).path is None
 
 
+def taught(**factors: float) -> Speeds:
+    """A millisecond per token for a prompt, 10 for a decode step, times an instance's factor."""
+    speeds = Speeds(lambda: 0.0)
+    for name, factor in factors.items():
+        for amount in (100.0, 1000.0, 3000.0):
+            speeds.prefill.add(name, amount, amount * factor)
+            speeds.decode.add(name, 1.0, 10.0 * factor)
+    return speeds
+
+
+def test_a_difference_like_noise_makes_no_instance_slower_and_a_greater_one_does() -> None:
+    for factor, differ in ((1.15, False), (1.5, True)):
+        policy = make_policy("match_minus_load", PolicyContext(speeds=taught(a=1.0, b=factor)))
+        ratings = policy.score(REQUEST, side([0, 0], [500, 500], role=Role.PREFILL), side([0, 0], [500, 500]))
+        for scores in (ratings.prefill, ratings.decode):
+            assert bool(scores.totals[0] > scores.totals[1] + 1e-9) is differ
+            assert scores.totals[0] >= scores.totals[1]
+
+
+def test_what_an_instance_did_before_makes_no_prompt_late_beside_a_decode_instance() -> None:
+    """Between prefill instances it decides who is next; that all have done much is no reason to compute on decode."""
+    policy = make_policy("match_minus_load", PolicyContext(speeds=taught(a=1.0, b=1.0)))
+    prefill = side([0, 0], [0, 0], role=Role.PREFILL)
+    prefill.loads = np.array([20_000.0, 200_000.0])
+    scores = policy.score(REQUEST, prefill, side([0, 0])).prefill
+    assert scores.totals.max() == pytest.approx(0.0)
+    assert scores.totals[0] > scores.totals[1] + 0.5
+    assert sum(scores.explain(1).values()) == pytest.approx(scores.totals[1])
+
+
 def test_beta() -> None:
     pile = make_policy("match_minus_load", PolicyContext(beta=0.0))
     assert best(pile, side([0.01, 0], [1e9, 0])) == "a"

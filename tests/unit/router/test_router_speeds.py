@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,6 +134,68 @@ def test_conditional_disaggregation_falls_out_of_the_cost() -> None:
     for threshold, path in ((1, PrefillPath.REMOTE), (2000, PrefillPath.LOCAL)):
         overridden = Request(1000, kv_bytes_per_token=1.0, threshold=threshold)
         assert cheapest(knowing(), queued, pair(Role.DECODE, 960), overridden)[0] is path
+
+
+def test_an_operators_threshold_refuses_pairs_and_the_prefill_on_decode() -> None:
+    policy = make_policy("cost_ms", PolicyContext(speeds=knowing()))
+    request = Request(1000, kv_bytes_per_token=1.0, threshold=100)
+    ratings = policy.score(request, pair(Role.PREFILL, 0), pair(Role.DECODE, 0, 960))
+    assert ratings.pairs is not None
+    assert ratings.local is not None
+    assert [float(ratings.pairs.rows[d][0]) > -math.inf for d in range(2)] == [True, False]
+    assert [float(x) > -math.inf for x in ratings.local.totals] == [False, True]
+    assert ratings.pairs.explain(0, 1) == {"below_threshold": -math.inf}
+
+
+def test_a_prompt_computed_on_decode_counts_what_its_sequences_wait() -> None:
+    policy = make_policy("cost_ms", PolicyContext(speeds=knowing()))
+    decode = pair(Role.DECODE, 0, 0)
+    decode.trackers[1].requests = 10
+    local = policy.score(Request(1000), pair(Role.PREFILL, 0), decode).local
+    assert local is not None
+    assert local.totals[0] - local.totals[1] == pytest.approx(1000.0)  # a tenth of its computing for each of ten
+
+
+def test_no_store_is_loaded_from_that_has_nothing_more() -> None:
+    policy = make_policy("cost_ms", PolicyContext(speeds=knowing()))
+    decode = pair(Role.DECODE, 400, 400)
+    decode.loadable = np.array([400.0, 900.0])
+    store = policy.score(Request(1000, kv_bytes_per_token=1.0), pair(Role.PREFILL, 0), decode).store
+    assert store is not None
+    assert [float(x) > -math.inf for x in store.totals] == [False, True]
+
+
+def test_short_answers_cost_little_decoding() -> None:
+    speeds = knowing()
+    for _ in range(5):
+        speeds.decode.add("d0", 4, 40.0)
+    policy = make_policy("cost_ms", PolicyContext(speeds=speeds))
+    totals = [
+        float(
+            policy.score(Request(1000, max_tokens=most), pair(Role.PREFILL, 0), pair(Role.DECODE, 0)).decode.totals[0]
+        )
+        for most in (1, 10, 1_000_000, None)
+    ]
+    assert totals[1] == pytest.approx(10 * totals[0])
+    assert totals[2] == totals[3] < totals[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_pair_scores_more_than_the_bound_says(seed: int) -> None:
+    """Decode instances whose bound is below the best found are not looked at."""
+    rng = random.Random(seed)
+    factors = {f"p{p}d{d}": rng.uniform(0.5, 30.0) for p in range(3) for d in range(3)}
+    prefill = pair(Role.PREFILL, *[rng.randrange(1000) for _ in range(3)], work=(rng.random() * 500, 0, 900))
+    decode = pair(Role.DECODE, *[rng.randrange(1000) for _ in range(3)])
+    for tracker in decode.trackers:
+        tracker.prompts = 50_000
+    policy = make_policy("cost_ms", PolicyContext(speeds=knowing(**factors)))
+    ratings = policy.score(Request(1000, kv_bytes_per_token=1.0), prefill, decode)
+    assert ratings.pairs is not None
+    assert ratings.pairs.most is not None
+    found = np.array([ratings.prefill.totals + ratings.pairs.rows[d] for d in range(3)])
+    assert (found.max(axis=1) <= ratings.pairs.most + 1e-6).all()
+    assert choose(ratings, rng).score == pytest.approx(float((found + ratings.decode.totals[:, None]).max()))
 
 
 def test_what_decode_holds_is_not_computed_again_by_prefill() -> None:
