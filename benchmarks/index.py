@@ -17,7 +17,8 @@ goes without):
     ~/.cache/baton-bench/ai-dynamo-runtime/bin/pip install ai-dynamo-runtime==1.6.1
 
     python benchmarks/index.py --write
-    python benchmarks/index.py --fleets  decisions among 16, 64 and 256 instances of a role, one of them full or none
+    python benchmarks/index.py --fleets  decisions alone, also among 64 and 256 instances of a role, one of them full or
+                                         none; with --write they take their place in the result
     python benchmarks/index.py --growth  the longest stop while 4.3 million blocks come, the table doubling on the way
     python benchmarks/index.py --cut     an instance's event stream is cut for ten seconds, see
     router/index_parts/cut.py
@@ -196,6 +197,18 @@ def print_fleets(result: dict[str, Any]) -> bool:
     return fine
 
 
+def measure_placement(blocks: int, questions: int) -> dict[str, Any]:
+    """Time whole decisions: by the length of prompts, and by the number of instances."""
+    return {
+        "decision": measure_decisions(max(1, blocks // CHAIN), questions, DECISION_BARS_US),
+        "fleets": measure_fleets(FLEET_BARS_US["cost_ms"], FLEET_BARS_US, questions),
+    }
+
+
+def print_placement(result: dict[str, Any]) -> bool:
+    return all([print_decisions(result["decision"]), print_fleets(result["fleets"])])
+
+
 def print_growth(result: dict[str, float]) -> bool:
     x = result
     print(f"\n{x['blocks'] / 1e6:.1f} million blocks, {x['per_event']} per event, us of processor per event:")
@@ -222,13 +235,16 @@ def main() -> None:
     parser.add_argument("--no-rival", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(HERE.parent)}")
     parser.add_argument("--cut", action="store_true", help="measure only what a cut of the event stream does")
-    parser.add_argument("--fleets", action="store_true", help="measure only decisions among 16, 64 and 256 instances")
+    parser.add_argument("--fleets", action="store_true", help="measure only decisions")
     parser.add_argument("--growth", action="store_true", help="measure only the stops while the table grows")
     args = parser.parse_args()
     if args.growth:
         sys.exit(0 if print_growth(measure_growth(GROWTH_BLOCKS, 256, 3)) else 1)
     if args.fleets:
-        sys.exit(0 if print_fleets(measure_fleets(FLEET_BARS_US["cost_ms"], FLEET_BARS_US, 300)) else 1)
+        found = measure_placement(args.blocks, 300)
+        if args.write:
+            RESULT.write_text(json.dumps({**json.loads(RESULT.read_text()), **found}, indent=1) + "\n")
+        sys.exit(0 if print_placement(found) else 1)
     if args.cut:
         sys.exit(0 if print_cuts(asyncio.run(measure_cuts())) else 1)
     result: dict[str, Any] = {"rival": None if args.no_rival else RIVAL, "blocks": args.blocks}
@@ -245,10 +261,8 @@ def main() -> None:
     met = [print_index(name, measured) for name, measured in result["index"].items()]
     if len(result["index"]) < len(PRIORITIES):
         print("\nwith a real-time priority: not measured, this user may not have one (chrt -r 10)")
-    result["decision"] = measure_decisions(max(1, args.blocks // CHAIN), min(300, args.questions), DECISION_BARS_US)
-    fine = all([*met, print_decisions(result["decision"])])
-    result["fleets"] = measure_fleets(FLEET_BARS_US["cost_ms"], FLEET_BARS_US, min(300, args.questions))
-    fine = print_fleets(result["fleets"]) and fine
+    result |= measure_placement(args.blocks, min(300, args.questions))
+    fine = all([*met, print_placement(result)])
     result["growth"] = measure_growth(GROWTH_BLOCKS, 256, 3)
     fine = print_growth(result["growth"]) and fine
     result["machine"] = {"cpus": os.cpu_count(), "processor": platform.machine(), "numpy": np.__version__}

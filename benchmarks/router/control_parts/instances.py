@@ -9,8 +9,8 @@ much of what was used longest ago.
     python instances.py --role decode --count 96
 
 It prints the addresses, as JSON. On the line ``steps`` it prints how many steps all have taken since the last such
-line, over how many they should have: less than 1 where the machine is too slow. On the line ``pause`` it takes no more steps
-and prints how many blocks each holds.
+line, over how many they should have: less than 1 where the machine is too slow. On the line ``pause`` it takes no more
+steps and prints how many blocks each holds.
 """
 
 from __future__ import annotations

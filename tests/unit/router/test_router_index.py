@@ -244,6 +244,52 @@ def test_a_full_index_refuses_new_blocks_and_still_knows_the_old() -> None:
     assert index.match(second, ALL) == {two: 3}
 
 
+@pytest.mark.parametrize("stored", range(1226, 1250, 2))
+def test_a_block_that_goes_and_comes_again_while_the_table_grows(stored: int) -> None:
+    """At 1229 blocks the new buckets are made; until the last one has moved a block may be found in the old ones.
+
+    A free entry's first four bytes are the number of the next one: of the hashes here, which begin with zeros, that
+    leaves all as it was where the next free entry is the first.
+    """
+    blocks = [BlockHash(bytes(4) + i.to_bytes(4, "little") + bytes(24)) for i in range(2000)]
+    index = PrefixIndex()
+    slot = index.add()
+    for block in blocks[:stored]:
+        index.stored(slot, [block])
+    index.removed(slot, blocks[:1])
+    index.removed(slot, blocks[1200:1201])
+    index.stored(slot, blocks[1200:1201])
+    for block in blocks[stored:]:
+        index.stored(slot, [block])
+        assert index.match([blocks[1200]], ALL) == {slot: 1}
+    assert index.match(blocks[:1], ALL) == {}
+    assert index.match(blocks[1:], ALL) == {slot: len(blocks) - 1}
+    assert len(index) == index.num_blocks(slot) == len(blocks) - 1
+
+
+def test_free_entries_do_not_move_to_the_new_buckets() -> None:
+    """As above, with so many free entries that some are still free when their turn to move comes."""
+    blocks = [BlockHash(bytes(4) + i.to_bytes(4, "little") + bytes(24)) for i in range(2000)]
+    index = PrefixIndex()
+    slot = index.add()
+    for block in blocks[:1240]:
+        index.stored(slot, [block])
+    gone = [blocks[0], blocks[600], *blocks[700:1000]]
+    for block in gone:
+        index.removed(slot, [block])
+    for block in blocks[1240:1440]:
+        index.stored(slot, [block])
+    assert len(index) == 1440 - len(gone)
+    index.stored(slot, [blocks[600]])
+    assert len(index) == 1441 - len(gone)
+    for block in blocks[1440:]:
+        index.stored(slot, [block])
+        assert index.match([blocks[600]], ALL) == {slot: 1}
+    held = [x for x in blocks if x not in gone or x == blocks[600]]
+    assert all(index.match([x], ALL) == {slot: 1} for x in held)
+    assert len(index) == index.num_blocks(slot) == len(held)
+
+
 def test_a_dropped_slot_is_not_given_out_again_before_it_was_swept(index: PrefixIndex) -> None:
     index.add()
     slot = index.add()

@@ -181,6 +181,15 @@ def test_round_robin_is_fair_while_instances_come_and_go() -> None:
     assert "".join(chosen) == "abcabca"
 
 
+def test_round_robin_forgets_names_of_long_ago() -> None:
+    policy, names = make_policy("round_robin"), [InstanceId(f"pod-{i}") for i in range(10_000)]
+    for name in names:
+        policy.chosen(REQUEST, [name])
+    fleet = side([0, 0, 0])
+    fleet.ids = [names[-1], InstanceId("that was never chosen"), names[0]]
+    assert best(policy, fleet) == names[0], "it counts as never chosen, too, and is the first of these by name"
+
+
 def test_least_loaded() -> None:
     totals = make_policy("least_loaded").score(REQUEST, side([1.0, 0, 0], [5, 4, 6], role=Role.PREFILL), side()).prefill
     assert sorted(range(3), key=lambda i: -totals.totals[i]) == [1, 0, 2]
@@ -237,6 +246,12 @@ def test_a_session_stays_where_it_is_whatever_the_scores_say() -> None:
     for name, home in homes.items():
         others = side([0.0 if x == home else 1.0 for x in "abcd"], [200.0 if x == home else 150.0 for x in "abcd"])
         assert best(make_policy("session"), others, request=in_session(name)) == home
+
+
+def test_a_sessions_home_is_not_drawn() -> None:
+    policy = make_policy("session", PolicyContext(temperature=100.0))
+    assert policy.score(REQUEST, NONE, side()).temperature == 100.0
+    assert policy.score(in_session("s"), NONE, side()).temperature == 0.0
 
 
 def test_only_sessions_of_an_instance_that_left_move() -> None:
