@@ -20,7 +20,7 @@ import grpc.aio
 
 from baton.api.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from baton.errors import ConfigError, InternalError
-from baton.rpc.convert import finish_from_pb, logprob_from_pb, sampling_from_pb, text_delta_to_pb
+from baton.rpc.convert import add_to, finish_from_pb, logprob_from_pb, sampling_from_pb, text_delta_to_pb
 from baton.rpc.errors import readable
 from baton.seeds import sequence_seed
 from baton.token_ids import unpack_ids
@@ -206,7 +206,7 @@ class DirectAnswer:
         trace = None
         if response.HasField("trace"):
             trace = self._trace = response.trace
-            trace.num_migrations += 1
+            add_to(trace, "num_migrations", 1)
         out = self._response(deltas, trace)
         if not self._prompt_logprobs:
             out.prompt_logprobs.extend(response.prompt_logprobs)

@@ -175,6 +175,13 @@ def prompt_logprobs_from_pb(messages: list[common_pb2.TokenLogprob]) -> list[Tok
     return [logprob_from_pb(message) if message.rank else None for message in messages]
 
 
+def add_to(trace: common_pb2.RequestTrace, name: str, more: int) -> None:
+    """Add to a number of a trace; where a peer's was so large that the sum has no room, it is the largest there is."""
+    field = trace.DESCRIPTOR.fields_by_name[name]
+    most = 2**32 - 1 if field.cpp_type == field.CPPTYPE_UINT32 else 2**64 - 1
+    setattr(trace, name, min(most, getattr(trace, name) + more))
+
+
 def text_delta_to_pb(delta: TextDelta) -> router_pb2.TextDelta:
     """What one message brought to one sequence, to the wire."""
     return router_pb2.TextDelta(

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
+import functools
+import random
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
+import httpx
 import orjson
 from tests.fuzz.choices import Choices
 
 from baton.api.v1 import events_pb2
 from baton.errors import BatonError, ConfigError
 from baton.hashing import HashChain
+from baton.rpc.channel import Backoff
 from baton.rpc.registrations import read_registration
 from baton_router.accounts.accounts import Accounts, entries_of_json, entries_of_lines
+from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.discovery import redis as redis_discovery
-from baton_router.registry.discovery.kubernetes import UNREADABLE, Slices
+from baton_router.registry.discovery.kubernetes import UNANSWERED, GoneError, KubernetesDiscovery
+from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import Peers
 from baton_router.replication.wire import Entry, EntryError, decode, encode
 
@@ -128,25 +141,82 @@ _ACCOUNT = [
 ]
 
 
+class _Found:
+    """Who is told of addresses."""
+
+    def __init__(self) -> None:
+        self.addresses: set[str] = set()
+
+    def found(self, addresses: set[str]) -> None:
+        assert all(isinstance(each, str) for each in addresses)
+        self.addresses = addresses
+
+
+@functools.cache
+def _account() -> str:
+    path = Path(tempfile.mkdtemp(prefix="baton-fuzz-"))
+    atexit.register(shutil.rmtree, path)
+    (path / "token").write_text("token")
+    return str(path)
+
+
+def _slice(choices: Choices) -> dict[str, Any]:
+    names = ["metadata", "addressType", "ports", "endpoints", "name", "port", "conditions", "ready", "addresses"]
+    endpoint = {"addresses": [choices.text()], "conditions": {"ready": choices.pick([True, False, None])}}
+    return {
+        "metadata": {"name": choices.pick(["a", "b"]), "resourceVersion": "1"},
+        "ports": [{"name": "grpc", "port": choices.integer()}],
+        "endpoints": [endpoint | choices.fields(names, 1) for _ in range(choices.number(0, 2))],
+        **choices.fields(names, choices.pick([0, 0, 2])),
+    }
+
+
+def _json(choices: Choices, value: Any) -> bytes:
+    try:
+        data = orjson.dumps(value)
+    except TypeError:  # what no JSON can say
+        data = b"{}"
+    return choices.mutated(data) if choices.number(0, 15) == 0 else data
+
+
+def _answer(choices: Choices, request: httpx.Request) -> httpx.Response:
+    status = choices.pick([200] * 13 + [410, 500, 204])
+    if "watch" in request.url.params:
+        lines = []
+        for _ in range(choices.number(0, 4)):
+            kind = choices.pick(["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", ""])
+            item = {"code": choices.pick([410, 500])} if kind == "ERROR" else _slice(choices)
+            event = {"type": kind, "object": choices.pick([item] * 7 + [choices.value()])}
+            lines.append(_json(choices, event | choices.fields(["type", "object"], choices.pick([0, 0, 0, 1]))))
+        return httpx.Response(status, content=b"\n".join(lines))
+    page: dict[str, Any] = {"items": [_slice(choices) for _ in range(choices.number(0, 2))]}
+    page["metadata"] = {"resourceVersion": choices.pick(["7", "", 7])}
+    if choices.more() and choices.number(0, 3) == 0:
+        page["metadata"]["continue"] = choices.pick(["more", choices.value()])
+    page |= choices.fields(["items", "metadata"], choices.pick([0, 0, 0, 1]))
+    return httpx.Response(status, content=_json(choices, page))
+
+
 def kubernetes(data: bytes) -> None:
     """What an API server says of EndpointSlices gives addresses, or fails as the watch expects."""
-    choices, slices = Choices(data), Slices("grpc")
-    names = ["metadata", "addressType", "ports", "endpoints", "name", "port", "conditions", "ready", "addresses"]
-    for _ in range(choices.number(1, 4)):
-        endpoint = {"addresses": [choices.text()], "conditions": {"ready": choices.pick([True, False, None])}}
-        item = {
-            "metadata": {"name": choices.pick(["a", "b"]), "resourceVersion": "1"},
-            "ports": [{"name": "grpc", "port": choices.integer()}],
-            "endpoints": [endpoint | choices.fields(names, 1) for _ in range(choices.number(0, 2))],
-            **choices.fields(names, 2),
-        }
-        with contextlib.suppress(*UNREADABLE):
-            slices.apply(
-                choices.pick(["ADDED", "MODIFIED", "DELETED", ""]), choices.pick([item, item, choices.value()])
-            )
-        assert all(isinstance(each, str) for each in slices.addresses())
-        with contextlib.suppress(*UNREADABLE):
-            slices.replace([item, choices.value()])
+    choices, registry = Choices(data), None
+    config = RouterConfig(kubernetes_selector="a=b", kubernetes_api="http://api", kubernetes_account=_account())
+    config = replace(config, kubernetes_namespace="n", kubernetes_port="grpc")
+
+    async def follow() -> None:
+        watching = KubernetesDiscovery(config, cast("Registry", registry), None)
+        found: Any = _Found()
+        watching._roles = found
+        await watching._http.aclose()
+        transport = httpx.MockTransport(lambda request: _answer(choices, request))
+        async with httpx.AsyncClient(base_url="http://api", transport=transport) as http:
+            watching._http = http
+            while choices.more():
+                with contextlib.suppress(*UNANSWERED, GoneError):
+                    await watching._list()
+                    await watching._watch(Backoff(1.0, random.Random(1)))
+
+    asyncio.run(follow())
 
 
 def _registration(value: bytes) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -82,6 +83,40 @@ def test_who_uses_nothing_for_long_keeps_nothing() -> None:
     queue.remove(BlockId(15))
     queue.add([BlockId(15)])
     assert queue.pop(3) == [0, 1, 2]
+
+
+def test_who_uses_nothing_for_long_keeps_nothing_from_several_either() -> None:
+    clock = [0.0]
+    queue = queue_of(["idle"] * 2 + ["a"] * 6 + ["b"] * 8, clock)
+    queue.add([BlockId(0), BlockId(1)])
+    clock[0] = IDLE_S + 1
+    queue.add([BlockId(i) for i in range(2, 8)])
+    queue.add([BlockId(i) for i in range(8, 16)])
+    assert queue.pop(2) == [0, 1]  # fewer than the part that three would have
+    assert queue.pop(3) == [2, 3, 8]  # of what is beyond the parts of two, the oldest; then there is none of a's
+
+
+def test_of_several_that_have_most_the_one_that_was_here_last_gives() -> None:
+    for last, gives in (("a", 0), ("b", 2)):
+        queue = queue_of(["a", "a", "b", "b", "c"], [0.0], share=1.0)
+        blocks = {"a": [BlockId(0), BlockId(1)], "b": [BlockId(2), BlockId(3)]}
+        for tenant in sorted(blocks, key=lambda name: name == last):
+            queue.add(blocks[tenant])
+        queue._room = 6  # parts of 3
+        assert queue.pop(1) == [gives]
+
+
+def test_without_a_share_nobody_is_told_apart() -> None:
+    queue = queue_of(["a", "b", "c"], [0.0], share=0.0)
+    assert len(queue._tenants) == 1
+
+
+def test_tenants_with_blocks_are_not_looked_through_for_each_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    forget = EvictionQueue._forget_idle
+    monkeypatch.setattr(EvictionQueue, "_forget_idle", lambda queue: (looks.append(0), forget(queue)))
+    queue_of([f"tenant {i}" for i in range(4000)], [0.0])
+    assert len(looks) <= 3  # at 1024, 2048 and 4096
 
 
 def test_names_of_tenants_do_not_add_up() -> None:

@@ -132,6 +132,13 @@ def test_traces_of_several_attempts() -> None:
     assert TraceMerge().merged() == common_pb2.RequestTrace()
 
 
+def test_sums_of_traces_have_room() -> None:
+    traces = TraceMerge()
+    for attempt in range(2):
+        traces.update(attempt, common_pb2.RequestTrace(kv_bytes=2**64 - 1, num_preemptions=2**32 - 1))
+    assert traces.merged() == common_pb2.RequestTrace(kv_bytes=2**64 - 1, num_preemptions=2**32 - 1)
+
+
 def test_trace_metrics() -> None:
     registry = CollectorRegistry()
     metrics = DispatchMetrics(registry)

@@ -70,6 +70,14 @@ def test_a_success_between_failures_keeps_it_closed(clock: Clock) -> None:
     assert breakers.refused([bad, good]) == set()
 
 
+def test_a_client_that_leaves_between_failures_says_nothing_of_the_instance(clock: Clock) -> None:
+    breakers, bad, good, _ = make(clock)
+    for _ in range(3):
+        breakers.failed(bad)
+        breakers.ended(bad, well=False)
+    assert breakers.refused([bad, good]) == {("bad", 1)}
+
+
 def test_one_request_tries_it_after_the_pause(clock: Clock) -> None:
     breakers, bad, good, registry = make(clock)
     for _ in range(3):

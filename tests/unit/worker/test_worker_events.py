@@ -21,6 +21,10 @@ def block(i: int) -> BlockHash:
     return BlockHash(i.to_bytes(32, "little"))
 
 
+async def no_snapshot() -> tuple[int, list[KVEvent]]:
+    raise AssertionError("nobody needs a snapshot")
+
+
 class Follower:
     """Collects what a router would."""
 
@@ -75,7 +79,7 @@ async def test_a_follower_that_is_up_to_date_waits_for_news():
     assert [batch.sequence for batch in await waiting] == [2]
 
 
-@pytest.mark.parametrize(("start", "epoch"), [(2, b"other"), (1, EPOCH), (99, EPOCH)])
+@pytest.mark.parametrize(("start", "epoch"), [(7, b"other"), (5, EPOCH), (99, EPOCH)])
 async def test_who_cannot_be_replayed_gets_a_snapshot(start, epoch):
     log = KvEventLog(EPOCH, capacity=3, gather_s=0)
     for i in range(8):
@@ -164,6 +168,18 @@ async def test_closing_the_log_ends_every_stream() -> None:
     log.close()
     async with asyncio.timeout(30):
         assert await asyncio.gather(*waiting) == [None, None]
+
+
+async def test_behind_the_first_heartbeat_they_come_as_seldom_as_asked_for() -> None:
+    log = KvEventLog(EPOCH, gather_s=0)
+    stream = log.follow(1, EPOCH, no_snapshot, heartbeat_s=3600)
+    async with asyncio.timeout(30):
+        assert (await anext(stream)).heartbeat  # at once: who hears it knows that it has all there is
+        following = asyncio.ensure_future(anext(stream))
+        await asyncio.wait([following], timeout=0.05)  # fifty times as long as to the first one
+        assert not following.done()
+        log.append([CacheCleared()])
+        assert (await following).sequence == 1
 
 
 async def test_a_heartbeat_names_no_batch_that_was_not_sent() -> None:

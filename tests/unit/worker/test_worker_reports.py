@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from baton.api.v1 import common_pb2, events_pb2
+from baton.engine.request import EngineStats
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, KVEvent
 from baton.types import BlockHash, Epoch, Role
+from baton.worker import load_report
 from baton.worker.events import GATHER_BLOCKS, KvEventLog
-from baton.worker.load_report import is_urgent
+from baton.worker.load_report import LoadReporter, is_urgent
 
+NO_HITS = {"prefix_hit_tokens": 0, "prefix_query_tokens": 0}
 EPOCH = Epoch(b"e" * 16)
 BUSY = common_pb2.LoadReport(num_running=16, num_waiting=2, blocks_active=2000, waiting_prompt_tokens=40_000)
 
@@ -83,6 +87,41 @@ async def test_many_blocks_do_not_wait() -> None:
     assert log.sequence == 2
 
 
+async def test_who_asks_for_what_is_gathered_begins_a_new_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[asyncio.TimerHandle] = []
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def noted(*args: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*args))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    log = KvEventLog(EPOCH, gather_s=3600)
+    for i in range(3):
+        log.append([BlocksStored(None, (block(i),))])
+        log.flush()
+    assert [timer.cancelled() for timer in timers] == [True, True]
+
+
+def test_speeds_are_those_of_the_last_seconds_in_which_work_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(load_report.time, "monotonic", lambda: now)
+    reporter = LoadReporter()
+
+    def speeds(at: float, prefill: int, decode: int) -> tuple[float, float]:
+        nonlocal now
+        now = at
+        stats = EngineStats(*[0] * 8, prefill_tokens=prefill, decode_tokens=decode, **NO_HITS)
+        report = reporter.report(stats, draining=False)
+        return report.prefill_tokens_per_s, report.decode_tokens_per_s
+
+    assert speeds(100.5, 400, 10) == (0.0, 0.0)  # too short to tell
+    assert speeds(102.0, 1000, 20) == (500.0, 10.0)
+    assert speeds(104.0, 1000, 60) == (500.0, 20.0)  # nothing to prefill: no news of how fast that is
+    assert speeds(106.0, 1400, 60) == (200.0, 20.0)
+
+
 @pytest.mark.parametrize(
     ("change", "urgent"),
     [
@@ -93,6 +132,8 @@ async def test_many_blocks_do_not_wait() -> None:
         ({"num_waiting": 3}, False),
         ({"num_waiting": 0}, True),
         ({"num_waiting": 4}, True),
+        ({"num_loading": 3}, True),
+        ({"blocks_active": 1760}, False),  # an eighth is counted of what was told
         ({"blocks_active": 2300}, True),
         ({"waiting_prompt_tokens": 44_000}, False),
         ({"waiting_prompt_tokens": 34_000}, True),

@@ -26,7 +26,7 @@ from baton.errors import (
     QueueFullError,
     UnavailableError,
 )
-from baton.rpc.convert import finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
+from baton.rpc.convert import add_to, finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
 from baton.rpc.multiplex import Call, CallEnded, CallStream, FastPath, Reader
 from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
@@ -408,7 +408,7 @@ class TraceMerge:
                 out.CopyFrom(trace)
                 continue
             for name in _SUMS:
-                setattr(out, name, getattr(out, name) + getattr(trace, name))
+                add_to(out, name, getattr(trace, name))
             out.failed_prefills.extend(trace.failed_prefills)
             out.decode_instance = trace.decode_instance
             if not out.pipe and trace.pipe:

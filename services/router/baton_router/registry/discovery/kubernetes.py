@@ -39,11 +39,13 @@ _SILENCE_S = 310.0
 _LONGEST_PAUSE_S = 5.0
 _GONE = 410
 _LONGEST_ROLE_PAUSE_S = 2.0
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading JSON of another shape than the API's raises."""
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, httpx.InvalidURL)
+"""What reading JSON of another shape than the API's raises; a version that fits into no URL makes none."""
+UNANSWERED = (httpx.HTTPError, ConfigError, *UNREADABLE)
+"""What is raised where the API server gives no answer, or one that makes no sense."""
 
 
-class _GoneError(Exception):
+class GoneError(Exception):
     """The server remembers no more what came after a resource version."""
 
 
@@ -98,10 +100,10 @@ class KubernetesDiscovery:
                     away = False
                 await self._watch(backoff)
                 away = False
-            except _GoneError:
+            except GoneError:
                 log.info("Kubernetes: too old a resource version, listing anew")
                 self._version = ""
-            except (httpx.HTTPError, ConfigError, *UNREADABLE) as error:
+            except UNANSWERED as error:
                 if isinstance(error, UNREADABLE):
                     self._version = ""  # half of it may have been taken
                 # Once per absence, not once per try.
@@ -120,7 +122,7 @@ class KubernetesDiscovery:
         while True:
             answer = await self._http.get(self._path, params=parameters, headers=self._headers())
             if answer.status_code == _GONE:  # the list took too long to page through
-                raise _GoneError
+                raise GoneError
             answer.raise_for_status()
             page = orjson.loads(answer.content)
             items += page.get("items") or ()
@@ -136,7 +138,7 @@ class KubernetesDiscovery:
         """Follow changes until the stream ends.
 
         Raises:
-            _GoneError: Everything has to be listed anew.
+            GoneError: Everything has to be listed anew.
         """
         parameters = {
             "labelSelector": self._selector,
@@ -150,7 +152,7 @@ class KubernetesDiscovery:
             "GET", self._path, params=parameters, headers=self._headers(), timeout=timeout
         ) as answer:
             if answer.status_code == _GONE:
-                raise _GoneError
+                raise GoneError
             answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if line:
@@ -161,7 +163,7 @@ class KubernetesDiscovery:
         kind, item = event["type"], event["object"]
         if kind == "ERROR":
             if item.get("code") == _GONE:
-                raise _GoneError
+                raise GoneError
             raise ValueError(f"the watch ended: {item.get('message')}")
         self._version = item["metadata"]["resourceVersion"]
         if kind != "BOOKMARK":
