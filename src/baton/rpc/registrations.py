@@ -13,15 +13,15 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from baton.errors import BatonError, UnauthenticatedError
+from baton.errors import UnauthenticatedError
 from baton.rpc.redis_client import end_task, open_redis, redis_errors, redis_ms
 from baton.rpc.service_token import Token
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,6 @@ _RETRY_S = 0.5
 _SLACK_MS = 2000
 """How much longer than its key's life a signature counts: the key is written some time after it was signed."""
 _PURPOSE = b"registration in Redis"
-_PER_SCAN = 256
-_MAX_BYTES = 16 * 1024
-"""Of a registration, whatever stands in Redis."""
-_WRONG_TYPE = "WRONGTYPE"
-_MAX_TOLD = 64
-_Item = TypeVar("_Item")
 
 
 def instance_key(prefix: str, instance_id: str) -> str:
@@ -107,71 +101,6 @@ def read_registration(token: Token | None, key: str, value: bytes | str, now_ms:
     if not 0 <= fields["until_ms"] - now_ms <= 1000 * LEASE_TTL_S + 2 * _SLACK_MS:
         raise UnauthenticatedError("it is an old one", field="token")
     return fields, int(fields["until_ms"])
-
-
-class Registrations:
-    """Reads what is registered, and tells, once per change, of what is not believed.
-
-    Args:
-        redis: Where.
-        prefix: Of the keys; the name follows.
-        token: The services'; with one, what it has not signed is passed over.
-        refused: Hears how many a look passed over.
-    """
-
-    def __init__(self, redis: Redis, prefix: str, token: Token | None, refused: Callable[[int], None]) -> None:
-        self._redis, self._prefix, self._token, self._refused = redis, prefix, token, refused
-        self._latest: dict[str, int] = {}
-        self._told: set[str] = set()
-
-    async def read(self, parse: Callable[[Mapping[str, Any]], _Item]) -> dict[str, _Item]:
-        """Return who is registered now, by name.
-
-        Args:
-            parse: Reads the fields; raises a BatonError, or what reading JSON of another shape raises, if it cannot.
-        """
-        now_ms = await redis_ms(self._redis) if self._token is not None else 0
-        keys = [key async for key in self._redis.scan_iter(f"{self._prefix}*", count=_PER_SCAN)]
-        found: dict[str, _Item] = {}
-        latest: dict[str, int] = {}
-        wrong: dict[str, str] = {}
-        for data, value in zip(keys, await self._values(keys), strict=True):
-            if not value:  # its time ended in between
-                continue
-            key = data.decode(errors="replace")
-            name = key[len(self._prefix) :]
-            try:
-                fields, until_ms = read_registration(self._token, key, value, now_ms)
-                if until_ms < self._latest.get(name, 0):
-                    raise UnauthenticatedError("there was a later one", field="token")
-                found[name], latest[name] = parse(fields), until_ms
-            except (BatonError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                wrong[name] = str(error)
-        self._latest = {name: until for name, until in self._latest.items() if until >= now_ms} | latest
-        self._tell(wrong)
-        return found
-
-    async def _values(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return what stands under keys, of each no more than a registration can have; nothing: empty."""
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.getrange(key, 0, _MAX_BYTES - 1)
-            values = await pipeline.execute(raise_on_error=False)
-        for error in values:
-            if isinstance(error, Exception) and not str(error).startswith(_WRONG_TYPE):
-                raise error
-        return [value if isinstance(value, bytes) else b"" for value in values]
-
-    def _tell(self, wrong: Mapping[str, str]) -> None:
-        if wrong:
-            self._refused(len(wrong))
-        elif self._told:
-            log.info("all registrations in Redis (%s*) are believed again", self._prefix)
-            self._told.clear()
-        for name, why in wrong.items():
-            if name not in self._told and len(self._told) < _MAX_TOLD:
-                self._told.add(name)
-                log.warning("the registration %s%.64s in Redis is ignored: %s", self._prefix, name, why)
 
 
 class RedisPresence:

@@ -26,6 +26,7 @@ from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, redis_registration
 from baton_router.config import RouterConfig
 from baton_router.registry.discovery import discoveries
+from baton_router.registry.discovery.redis import RedisDiscovery
 from baton_router.registry.registry import Registry
 
 
@@ -46,8 +47,8 @@ class World:
         registry.start()
         self.stack.push_async_callback(registry.close)
         for source in discoveries(config, registry, None, None):
-            if hasattr(source, "_now"):
-                source._now = lambda: self.clock[0]
+            if isinstance(source, RedisDiscovery):
+                source.watch.now = lambda: self.clock[0]
             source.start()
             self.stack.push_async_callback(source.close)
         return registry

@@ -10,6 +10,7 @@ import contextlib
 import json
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 from baton.api.v1 import router_pb2, router_pb2_grpc, worker_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.redis_client import open_redis, redis_errors, redis_ms
-from baton.rpc.registrations import Registrations, instance_key, news_key, sign_registration
+from baton.rpc.registered import MAX_ANSWER_BYTES, Registrations
+from baton.rpc.registrations import instance_key, news_key, sign_registration
 from baton.rpc.service_token import read_token
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, Registration, redis_registration
@@ -245,14 +247,114 @@ async def test_what_others_write_does_not_fill_the_memory_of_who_looks(token_fil
         for at in range(3):
             await redis.setrange(instance_key("b", f"big{at}"), 32 << 20, b"x")
         refused: list[int] = []
-        registrations = Registrations(redis, instance_key("b", ""), token, refused.append)
+        registrations = Registrations(redis, instance_key("b", ""), token, itemgetter("address"), refused.append)
         tracemalloc.start()
         try:
-            assert list(await registrations.read(lambda fields: fields["address"])) == ["d0"]
+            assert list(await registrations.read()) == ["d0"]
             assert tracemalloc.get_traced_memory()[1] < 8 << 20
         finally:
             tracemalloc.stop()
         assert refused == [3]
         await redis.execute_command("ACL SETUSER", "default", "-get", "-mget", "-getrange")
         with pytest.raises(redis_errors()):  # no news, which is not the news that nobody is there
-            await registrations.read(lambda fields: fields["address"])
+            await registrations.read()
+
+
+async def test_however_many_keys_others_write_a_look_is_short_and_who_is_signed_is_found(
+    token_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = read_token(token_file)
+    async with RedisServer() as server, contextlib.aclosing(open_redis(server.url)) as redis:
+
+        async def register(name: str) -> None:
+            key = instance_key("b", name)
+            await redis.set(key, sign_registration(token, key, {"address": name}, await redis_ms(redis)))
+
+        async with redis.pipeline(transaction=False) as pipeline:
+            for at in range(20_000):
+                pipeline.set(instance_key("b", f"rogue{at}"), '{"address": "x"}')
+            await pipeline.execute()
+        await redis.set(instance_key("b", "n" * (8 << 20)), "a name that is too long")
+        await register("d0")
+        refused: list[int] = []
+        async with contextlib.aclosing(open_redis(server.url, most=MAX_ANSWER_BYTES)) as bounded:
+            registrations = Registrations(bounded, instance_key("b", ""), token, itemgetter("address"), refused.append)
+            assert await registrations.read_named(["d0"]) == {"d0": "d0"}  # by news: at once
+            for _ in range(50):
+                before = sum(refused)
+                assert "d0" in await registrations.read()  # who was believed is looked at each time
+                assert sum(refused) - before <= 3000
+                if registrations.whole:
+                    break
+            assert registrations.whole
+            assert sum(refused) >= 20_000
+            await register("d1")
+            looks = 0
+            while "d1" not in await registrations.read():  # found without news, too
+                looks += 1
+                assert looks < 50
+        assert caplog.text.count("more than") == 1
+
+
+async def test_entries_that_are_too_long_are_passed_over_unread(token_file: str) -> None:
+    async with RedisServer() as redis:
+        why: list[str] = []
+        logs = [RedisLog(redis.url, "baton", name, read_token(token_file), why.append) for name in ("r0", "r1")]
+        client: Any = open_redis(redis.url, timeout_s=30)
+        try:
+            for each in logs:
+                await each.connect()
+            await logs[0].publish(b"first")
+            found: list[bytes] = []
+            tracemalloc.start()
+
+            async def read() -> None:
+                while True:
+                    with contextlib.suppress(*redis_errors()):  # a busy machine: Redis took more than a second
+                        await logs[1].connect()  # as replicas do
+                        async for data in logs[1].read():
+                            found.extend(data)
+                            if b"last" in found:
+                                return
+
+            try:
+                reading = asyncio.create_task(read())
+                await until(lambda: asyncio.sleep(0, b"first" in found))
+                write = "redis.call('XADD', KEYS[1], '*', 'm', string.rep('x', ARGV[1]))"
+                for _ in range(2):
+                    await client.eval(write, 1, "baton:replicas", 32 << 20)
+                await client.xadd("baton:replicas", {f"f{at}": b"x" * 1000 for at in range(4500)})
+                await until(lambda: asyncio.sleep(0, bool(why)))
+                assert tracemalloc.get_traced_memory()[1] < 30 << 20
+            finally:
+                tracemalloc.stop()
+
+            async def heard() -> bool:
+                await logs[0].publish(b"last")
+                return reading.done()
+
+            await until(heard)
+            assert set(found) == {b"first", b"last"}
+            assert set(why) == {"it is too long"}
+        finally:
+            await client.aclose()
+            for each in logs:
+                await each.close()
+
+
+async def test_news_that_are_too_long_keep_nobody_from_being_found(token_file: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(RedisServer())
+        client: Any = open_redis(redis.url, timeout_s=30)
+        stack.push_async_callback(client.aclose)
+        write = "redis.call('XADD', KEYS[1], '*', 'instance', string.rep('x', ARGV[1]))"
+        await client.eval(write, 1, news_key("baton"), 64 << 20)
+        flags = ("--redis", redis.url, "--discover", "redis", "--token-file", token_file)
+        process = await stack.enter_async_context(router(*flags))
+        worker = await stack.enter_async_context(honest(Role.DECODE, "d0", token_file))
+        await client.eval(write, 1, news_key("baton"), 64 << 20)
+        identity = Identity(worker.address, InstanceId("d0"), Role.DECODE, worker.epoch)
+        registration = redis_registration(redis.url, "baton", identity, read_token(token_file))
+        registration.start()
+        stack.push_async_callback(registration.stop)
+        await until(lambda: serves(process))

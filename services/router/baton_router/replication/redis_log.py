@@ -11,19 +11,24 @@ holds; and the first replica to come also writes down what it remembers of the o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.rpc.redis_client import open_redis, redis_ms
+from baton.rpc.redis_client import RedisStream, open_redis, redis_ms
 from baton.rpc.service_token import Token
+from baton_router.replication.wire import MAX_ENTRY_BYTES
 
 SETTLE_MS = 3000
 STREAM_LENGTH = 4096
 READ_BLOCK_MS = 400
 _READ_BACK_MS = 3000
+_FIELDS_BYTES = 16 * 1024
+"""Of an entry, beside what it says: its number, its signature, names."""
+_PAUSES = 5.0
 _FRESH_MS = 10_000
 """How long after it was signed an entry may come into the stream: what is older was brought back by somebody."""
 _PURPOSE = b"stream of replicas in Redis"
@@ -103,20 +108,21 @@ class RedisLog:
     def __init__(
         self, url: str, prefix: str, replica: str, token: Token | None, refused: Callable[[str], None]
     ) -> None:
-        self._redis = open_redis(url)
-        self._token, self._refused = token, refused
+        self._redis = open_redis(url, most=MAX_ENTRY_BYTES + _FIELDS_BYTES)
+        self._token, self._tell_refused = token, refused
+        self._num_refused = 0
         self._ahead_ms = 0
         self._prefix, self._replica = prefix, replica
         self._stream = f"{prefix}:replicas"
         self._claim = self._redis.register_script(_CLAIM)
         self._reclaim = self._redis.register_script(_RECLAIM)
-        self._position = "0-0"
+        self._entries = RedisStream(self._redis, self._stream, lambda: self._refused("it is too long"))
 
     async def connect(self) -> None:
         """Check that Redis answers; reading begins a few seconds back."""
         now_ms = await redis_ms(self._redis)
         self._ahead_ms = now_ms - _monotonic_ms()
-        self._position = f"{max(0, now_ms - _READ_BACK_MS)}-0"
+        self._entries.position = f"{max(0, now_ms - _READ_BACK_MS)}-0"
 
     async def close(self) -> None:
         """End the connections."""
@@ -139,10 +145,12 @@ class RedisLog:
     async def read(self) -> AsyncIterator[list[bytes]]:
         """Yield entries as they come, several at a time."""
         while True:
-            answer: Any = await self._redis.xread({self._stream: self._position}, count=256, block=READ_BLOCK_MS)
-            for _, entries in _items(answer):
-                self._position = entries[-1][0].decode() if isinstance(entries[-1][0], bytes) else entries[-1][0]
-                yield [fields[b"m"] for number, fields in entries if fields and self._is_believed(number, fields)]
+            began, refused = time.thread_time(), self._num_refused
+            entries = await self._entries.read(READ_BLOCK_MS)
+            if entries:
+                yield [fields[b"m"] for number, fields in entries if self._is_believed(number, fields)]
+            if self._num_refused > refused:  # somebody writes here who should not: that takes a part of the time
+                await asyncio.sleep(_PAUSES * (time.thread_time() - began))
 
     async def claim(self, claims: list[Claim]) -> list[int]:
         """Set the units that this replica holds; returns how many it was given."""
@@ -172,6 +180,10 @@ class RedisLog:
                 pipeline.hdel(self._units(instance), self._replica)
             pipeline.hdel(self._key("members"), self._replica)
             await pipeline.execute()
+
+    def _refused(self, why: str) -> None:
+        self._num_refused += 1
+        self._tell_refused(why)
 
     def _is_believed(self, number: bytes | str, fields: dict[bytes, bytes]) -> bool:
         data = fields.get(b"m")
@@ -203,10 +215,3 @@ def _monotonic_ms() -> int:
 def _entry_ms(number: bytes | str) -> int:
     """Return when Redis took an entry."""
     return int(number.partition(b"-")[0] if isinstance(number, bytes) else number.partition("-")[0])
-
-
-def _items(answer: Any) -> list[tuple[Any, list[Any]]]:
-    """Return what XREAD answered, stream by stream; nothing came: an empty list."""
-    if not answer:
-        return []
-    return list(answer.items()) if isinstance(answer, dict) else list(answer)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +18,9 @@ from baton.errors import BatonError, ConfigError, QueueFullError, UnavailableErr
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.kv_transfer.connector.store.backend import ChainPart, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient
-from baton.rpc.redis_client import end_task, open_redis, redis_errors
-from baton.rpc.registrations import LEASE_TTL_S, Registrations, store_news_key, store_node_key
+from baton.rpc.redis_client import end_task, open_redis
+from baton.rpc.registered import MAX_ANSWER_BYTES, Registrations, RegistrationWatch
+from baton.rpc.registrations import LEASE_TTL_S, store_news_key, store_node_key
 from baton.rpc.service_token import Token
 from baton.types import BlockHash, Tenant
 
@@ -246,9 +246,7 @@ class FixedMembership:
         """There is nothing to stop."""
 
 
-_NEWS_MS = 500
 _LOOK_S = LEASE_TTL_S / 3
-_RETRY_S = 0.5
 
 
 class NodeList(Protocol):
@@ -280,12 +278,9 @@ class RedisMembership:
         refused: Callable[[int], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis = open_redis(url)
-        self._registrations = Registrations(self._redis, store_node_key(prefix, ""), token, refused)
-        self._prefix, self._now = prefix, now
-        self._seen: dict[str, tuple[str, float]] = {}
-        self._since = self._next_look = now()
-        self._position: bytes | str = "0-0"
+        self._redis = open_redis(url, most=MAX_ANSWER_BYTES)
+        registrations = Registrations(self._redis, store_node_key(prefix, ""), token, _parse, refused)
+        self._watch = RegistrationWatch(registrations, store_news_key(prefix), "store nodes", look_s=_LOOK_S, now=now)
         self._looked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -311,46 +306,11 @@ class RedisMembership:
         await self._redis.aclose()
 
     async def _run(self, nodes: NodeList) -> None:
-        away = False
-        while True:
-            try:
-                latest: Any = await self._redis.xrevrange(store_news_key(self._prefix), count=1)
-                self._position = latest[0][0] if latest else "0-0"
-                self._since = self._now()  # before the look: while Redis was away no key counts as missing
-                await self._look(nodes)
-                away = False
-                while True:
-                    if await self._news() or self._now() >= self._next_look:
-                        await self._look(nodes)
-            except redis_errors() as error:
-                # Once per absence, not once per try.
-                log.log(logging.DEBUG if away else logging.WARNING, "Redis is away, store nodes are kept: %s", error)
-                away = True
-            await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
+        def take(addresses: Collection[str]) -> None:
+            nodes.set(addresses)
+            self._looked.set()
 
-    async def _news(self) -> bool:
-        """Wait for news; ``False``: there was none for a while."""
-        stream = store_news_key(self._prefix)
-        answer: Any = await self._redis.xread({stream: self._position}, count=256, block=_NEWS_MS)
-        found = False
-        for _, entries in list(answer.items()) if isinstance(answer, dict) else answer or ():
-            found, self._position = True, entries[-1][0]
-            for _, news in entries:
-                if news.get(b"what") == b"left":
-                    self._seen.pop(news.get(b"instance", b"").decode(errors="replace"), None)
-        return found
-
-    async def _look(self, nodes: NodeList) -> None:
-        """Read all keys, and tell who there is."""
-        now = self._now()
-        self._next_look = now + _LOOK_S
-        for name, address in (await self._registrations.read(_parse)).items():
-            self._seen[name] = address, now
-        before = now - LEASE_TTL_S
-        if self._since <= before:
-            self._seen = {name: item for name, item in self._seen.items() if item[1] > before}
-        nodes.set(address for address, _ in self._seen.values())
-        self._looked.set()
+        await self._watch.run(take)
 
 
 def _parse(fields: Mapping[str, Any]) -> str:
