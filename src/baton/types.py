@@ -200,7 +200,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("top_p", _ABOVE_0, 1.0, "above 0 and at most 1"),
     ("top_k", -1, math.inf, "-1, 0 or positive"),
     ("min_p", 0.0, 1.0, "between 0 and 1"),
-    ("repetition_penalty", _ABOVE_0, 100.0, "above 0 and at most 100"),
+    ("repetition_penalty", 0.01, 100.0, "between 0.01 and 100"),
     ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
     ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
     ("seed", 0, 2**64 - 1, "between 0 and 2^64 - 1"),

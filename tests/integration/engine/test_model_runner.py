@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from baton.config import EngineConfig
 from baton.engine.build import make_arena, plan_kv_blocks
 from baton.engine.executor.base import Executor, load_executor
-from baton.engine.models.loader import model_digest, quiet_transformers, weight_files
+from baton.engine.llm import LLM
+from baton.engine.models.loader import quiet_transformers
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError
+from baton.types import SamplingParams
 
 BLOCK = 16
 
@@ -154,17 +156,17 @@ def test_settings_that_cannot_work(llama, changes, field):
     assert refused(llama, **changes).field == field
 
 
-def digest(path: Any) -> str:
-    return model_digest(path, weight_files(path))
-
-
-def test_the_digest_follows_the_content_and_not_the_name(llama, tmp_path):
+def test_ends_beyond_the_vocabulary_are_left_out(llama, tmp_path, caplog):
     copy = shutil.copytree(llama, tmp_path / "copy")
-    assert digest(copy) == digest(llama)
-    weights = load_file(copy / "model.safetensors")
-    weights["model.layers.0.mlp.up_proj.weight"][3, 5] += 1
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    assert digest(copy) != digest(llama)
+    vocab = json.loads((copy / "config.json").read_text())["vocab_size"]
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 3, vocab]}))
+    with LLM(config(copy)) as llm:
+        assert f"[-1, {vocab}]" in caplog.text
+        sampling = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=5)
+        held, beside = llm.generate([[5, 6, 7], [8, 9]], [sampling, SamplingParams(temperature=0.0, max_tokens=6)])
+        assert 5 <= len(held.token_ids) <= 6
+        assert 3 not in held.token_ids[:5]
+        assert beside.token_ids
 
 
 def test_another_rope_is_another_fingerprint(llama, tmp_path):

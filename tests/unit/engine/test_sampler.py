@@ -22,8 +22,9 @@ from transformers import (
 from baton.engine.sample.filters import CHUNK, filter_batch, filtered_probs, kth_greatest, nucleus_threshold
 from baton.engine.sample.penalties import apply_edits
 from baton.engine.sample.sampler import SamplerRow, draw, draw_keys, exponentials, sample, token_logprobs
+from baton.errors import InvalidRequestError
 from baton.seeds import request_seed, sequence_seed
-from baton.types import SamplingParams
+from baton.types import RANGES, SamplingParams
 
 VOCAB = 97
 NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
@@ -379,3 +380,50 @@ def test_a_mask_that_allows_nothing_is_a_bad_row() -> None:
     rows = [row(SamplingParams(temperature=0.0)), row(SamplingParams(seed=3))]
     rows[1].mask = np.zeros(VOCAB, np.bool_)
     assert sample(logits_of(1, rows=2), rows).bad_rows == (1,)
+
+
+# Any parameters that are accepted
+
+_EXTREMES = {name: (low, high) for name, low, high, _ in RANGES}
+
+
+def _within(name: str, *usual: float) -> st.SearchStrategy[float]:
+    return st.sampled_from([*_EXTREMES[name], *usual])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    temperature=_within("temperature", 1.0, 1e-40),
+    top_p=_within("top_p", 0.9),
+    top_k=st.sampled_from([-1, 0, 1, 5, VOCAB, 10 * VOCAB]),
+    min_p=_within("min_p", 0.05),
+    repetition=_within("repetition_penalty", 1.0, 1.2),
+    presence=_within("presence_penalty", 0.0),
+    frequency=_within("frequency_penalty", 0.0),
+    seed=st.sampled_from([0, 2**63, 2**64 - 1]),
+    bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 100.0]), max_size=3),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]),
+)
+def test_no_parameters_that_are_accepted_break_a_row_or_the_one_beside_it(
+    temperature: float, top_p: float, top_k: int, min_p: float, repetition: float, presence: float, frequency: float,
+    seed: int, bias: dict[int, float], scale: float,
+) -> None:  # fmt: skip
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition,
+        presence_penalty=presence, frequency_penalty=frequency, seed=seed, logit_bias=bias, logprobs=2, min_tokens=9,
+    )  # fmt: skip
+    params.validate(vocab_size=VOCAB)
+    tokens = [1, 2, 2, 3]
+    odd = row(params, seed=seed, prompt=tokens, output=tokens, stop=[VOCAB - 1])
+    logits = logits_of(3, rows=2, scale=scale)
+    found = sample(logits.clone(), [odd, row(SamplingParams(temperature=1.0), seed=4)])
+    assert not found.bad_rows
+    assert 0 <= found.token_ids[0] < VOCAB - 1
+    alone = sample(logits[1:].clone(), [row(SamplingParams(temperature=1.0), seed=4)])
+    assert found.token_ids[1] == alone.token_ids[0]
+
+
+def test_penalties_that_overflow_are_refused() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(repetition_penalty=1e-40).validate(vocab_size=VOCAB)
+    assert refused.value.field == "repetition_penalty"

@@ -150,7 +150,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """[0, 1]; 0: off"""
     repetition_penalty: _builtins.float
-    """> 0; unset: 1.0 (off)"""
+    """0.01 to 100; unset: 1.0 (off)"""
     presence_penalty: _builtins.float
     """[-2, 2]"""
     frequency_penalty: _builtins.float

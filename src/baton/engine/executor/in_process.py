@@ -18,7 +18,8 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.models.loader import LoadedModel, model_digest, quiet_transformers, rope_digest
+from baton.engine.models.checkpoint import model_digest, rope_digest
+from baton.engine.models.loader import LoadedModel, quiet_transformers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
 from baton.errors import ConfigError, InternalError

@@ -1,16 +1,12 @@
 """Loads a model for the engine and refuses, with one clear line, what Baton could only run wrongly.
 
-Weights are safetensors files, which are checked to be whole before transformers reads them; ``model_digest`` and
-``rope_digest`` identify a checkpoint without loading it.
+Weights are safetensors files, which are checked to be whole before transformers reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from baton.config import EngineConfig
+from baton.engine.models.checkpoint import WeightFile, weight_files
 from baton.errors import ConfigError
 from baton.tokenizer.model_files import model_directory, read_json
 
@@ -28,21 +25,7 @@ log = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-INDEX_NAME = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000
-SAMPLE_BYTES = 4096
-SAMPLES_PER_FILE = 256
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """One safetensors file: its JSON header as it stands in the file, and where its data begins and ends (bytes)."""
-
-    path: Path
-    header: bytes
-    data_start: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +153,11 @@ def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
     value = getattr(text_config, "eos_token_id", None)
     generation = GenerationConfig.from_dict(read_json(folder / "generation_config.json"))
     value = generation.eos_token_id if generation.eos_token_id is not None else value
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+    ids = frozenset([value] if isinstance(value, int) else value or ())
+    unknown = sorted(i for i in ids if not 0 <= i < text_config.vocab_size)
+    if unknown:  # no token is one of them, and a ban of them before ``min_tokens`` would hit another or none at all
+        log.warning("eos_token_id has %s, of a vocabulary of %d: left out", unknown, text_config.vocab_size)
+    return ids.difference(unknown)
 
 
 @contextlib.contextmanager
@@ -188,98 +173,3 @@ def quiet_transformers() -> Iterator[None]:
         logging_utils.set_verbosity(level)
         if bars:
             logging_utils.enable_progress_bar()
-
-
-def weight_files(folder: Path) -> list[WeightFile]:
-    """Return the checkpoint's safetensors files, each checked to be as long as its header says.
-
-    Raises:
-        ConfigError: No safetensors file, a shard of the index is missing, or a file is truncated or corrupt.
-    """
-    index = folder / INDEX_NAME
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigError(f"{index}: has no weight_map", field="model")
-        names = sorted({str(name) for name in weight_map.values()})
-        for name in names:
-            if Path(name).name != name or not (folder / name).exists():
-                raise ConfigError(
-                    f"model folder {str(folder)!r} lacks the weight file {name!r} of its index", field="model"
-                )
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        raise ConfigError(f"model folder {str(folder)!r} has no safetensors weights", field="model")
-    return [read_header(folder / name) for name in names]
-
-
-def read_header(path: Path) -> WeightFile:
-    """Read and check a safetensors file's header: 8 bytes of length, JSON, then exactly the data that it describes.
-
-    Raises:
-        ConfigError: The file is truncated or no safetensors file.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise ConfigError(f"{path}: not a safetensors file, or truncated ({size} bytes)", field="model")
-        header = file.read(length)
-    try:
-        tensors = json.loads(header)
-        end = max((item["data_offsets"][1] for name, item in tensors.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path}: corrupt safetensors header", field="model") from error
-    if 8 + length + end != size:
-        raise ConfigError(
-            f"{path}: truncated or corrupt: {size} bytes, but its header describes {8 + length + end}", field="model"
-        )
-    return WeightFile(path, header, 8 + length, size)
-
-
-def model_digest(folder: Path, files: list[WeightFile]) -> str:
-    """Return a SHA-256 (hex) over the config, and per weight file its name, size, header and samples of its data.
-
-    The samples are spread evenly, 1 MiB in all per file, so that fine-tunes of one architecture differ and a
-    checkpoint of 100 GB costs milliseconds. It identifies a checkpoint; it does not prove that no bit flipped.
-    """
-    digest = hashlib.sha256()
-
-    def add(data: bytes) -> None:
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-
-    config = read_json(folder / "config.json")
-    for name in ("transformers_version", "_name_or_path"):
-        config.pop(name, None)
-    add(json.dumps(config, sort_keys=True).encode())
-    for file in files:
-        add(file.path.name.encode())
-        add(file.size.to_bytes(8, "little"))
-        add(file.header)
-        for sample in _samples(file):
-            add(sample)
-    return digest.hexdigest()
-
-
-def _samples(file: WeightFile) -> list[bytes]:
-    data = file.size - file.data_start
-    with file.path.open("rb") as handle:
-        if data <= SAMPLE_BYTES * SAMPLES_PER_FILE:
-            handle.seek(file.data_start)
-            return [handle.read()]
-        last = data - SAMPLE_BYTES
-        offsets = [file.data_start + last * i // (SAMPLES_PER_FILE - 1) for i in range(SAMPLES_PER_FILE)]
-        return [os.pread(handle.fileno(), SAMPLE_BYTES, offset) for offset in offsets]
-
-
-def rope_digest(text_config: dict[str, Any]) -> str:
-    """Return a digest (16 hex digits) of what decides the rotary embedding, from the text model's resolved config."""
-    names = sorted(
-        name
-        for name in text_config
-        if name.startswith(("rope", "rotary", "partial_rotary", "original_max_position")) or name == "no_rope_layers"
-    )
-    text = json.dumps({name: text_config[name] for name in names}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
