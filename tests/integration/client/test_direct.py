@@ -323,6 +323,31 @@ def test_a_ticket_has_an_end_and_belongs_to_one_process() -> None:
         TicketCheck(KEY, Bearer("d0", b"epoch"), lambda: clock[0]).verify(request)
 
 
+@pytest.mark.parametrize("jump_s", [-86400.0, -31.0, 31.0, 86400.0])
+def test_a_clock_that_jumps_makes_no_ticket_count_twice_nor_for_ever(jump_s: float) -> None:
+    clock = [1e9]
+    check = TicketCheck(KEY, Bearer("d0", b"epoch"), lambda: clock[0])
+
+    def ticket(name: str) -> worker_pb2.GenerateRequest:
+        request = worker_pb2.GenerateRequest(request_id=name, prompt_token_ids=pack_ids([1, 2]))
+        sign(KEY, request, Bearer("d0", b"epoch"), life_s=30, now=lambda: clock[0])
+        return request
+
+    used, unused = ticket("used"), ticket("unused")
+    check.verify(used)
+    clock[0] += jump_s
+    with pytest.raises(PermissionDeniedError):
+        check.verify(used)
+    if jump_s > 0:
+        with pytest.raises(PermissionDeniedError, match="expired"):
+            check.verify(unused)
+    clock[0] = 1e9 + 29  # back again, and the ticket not yet over: still used once
+    for number in range(100):
+        check.verify(ticket(str(number)))
+    with pytest.raises(PermissionDeniedError, match="used before"):
+        check.verify(used)
+
+
 def test_a_key_must_be_there_and_long_enough(tmp_path: Path) -> None:
     assert read_ticket_key("") is None
     for name, content in (("missing", None), ("short", b"secret\n")):

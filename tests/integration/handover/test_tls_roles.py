@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 from tests.support.servers.certificates import Authority, Certificate
 from tests.support.transport_rig import Rig, soon
@@ -190,3 +192,48 @@ def test_a_pattern_that_is_none() -> None:
         "decode"
     }
     assert not CertificateRoles(PATTERN).of(["spiffe://example.org/baton/root", "spiffe://example_org/baton/admin"])
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends"), [("20200101000000Z", "20200102000000Z"), ("20980101000000Z", "20990101000000Z")]
+)
+async def test_a_certificate_that_does_not_count_now_gets_through_no_handshake(
+    tmp_path: Path, begins: str, ends: str
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    uri = PATTERN.format(role="admin")
+    ours = authority.issue("store", names=f"{HOSTS},URI:{uri}")
+    server = KVStoreServer(KVStoreConfig(capacity_bytes=1 << 20, **flags(ours)))  # type: ignore[arg-type]
+    await server.start()
+    try:
+        shown = authority.issue("late", names=f"{HOSTS},URI:{uri}", begins=begins, ends=ends)
+        foreign = Authority(tmp_path / "other").issue("rogue", names=f"{HOSTS},URI:{uri}")
+        for each in (shown, foreign):
+            credentials = as_shown(each, ours)
+            async with grpc.aio.secure_channel(server.address, credentials) as channel:
+                stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.Delete(kvstore_pb2.DeleteRequest(tenant="acme"), timeout=20)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop(0)
+
+
+def as_shown(certificate: Certificate, theirs: Certificate) -> grpc.ChannelCredentials:
+    """Return what shows a certificate that Baton itself would refuse to show, and believes a server of theirs."""
+    files = (Path(name) for name in (theirs.ca, certificate.key, certificate.cert))
+    return grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+
+
+async def test_a_clients_certificate_registers_no_instance(shown: Callable[[str], Certificate]) -> None:
+    app = RouterApp(RouterConfig(port=0, grpc_port=0, **flags(shown("router"))))  # type: ignore[arg-type]
+    await app.start()
+    stub, address = router_pb2_grpc.RouterServiceStub, f"127.0.0.1:{app.grpc_port}"
+    try:
+        request = router_pb2.RegisterRequest(address="127.0.0.1:1", instance_id="rogue")
+        for role in ("client", "kvstore", "router", "none"):
+            with pytest.raises(PermissionDeniedError, match="may not call Register"):
+                await call(address, shown(role), stub, "Register", request)
+        assert not list(app.registry.instances())
+    finally:
+        await app.stop()
