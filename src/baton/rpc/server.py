@@ -52,6 +52,10 @@ CONNECTION_OPTIONS: list[tuple[str, Any]] = [
     # message. Its answer decides how much may be on its way; that is fixed instead: 20 MB/s over 50 ms.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 1024 * 1024),
+    # What is compressed is refused: a message's bound is looked at after it was unpacked, and a megabyte of it, of
+    # somebody who knows no token, can be a gigabyte.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.per_message_decompression", 0),
 ]
 """Of both ends."""
 _OPTIONS: list[tuple[str, Any]] = [

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.api.v1 import auth_pb2, router_pb2, router_pb2_grpc
 from baton.rpc import channel as channel_module
 from baton.rpc import connections, server
 from baton.rpc.channel import open_channel
@@ -225,3 +225,38 @@ async def test_a_watcher_that_leaves_takes_no_news_from_others() -> None:
         assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         for call in (stays, unknown):
             call.cancel()
+
+
+async def test_what_is_compressed_is_refused_and_not_unpacked() -> None:
+    request = health_pb2.HealthCheckRequest(service="x" * (40 << 20))  # more than a message may have, once unpacked
+    async with running() as here:
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(here.address, options, compression=grpc.Compression.Gzip) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert await here.serves()
+
+
+async def test_answers_of_a_stranger_are_not_unpacked_either() -> None:
+    async def challenge(request: Any, context: Any) -> auth_pb2.ChallengeResponse:
+        return auth_pb2.ChallengeResponse(nonce=bytes(40 << 20))
+
+    handler = grpc.unary_unary_rpc_method_handler(
+        challenge, response_serializer=auth_pb2.ChallengeResponse.SerializeToString
+    )
+    rogue = grpc.aio.server(
+        options=[("grpc.max_send_message_length", -1)],
+        compression=grpc.Compression.Gzip,
+    )
+    name = "baton.api.v1.AuthService"
+    rogue.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Challenge": handler}),))
+    port = rogue.add_insecure_port("127.0.0.1:0")
+    await rogue.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}", token=TOKEN) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # RESOURCE_EXHAUSTED comes after unpacking
+    finally:
+        await rogue.stop(0)
