@@ -41,6 +41,15 @@ def _names(choices: Choices) -> list[bytes]:
     return made if choices.number(0, 7) else [each[: choices.number(0, 40)] for each in made]
 
 
+def _put(choices: Choices, said: events_pb2.KvBlocksStored | events_pb2.KvBlocksRemoved) -> None:
+    """Name blocks, one by one or packed."""
+    if choices.flag():
+        whole = [each for each in _names(choices) if len(each) == 32]  # of half a hash the index knows half
+        said.packed_hashes = b"".join(whole) + choices.take(choices.pick([0, 0, 31]))
+    if choices.flag() or not said.packed_hashes:
+        said.block_hashes.extend(_names(choices))
+
+
 def events(data: bytes) -> None:
     """Any batches in any order: applied, or a gap; afterwards the index holds what a plain set says it does."""
     choices, index, now = Choices(data), PrefixIndex(), [0.0]
@@ -60,10 +69,10 @@ def events(data: bytes) -> None:
         for _ in range(choices.number(0, 3)):
             event, kind = batch.events.add(), choices.number(0, 3)
             if kind == 0:
-                event.stored.block_hashes.extend(_names(choices))
+                _put(choices, event.stored)
                 event.stored.tier = choices.pick(_TIERS)
             elif kind == 1:
-                event.removed.block_hashes.extend(_names(choices))
+                _put(choices, event.removed)
                 event.removed.tier = choices.pick(_TIERS)
             elif kind == 2:
                 event.cleared.tier = choices.pick(_TIERS)
@@ -84,7 +93,10 @@ def events(data: bytes) -> None:
             if name == "cleared":
                 held[at] = set()
                 continue
-            right = {each for each in getattr(event, name).block_hashes if len(each) == 32}
+            said = getattr(event, name)
+            right = {each for each in said.block_hashes if len(each) == 32}
+            whole = range(0, len(said.packed_hashes) - 31, 32)
+            right |= {said.packed_hashes[at : at + 32] for at in whole}
             held[at] = held[at] | right if name == "stored" else held[at] - right
         if exact[at]:
             assert applier.num_blocks == len(held[at])

@@ -75,6 +75,59 @@ def test_a_flood_of_one_peer_hides_no_other_peer() -> None:
     assert count(lines, "authentication_failed") == 1001
 
 
+def test_quiet_time_saves_up_no_more_than_a_burst() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    log = AuditLog(lines.append, clock)
+    for peer in ("10.0.0.1", "10.0.0.2"):
+        log.record("denied", {"peer": peer})
+    clock.now = SECONDS - 1
+    for at in range(1000):
+        log.record("denied", {"peer": "10.0.0.1", "at": at})
+    assert len(lines) == 2 + 20  # the rest of 60 is left to the others
+    for at in range(1000):
+        log.record("denied", {"peer": f"10.0.1.{at}"})
+    assert len(lines) == 2 + 60
+
+
+def test_memory_is_bounded_however_many_and_nobody_is_forgotten_in_it() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    log = AuditLog(lines.append, clock)
+    kinds = ["authentication_failed", "denied", "admin_read", "deleted", "keys_changed", "role_changed"]
+    for second in range(250):
+        clock.now = second
+        for kind in kinds:
+            for at in range(4):
+                log.record(kind, {"peer": f"{second}.{at}"})
+                log.record(kind, {"peer": f"{second}.{at}"})
+    assert len(log._recent) <= 1024
+    assert len(log._tokens_of_peers) <= 1024
+    log.flush()
+    assert count(lines, "denied") <= 250 * 8  # whose repeats are told twice nobody could add up
+    told_before = len(lines)
+    log.flush()
+    assert len(lines) == told_before
+
+
+def test_what_goes_on_repeating_is_told_again_in_time() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    log = AuditLog(lines.append, clock)
+    log.record("denied", {"peer": "a"})
+    log.record("denied", {"peer": "a"})
+    timer = log._timer
+    assert timer is not None
+    timer.cancel()
+    log._on_time()  # a moment too early for it
+    assert log._timer not in (None, timer)
+    log._timer.cancel()
+    clock.now = SECONDS
+    log._on_time()
+    assert told(lines)[1:] == [{"event": "denied", "peer": "a", "repeats": 1}]
+    assert log._timer is None
+
+
 @given(events=st.lists(EVENTS, max_size=400))
 def test_no_event_is_lost(events: list[tuple[str, int, float]]) -> None:
     lines: list[str] = []
