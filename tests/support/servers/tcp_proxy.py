@@ -34,7 +34,9 @@ class TcpProxy:
         self.port = port
 
     async def start(self) -> int:
-        """Listen (on the port of before, after :meth:`cut`) and return the port."""
+        """Listen (on the port of before, after :meth:`cut`), unless it does, and return the port."""
+        if self._server is not None:  # cut twice at once: the first to end ends both
+            return self.port
         self._server = await asyncio.start_server(self._accept, self._host, self.port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
         return self.port
