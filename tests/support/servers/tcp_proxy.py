@@ -27,6 +27,7 @@ class TcpProxy:
         self.disturb: Callable[[bytes, bool], Awaitable[bytes]] | None = None
         self.passed = 0
         self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._flowing = asyncio.Event()
@@ -35,11 +36,11 @@ class TcpProxy:
 
     async def start(self) -> int:
         """Listen (on the port of before, after :meth:`cut`), unless it does, and return the port."""
-        if self._server is not None:  # cut twice at once: the first to end ends both
+        async with self._starting:
+            if self._server is None:  # else it was cut twice at once: the first to end ends both
+                self._server = await asyncio.start_server(self._accept, self._host, self.port or free_port())
+                self.port = self._server.sockets[0].getsockname()[1]
             return self.port
-        self._server = await asyncio.start_server(self._accept, self._host, self.port or free_port())
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self.port
 
     def reset(self) -> None:
         """Break every connection as a crash would: with RST, without a goodbye."""
