@@ -162,7 +162,7 @@ def test_idle_connections_are_closed_and_made_again(tcp_rig: Rig) -> None:
 
 def test_the_server_drops_idle_and_silent_peers_and_bounds_their_number() -> None:
     rig = Rig("tcp")
-    limits = ServeLimits(frame_s=5.0, idle_s=0.1)
+    limits = ServeLimits(frame_s=5.0, idle_s=1.0)  # longer than three readers take to come
     server = rig.serve(max_connections=3, handshake_s=1.5, limits=limits)
     address = server.endpoints[0].address
     slow = [connect_raw("tcp", address) for _ in range(3)]  # slowloris: connected, and not a word

@@ -40,7 +40,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[FakeWorker, str]]:
         ("key", KEY),
         ("keys", b"sk-one\nsk-two\n"),
         ("secret", b"a secret of routers"),
-        ("token", b"of services"),
+        ("token", b"the services' token"),
     ):
         (folder / name).write_bytes(content)
     async with contextlib.AsyncExitStack() as stack:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -174,7 +175,7 @@ async def test_a_server_without_descriptors_makes_room_again(monkeypatch: pytest
         )
         try:
             pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-            flood = await asyncio.create_subprocess_exec("python", "-c", code, **pipes)
+            flood = await asyncio.create_subprocess_exec(sys.executable, "-c", code, **pipes)
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, hard))
             assert flood.stdin is not None
             assert flood.stdout is not None
