@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import time
 import weakref
@@ -18,6 +17,7 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.client import forks
 from baton.client.direct import DirectCall, DirectLinks
 from baton.client.request import Options, Prompt, build_generate, build_metadata, build_route
 from baton.client.types import (
@@ -42,7 +42,6 @@ from baton.rpc.tls import Tls
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_RETRIES = 2
 CLOSED = "this client is closed"
-_FORKED = "the process was forked while it had an open client: close clients before, or start processes by spawn"
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 _LONGEST_TIMEOUT_S = 1e8
@@ -224,7 +223,7 @@ class AsyncClient:
             await self._channel.close(None)
         # gRPC keeps what it shares between event loops while channels are referred to: see _connected.
         self._direct = self._channel = self._stub = None
-        _open_clients.discard(self)
+        forks.closed(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -259,13 +258,11 @@ class AsyncClient:
     def _connected(self) -> Any:
         if self._closing.is_set():
             raise UnavailableError(CLOSED)
-        if _forked_open:
-            # gRPC's channels of all event loops share one socket: this process would take what the other is sent.
-            raise UnavailableError(_FORKED)
+        forks.check()
         if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
+            forks.opened(self)
             self._channel = open_channel(self._settings.address, token=self._service_token, tls=self._tls)
             self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-            _open_clients.add(self)
         return self._stub
 
     def _open_instance(self, address: str) -> grpc.aio.Channel:
@@ -282,19 +279,6 @@ class AsyncClient:
                 if _task_is_cancelled():
                     raise
                 raise UnavailableError(CLOSED) from None
-
-
-_open_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
-_forked_open = False
-
-
-def _after_fork() -> None:
-    global _forked_open
-    _forked_open = _forked_open or bool(_open_clients)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -245,6 +245,13 @@ async def test_a_deadline_in_thousands_of_years_is_none(both: Both) -> None:
 
 FORK = """
 import os, sys
+from pathlib import Path
+
+def look():
+    global names
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+
+os.register_at_fork(before=look)  # what is registered first is called last
 from baton import Client
 from baton.errors import UnavailableError
 
@@ -265,6 +272,8 @@ if child == 0:
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 if how == "open":
     assert client.models()
+elif any(name.startswith("event_engine") for name in names):
+    code = 5  # a child that was forked while gRPC ended may wait for it for ever
 os._exit(code)
 """
 
