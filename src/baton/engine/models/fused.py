@@ -1,7 +1,8 @@
 """The fast path: decoder stacks of Llama's shape, run by hand over fused and packed operators.
 
-Recognized by their structure (Llama, Mistral, Qwen2, Qwen3, Phi-3 and others): pre-norm layers of attention with rotary
-embedding and a SwiGLU. Per layer eight operators: norm, QKV in one linear, attention (which rotates, writes the KV and
+Taken for the model types that are listed in :mod:`quirks <baton.engine.models.quirks>` (Llama, Mistral, Qwen2, Qwen3,
+Phi-3 and others), if their parts are those that are expected: pre-norm layers of attention with rotary embedding and a
+SwiGLU. Per layer eight operators: norm, QKV in one linear, attention (which rotates, writes the KV and
 attends), output with residual, norm, gate and up in one linear, silu * up, down with residual. The runner uses it only
 after it gave the same logits as transformers' own code.
 """
@@ -19,7 +20,7 @@ from torch import nn
 from baton.engine.models.generic import MakeLinear
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share, unreduced
-from baton.engine.models.quirks import ATTENTION_PARTS, LAYER_PARTS, MLP_PARTS
+from baton.engine.models.quirks import ATTENTION_PARTS, FUSED_MODEL_TYPES, LAYER_PARTS, MLP_PARTS
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool
@@ -137,6 +138,8 @@ def _known_stack(model: LoadedModel, share: Share) -> tuple[Any, list[Any]]:
     """Return the stack below the head, whose shape is known, and this rank's layers of it."""
     ranks = share.communicator
     _need(model.device.type == "cpu", "not on a CPU")
+    kind = str(model.text_config.model_type)
+    _need(kind in FUSED_MODEL_TYPES, f"model type {kind} is none of those that the fused decoder is known to run")
     stack = getattr(model.module, "model", None)
     names = {name for name, _ in stack.named_children()} if stack is not None else set()
     _need(names == {"embed_tokens", "layers", "norm", "rotary_emb"}, "another stack")

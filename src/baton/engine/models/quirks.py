@@ -17,6 +17,24 @@ log = logging.getLogger(__name__)
 
 # Llama and its kin (Mistral, Qwen2, Qwen3, Phi-3 with joined projections): what the fused decoder knows
 
+FUSED_MODEL_TYPES = frozenset(
+    {
+        "cwm",
+        "internlm3",
+        "iquestcoder",
+        "llama",
+        "ministral",
+        "mistral",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+    }
+)
+"""Model types whose code was read and whose results were compared: no other is fused, whatever its parts are called.
+
+Ministral 3, for one, has Llama's parts and scales its queries by their positions.
+"""
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
