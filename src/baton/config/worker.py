@@ -43,6 +43,14 @@ class EngineConfig:
     max_num_batched_tokens: int = option(2048, "tokens in one step, prompt chunks and decodes together")
     prefill_chunk: int = option(512, "longest chunk of one prompt in one step, in tokens")
     max_queue: int = option(1024, "requests that may wait; more are refused with 429")
+    max_loads: int | None = option(
+        None,
+        "requests whose KV may be on its way from outside at once, beside those of the batch; default: 4 times "
+        "--max-num-seqs",
+    )
+    load_share: float = option(
+        0.75, "part of the KV pool that requests may hold whose KV is on its way; one request alone may hold more"
+    )
     policy: str = option("fcfs", "order of the queue", choices=("fcfs", "priority"))
     prefix_caching: bool = option(True, "reuse KV of earlier requests with the same prefix")
     tenant_cache_share: float = option(
@@ -73,7 +81,7 @@ class EngineConfig:
         for name in (*sizes, "prefill_chunk", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
-        for name in ("kv_blocks", "max_model_len"):
+        for name in ("kv_blocks", "max_model_len", "max_loads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
@@ -85,6 +93,8 @@ class EngineConfig:
             raise ConfigError(
                 f"tenant_cache_share must be in [0, 1], got {self.tenant_cache_share}", field="tenant_cache_share"
             )
+        if not 0.0 < self.load_share <= 1.0:
+            raise ConfigError(f"load_share must be in (0, 1], got {self.load_share}", field="load_share")
         if not 0.0 < self.kv_memory_fraction <= 0.95:
             raise ConfigError(
                 f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}", field="kv_memory_fraction"

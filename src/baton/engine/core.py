@@ -126,7 +126,7 @@ class EngineCore:
         sampling = self.validate(request)
         if request_id in self._groups or request_id in self._bridge.held or request_id in self._bridge.loading:
             raise InvalidRequestError(f"request_id {request_id!r} is in use", field="request_id")
-        if len(self._scheduler.waiting) >= self._config.max_queue:
+        if self._scheduler.num_waiting >= self._config.max_queue:
             raise QueueFullError(f"{self._config.max_queue} requests wait already", retry_after_s=1.0)
         self._bridge.stop_saving(request_id)
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -200,7 +200,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any block held for others: :meth:`step` has something to look at."""
         scheduler = self._scheduler
-        return bool(self._early or scheduler.running or len(scheduler.waiting)) or self._bridge.pending
+        return bool(self._early or scheduler.running or scheduler.num_waiting) or self._bridge.pending
 
     @property
     def made_progress(self) -> bool:
@@ -216,12 +216,12 @@ class EngineCore:
         scheduler = self._scheduler
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             num_loading=len(self._bridge.loading),
             num_blocks=self._pool.num_blocks,
             blocks_active=self._pool.num_active,
             blocks_cached=self._pool.num_cached,
-            waiting_prompt_tokens=sum(sequence.num_missing for sequence in scheduler.waiting),
+            waiting_prompt_tokens=sum(sequence.num_missing for sequence in scheduler.all_waiting()),
             num_preemptions=scheduler.num_preemptions,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
@@ -333,7 +333,7 @@ class EngineCore:
         if update.error is not None:
             _log.warning("load of request %s fell short: %s", update.request_id, update.error)
             if self._config.kv_load_failure == "fail":
-                self._scheduler.run(sequence)  # its load has ended: it can be ended like any other
+                self._scheduler.load_ended(sequence)  # it can be ended like any other
                 self._fail(sequence, f"its KV could not be loaded: {update.error}", outputs)
                 return
         first = update.first_token
@@ -349,7 +349,7 @@ class EngineCore:
         self._scheduler.commit(sequence)
         if sequence.pinned:
             self._bridge.progress(sequence)
-        self._scheduler.run(sequence)
+        self._scheduler.load_ended(sequence)
         if first is not None:
             logprob = first if group.sampling.logprobs is not None else None
             self._accept(sequence, first.token_id, logprob, outputs)

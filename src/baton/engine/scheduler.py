@@ -5,6 +5,9 @@ prefill (in chunks), admission from the queue. Why it always makes progress:
 
 * There are never more running sequences than tokens in the budget, so all decodes run in every step and the first
   prefilling sequence gets at least one token.
+* What loads is not running: it takes no slot of the batch, so a source that hangs holds up those alone that load from
+  it. Loads are bounded by a number and a share of the blocks of their own; what may not load yet lets pass what loads
+  nothing. A sequence whose load has ended while the batch is full keeps its blocks and gets the next slot.
 * At admission a sequence gets blocks for all its tokens at once. So a prefill never waits for blocks, two half-done
   prompts can't block each other, and only decodes grow.
 * A decode that can't grow preempts the last running sequence by sort key (perhaps itself). The first one can
@@ -17,6 +20,7 @@ prefill (in chunks), admission from the queue. Why it always makes progress:
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from bisect import insort
 from collections.abc import Iterator
@@ -31,6 +35,7 @@ from baton.kv_cache.block_pool import BlockPool
 from baton.types import BlockId
 
 _by_key = attrgetter("key")
+_MAY_ROLL_BACK = {SequenceState.WAITING, SequenceState.LOADED, SequenceState.RUNNING}
 
 
 @dataclass(slots=True)
@@ -83,6 +88,9 @@ class WaitingQueue:
         self._live[sequence.key] = sequence
         heapq.heappush(self._heap, sequence.key)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.key in self._live
+
     def peek(self) -> Sequence | None:
         """Return the first sequence, or ``None``."""
         while self._heap:
@@ -91,14 +99,6 @@ class WaitingQueue:
                 return found
             heapq.heappop(self._heap)
         return None
-
-    def pop(self) -> Sequence:
-        """Remove and return the first sequence."""
-        found = self.peek()
-        if found is None:
-            raise IndexError("the queue is empty")
-        del self._live[heapq.heappop(self._heap)]
-        return found
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is there."""
@@ -110,6 +110,8 @@ class Scheduler:
 
     Attributes:
         waiting: Sequences to be admitted.
+        waiting_to_load: Those of them that want KV from outside, while as much is loaded as may be.
+        loaded: Sequences whose load has ended while the batch was full, by sort key: they have their blocks.
         running: Sequences that have blocks and are computed, by sort key.
         num_preemptions: Since start.
         prefix_query_tokens: Tokens looked up in the prefix cache at first admissions, since start.
@@ -124,7 +126,11 @@ class Scheduler:
         self._chunk = config.prefill_chunk
         self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._caching = config.prefix_caching
+        self._max_loads = 4 * config.max_num_seqs if config.max_loads is None else config.max_loads
+        self._max_load_blocks = int(config.load_share * pool.num_blocks)
         self.waiting = WaitingQueue()
+        self.waiting_to_load = WaitingQueue()
+        self.loaded: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
@@ -134,6 +140,8 @@ class Scheduler:
         """Choose the tokens of the next step; reserves their blocks, admits and preempts sequences."""
         plan = StepPlan()
         preemptions = self.num_preemptions
+        while self.loaded and len(self.running) < self._max_seqs:
+            self._run(self.loaded.pop(0))
         budget = self._plan_decodes(plan, self._budget)
         budget = self._plan_prefills(plan, budget)
         if self.num_preemptions == preemptions:
@@ -155,25 +163,52 @@ class Scheduler:
                 budget -= count
         return budget
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no blocks yet, or no slot of the batch."""
+        return len(self.waiting) + len(self.waiting_to_load) + len(self.loaded)
+
+    def all_waiting(self) -> Iterator[Sequence]:
+        """Return the sequences of :attr:`num_waiting`; other threads may walk over them."""
+        return itertools.chain(self.waiting, self.waiting_to_load, tuple(self.loaded))
+
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
-        while budget and len(self.running) + len(self._bridge.loading) < self._max_seqs:
-            sequence = self.waiting.peek()
-            if sequence is None or not self._admit(sequence):
+        queues = [self.waiting, self.waiting_to_load]
+        while budget and len(self.running) < self._max_seqs:
+            heads = [head for queue in queues if (head := queue.peek()) is not None]
+            if not heads:
                 return
-            if sequence.state is SequenceState.RUNNING:
+            sequence = min(heads, key=_by_key)
+            admitted = self._admit(sequence)
+            if admitted is None:
+                queues = [self.waiting]
+            elif not admitted:
+                return
+            elif sequence.state is SequenceState.RUNNING:
                 plan.counts[sequence] = min(sequence.num_missing, self._chunk, budget)
                 budget -= plan.counts[sequence]
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give the queue's first sequence its blocks and let it run or load; ``False``: there is no room yet."""
+    def _admit(self, sequence: Sequence) -> bool | None:
+        """Give a sequence its blocks and let it run or load.
+
+        Returns:
+            ``False``: there is no room yet; ``None``: it wants to load, and has to wait for other loads.
+        """
         found = self._find_prefix(sequence)
         need = -(-sequence.num_tokens // self._block_size) - len(found)
-        growing = sum(1 for other in self.running if not other.pinned) + len(self._bridge.loading)
+        growing = sum(1 for other in self.running if not other.pinned) + len(self.loaded) + len(self._bridge.loading)
+        may_load = self._may_load(need)
+        if not may_load and sequence in self.waiting_to_load:
+            return None
         if self._pool.num_free_without(found) < need + growing:
             return False
         num_local = len(found) * self._block_size
         load = self._bridge.plan(sequence, num_local)
-        self.waiting.pop()
+        loads = load is not None and load.num_tokens > num_local
+        self._dequeue(sequence)
+        if loads and not may_load:
+            self.waiting_to_load.push(sequence)
+            return None
         self._pool.acquire(found)
         sequence.hold_prefix(found, self._block_size)
         sequence.append_blocks(self._pool.allocate(need) or ())
@@ -185,11 +220,17 @@ class Scheduler:
             self.prefix_query_tokens += sequence.num_tokens if self._caching else 0
         if sequence.pinned:
             self._bridge.progress(sequence)
-        if load is not None and load.num_tokens > num_local and self._bridge.start(sequence, num_local):
+        if loads and self._bridge.start(sequence, num_local):
             sequence.state = SequenceState.LOADING
         else:
-            self.run(sequence)
+            self._run(sequence)
         return True
+
+    def _may_load(self, need: int) -> bool:
+        """Whether another load may hold so many blocks; one alone always may."""
+        loading = self._bridge.loading
+        held = sum(len(other.block_ids) for other in loading.values())
+        return not loading or (len(loading) < self._max_loads and held + need <= self._max_load_blocks)
 
     def _find_prefix(self, sequence: Sequence) -> list[BlockId]:
         """Return cached blocks of a sequence, at most all but its last token: logits come from computing one."""
@@ -197,7 +238,12 @@ class Scheduler:
             return []
         return self._pool.match(sequence.hash_blocks(sequence.num_tokens - 1, self._block_size))
 
-    def run(self, sequence: Sequence) -> None:
+    def load_ended(self, sequence: Sequence) -> None:
+        """Let a sequence be computed whose load has ended, as soon as there is a slot."""
+        sequence.state = SequenceState.LOADED
+        insort(self.loaded, sequence, key=_by_key)
+
+    def _run(self, sequence: Sequence) -> None:
         """Let a sequence that has its blocks be computed."""
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_by_key)
@@ -210,7 +256,8 @@ class Scheduler:
         if need <= 0:
             return True
         while (blocks := self._pool.allocate(need)) is None:
-            victim = next((other for other in reversed(self.running) if not other.pinned), None)
+            others = (other for other in itertools.chain(self.running, self.loaded) if not other.pinned)
+            victim = max(others, key=_by_key, default=None)
             if victim is None:
                 return False
             self._preempt(victim)
@@ -221,7 +268,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        self._take_out(sequence)
         self._pool.release(sequence.take_blocks())
         sequence.state = SequenceState.WAITING
         sequence.num_preemptions += 1
@@ -234,7 +281,7 @@ class Scheduler:
         Raises:
             InternalError: It has not so many output tokens, has ended, is being loaded, or keeps its blocks for others.
         """
-        if sequence.pinned or sequence.state not in {SequenceState.WAITING, SequenceState.RUNNING}:
+        if sequence.pinned or sequence.state not in _MAY_ROLL_BACK:
             raise InternalError(f"a sequence that is {sequence.state.value} or pinned cannot be rolled back")
         self._pool.release(sequence.roll_back(count, self._block_size))
 
@@ -259,8 +306,19 @@ class Scheduler:
         if state is SequenceState.LOADING:
             self._bridge.cancel(sequence)
             return
-        if state is SequenceState.RUNNING:
-            self.running.remove(sequence)
-        elif state is SequenceState.WAITING:
-            self.waiting.discard(sequence)
+        self._take_out(sequence, state)
         self._bridge.finish(sequence)
+
+    def _take_out(self, sequence: Sequence, state: SequenceState | None = None) -> None:
+        """Remove a sequence from where those of its state are kept."""
+        match state or sequence.state:
+            case SequenceState.RUNNING:
+                self.running.remove(sequence)
+            case SequenceState.LOADED:
+                self.loaded.remove(sequence)
+            case SequenceState.WAITING:
+                self._dequeue(sequence)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self.waiting.discard(sequence)
+        self.waiting_to_load.discard(sequence)

@@ -5,7 +5,7 @@
     WAITING --admitted, all local-----------------> RUNNING --stop, length, abort, error--> FINISHED
       |  ^                                           ^  |
       |  +--preempted (KV given back)----------------|--+
-      +-----admitted, KV from outside--> LOADING ----+
+      +-----admitted, KV from outside--> LOADING --> LOADED, as soon as the batch has a slot
 
 A sequence's tokens are its prompt and its output. The KV of the first ``num_computed`` of them is in the pool; a
 sequence whose KV is complete but for the last token decodes, any other prefills: there is no other difference.
@@ -37,6 +37,7 @@ class SequenceState(enum.Enum):
 
     WAITING = "waiting"
     LOADING = "loading"
+    LOADED = "loaded"
     RUNNING = "running"
     FINISHED = "finished"
 

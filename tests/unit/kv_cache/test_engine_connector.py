@@ -152,14 +152,21 @@ class DecodeSide(KVConnector):
 class Engine:
     """An engine of either side."""
 
-    def __init__(self, num_blocks: int = 40, source: Engine | None = None, side: KVConnector | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 40,
+        source: Engine | None = None,
+        side: KVConnector | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self.runner = ToyRunner(block_size=BLOCK)
         self.shards = self.runner.make_arena(num_blocks)
         self.arena = self.shards.primary
         self.prefill_side: Any = side or PrefillSide()
         self.decode_side = DecodeSide(source, self) if source is not None else None
+        limits: dict[str, Any] = {"prefill_chunk": 8, "max_num_batched_tokens": 24, "max_num_seqs": 8}
         self.core = EngineCore(
-            EngineConfig(block_size=BLOCK, prefill_chunk=8, max_num_batched_tokens=24, max_num_seqs=8),
+            EngineConfig(block_size=BLOCK, **(limits | (options or {}))),
             self.runner,
             self.shards,
             connector=self.decode_side or self.prefill_side,
