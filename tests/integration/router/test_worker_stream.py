@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 import pytest
 from tests.integration.router.test_router_dispatch import PROMPT, World, assert_right, make_request, run
+from tests.support.call_stream import Wire, open_call_stream
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InternalError, UnavailableError
 from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader
 from baton.token_ids import token_ids
 from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Sequence
-from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
+from baton_router.dispatch.event_loop import END, TurnBatcher
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import PlacementRequest
 
@@ -39,33 +39,9 @@ async def test_a_stream_that_broke_is_opened_again(world: World) -> None:
     router.assert_nothing_held()
 
 
-class Wire:
-    """A channel whose stream brings what a test puts into it, and takes what is sent to nowhere."""
-
-    def __init__(self) -> None:
-        self.answers: asyncio.Queue[Any] = asyncio.Queue()
-        self.read = self.answers.get
-
-    def stream_stream(self, method: str, **options: Any) -> Any:
-        return lambda: self
-
-    async def write(self, message: bytes) -> None:
-        """It is lost."""
-
-    def cancel(self) -> None:
-        """There is nothing to cancel."""
-
-
 @pytest.fixture
 async def opened() -> AsyncIterator[tuple[CallStream, Wire, TurnBatcher]]:
-    steps, wire = TurnBatcher(), Wire()
-    channel: Any = wire
-    stream = CallStream(
-        channel,
-        "d0",
-        functools.partial(steps.later, TAKE, CallStream.flush),
-        functools.partial(steps.later, END, Call.tell_end),
-    )
+    stream, wire, steps = open_call_stream()
     yield stream, wire, steps
     stream._task.cancel()
     await asyncio.wait([stream._task])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.support.call_stream import open_call_stream
 from tests.support.scripted import ANSWER, MODEL, ScriptedDispatcher, encode
 from tests.unit.router.test_openai_pipeline import pipeline
 from tests.unit.router.test_plain_tokens import BODIES, STREAM, completion
@@ -16,7 +16,6 @@ from tests.unit.router.test_plain_tokens import BODIES, STREAM, completion
 from baton.api.v1 import worker_pb2
 from baton.rpc.multiplex import Call, CallEnded, CallStream, FastPath
 from baton.tokenizer import IncrementalDetokenizer
-from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
 from baton_router.frontend.openai.answer import EventStream
 from baton_router.frontend.openai.fast_events import FastEvents
 from baton_router.frontend.openai.openai_request import parse_chat
@@ -129,22 +128,6 @@ class Notes:
         return Path(self.notes)
 
 
-class Wire:
-    """A channel whose stream brings nothing by itself."""
-
-    def __init__(self) -> None:
-        self.read = asyncio.Event().wait
-
-    def stream_stream(self, method: str, **options: Any) -> Any:
-        return lambda: self
-
-    async def write(self, message: bytes) -> None:
-        """It is lost."""
-
-    def cancel(self) -> None:
-        """There is nothing to cancel."""
-
-
 def tokens(*pairs: tuple[int, int], message: tuple[int, int] | None = None, end: int = 0) -> Any:
     """Return a message of an instance."""
     out = worker_pb2.GenerateManyResponse(token_calls=[x for x, _ in pairs], token_ids=[x for _, x in pairs])
@@ -158,14 +141,7 @@ def tokens(*pairs: tuple[int, int], message: tuple[int, int] | None = None, end:
 
 async def started(count: int = 1) -> tuple[CallStream, list[Notes], list[Call]]:
     """Return a stream with calls that have their first token."""
-    steps, wire = TurnBatcher(), Wire()
-    channel: Any = wire
-    stream = CallStream(
-        channel,
-        "d0",
-        functools.partial(steps.later, TAKE, CallStream.flush),
-        functools.partial(steps.later, END, Call.tell_end),
-    )
+    stream, _, _ = open_call_stream()
     readers = [Notes() for _ in range(count)]
     calls = [stream.start(worker_pb2.GenerateRequest(), reader) for reader in readers]
     stream._take(tokens(*((at, 0) for at in range(1, count + 1))))
