@@ -41,6 +41,15 @@ MLA: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+DEEPSEEK: dict[str, Any] = {
+    **MLA,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    **MOE,
+}
 GEMMA: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": 24,
@@ -58,16 +67,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GEMMA),
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 24, **MOE}),
-    "deepseek_v3": (
-        "deepseek_v3",
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK, "n_shared_experts": 1, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "minicpm3": ("minicpm3", MLA),
+    "longcat_flash": (
+        "longcat_flash",
         {
             **MLA,
+            "num_layers": 2,
+            "head_dim": 8,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
             "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            **MOE,
+            "moe_topk": 2,
+            "zero_expert_num": 1,
         },
     ),
     "phi3": ("phi3", {}),

@@ -11,14 +11,17 @@ from baton_kernels.paged_attention.definition import (
     RaggedBatch,
     paged_attention_reference,
 )
+from baton_kernels.paged_attention.latent import LatentProjections, attend_latent
 from baton_kernels.paged_attention.torch_backend import TorchPagedAttention
 
 __all__ = [
     "AttentionSpec",
     "CpuPagedAttention",
+    "LatentProjections",
     "LayerPool",
     "PagedAttention",
     "RaggedBatch",
     "TorchPagedAttention",
+    "attend_latent",
     "paged_attention_reference",
 ]

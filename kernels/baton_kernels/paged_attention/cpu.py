@@ -24,7 +24,7 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("dtype", "num_seqs", "num_heads", "kv_heads", "k_dim", "v_dim")),
         *((name, ctypes.c_int32) for name in ("block_size", "window", "rotary", "threads", "pairs")),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")),
-        ("amx", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("amx", "latent")),
     ]
 
 
@@ -113,13 +113,16 @@ def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> Non
     """Set the fields that belong to a layer.
 
     Raises:
-        ValueError: K and V are not parts of the same blocks.
+        ValueError: K and V are not parts of the same blocks, or V is a view of K with several heads.
     """
     if pool.k.stride(0) != pool.v.stride(0):
         raise ValueError("K and V must be views of one pool, with the same stride from block to block")
     call.k_pool, call.v_pool, call.block_stride = pool.k.data_ptr(), pool.v.data_ptr(), pool.k.stride(0)
     call.num_heads, call.kv_heads, call.k_dim, call.v_dim = spec.num_heads, spec.kv_heads, spec.k_dim, spec.v_dim
     call.scale, call.softcap, call.window = spec.scale, spec.softcap, spec.window
+    call.latent = pool.is_latent
+    if call.latent and (spec.kv_heads != 1 or spec.v_dim > spec.k_dim):
+        raise ValueError("a latent has one KV head, and values that are part of its keys")
     call.sinks = None if spec.sinks is None else spec.sinks.data_ptr()
     call.dtype = DTYPE_CODES[pool.k.dtype]
 

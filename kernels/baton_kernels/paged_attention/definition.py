@@ -39,6 +39,8 @@ class AttentionSpec:
         window: Keys a query sees, itself included; 0: all before it.
         softcap: ``softcap * tanh(score / softcap)`` where above 0.
         sinks: float32 [num_heads], a logit per head that takes part in the softmax and has no value, or ``None``.
+        latent: Whether keys are MLA's latents, which belong to all query heads, and values the first ``v_dim`` elements
+            of them (:mod:`baton_kernels.paged_attention.latent`).
     """
 
     num_heads: int
@@ -49,17 +51,24 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPool:
     """One layer of the KV pool as strided views: k [blocks, kv_heads, block_size, k_dim], v likewise with v_dim.
 
-    Both have the same stride from block to block, and within a block they are contiguous.
+    Both have the same stride from block to block, and within a block they are contiguous. The values of a latent are
+    the first elements of its keys: v is the view ``k[..., :v_dim]``, and takes no memory of its own.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are part of the keys."""
+        return self.v.data_ptr() == self.k.data_ptr()
 
 
 class PagedAttention(Protocol):

@@ -85,7 +85,8 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """See :meth:`PagedAttention.run`."""
         pool.k[plan.blocks, :, plan.offsets] = k.to(pool.k.device, pool.k.dtype)
-        pool.v[plan.blocks, :, plan.offsets] = v.to(pool.v.device, pool.v.dtype)
+        if not pool.is_latent:
+            pool.v[plan.blocks, :, plan.offsets] = v.to(pool.v.device, pool.v.dtype)
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
         if len(plan.decode_rows):
             self._decode(plan, spec, pool, q, out)
@@ -137,7 +138,8 @@ def _gather(pool: LayerPool, tables: torch.Tensor, like: torch.Tensor) -> tuple[
         blocks = cache[tables].permute(0, 2, 1, 3, 4)
         return blocks.reshape(tables.shape[0], cache.shape[1], -1, cache.shape[3]).to(like.device, like.dtype)
 
-    return one(pool.k), one(pool.v)
+    keys = one(pool.k)
+    return keys, keys[..., : pool.v.shape[3]] if pool.is_latent else one(pool.v)
 
 
 def _needs_scores(spec: AttentionSpec) -> bool:

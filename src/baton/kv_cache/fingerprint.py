@@ -193,5 +193,7 @@ def _content_key(fingerprint: Fingerprint) -> bytes:
     values = {name: getattr(fingerprint, name) for name in names}
     if fingerprint.kv_cast:
         values["kv_cast"] = True
+    if fingerprint.unsplit_layers:
+        values["unsplit_layers"] = fingerprint.unsplit_layers  # a latent is other KV than what it expands to
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).digest()

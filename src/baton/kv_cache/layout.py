@@ -3,7 +3,8 @@
 A block holds ``block_size`` consecutive tokens of all layers, one layer after the other; within a layer first K,
 then V; within each (kv_head, token, dim). So a block is one descriptor and one store value, one layer of it is
 contiguous (layer-wise transfer), and so is one head's slice of it (tensor-parallel resharding). Layers may differ
-in shape (MLA has other dims for K and V, some models vary heads per layer): each has its own offset.
+in shape (some models vary heads per layer): each has its own offset. Where the KV is a latent that all query heads
+share (MLA), its layer has one head whose K is the latent and the rotary key, and no V.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BLOCK_ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV of one layer: ``kv_heads`` heads with ``k_dim`` and ``v_dim`` elements per token."""
+    """KV of one layer: ``kv_heads`` heads with ``k_dim`` and ``v_dim`` elements per token; ``v_dim`` 0: a latent."""
 
     kv_heads: int
     k_dim: int

@@ -175,7 +175,7 @@ def _segments(
                     layer,
                 )
                 for head in mine
-                if head in yours and _holder(geometry, layer, head, by, to) == by.tp_rank
+                if dim and head in yours and _holder(geometry, layer, head, by, to) == by.tp_rank
             ]
     return merge_segments(np.array(rows, dtype=np.int64).reshape(-1, 4))
 

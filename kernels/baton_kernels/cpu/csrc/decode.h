@@ -49,7 +49,7 @@ class Ahead {
     const long block = args.block_size;
     next_ = from < to ? from / block : 0, stop_ = from < to ? (to + block - 1) / block : 0;
     values_next_ = false, at_ = end_ = nullptr;
-    lines_ = ((stop_ - next_) * (bytes(args.k_dim) + bytes(args.v_dim)) / 64 + calls) / calls;
+    lines_ = ((stop_ - next_) * (bytes(args.k_dim) + bytes(args.latent ? 0 : args.v_dim)) / 64 + calls) / calls;
   }
 
   // The tile of an item that begins at position j, or the first one of the item after it.
@@ -83,8 +83,8 @@ class Ahead {
     const long block = table_[next_] * a_->block_stride;
     at_ = (const char*)((values_next_ ? v_ : k_) + block);
     end_ = at_ + bytes(values_next_ ? a_->v_dim : a_->k_dim);
-    next_ += values_next_;
-    values_next_ = !values_next_;
+    next_ += values_next_ || a_->latent;
+    values_next_ = !values_next_ && !a_->latent;
     return true;
   }
 };

@@ -98,7 +98,7 @@ class DecodeAmx {
     multiply_values(weights, outputs, ahead);
   }
 
-  const bf16* row(const bf16* base, long position, int dim) const {
+  const bf16* row(const bf16* base, long position, long dim) const {
     const long block = position / a.block_size, offset = position % a.block_size;
     return base + table[block] * a.block_stride + offset * dim;
   }
@@ -184,8 +184,8 @@ class DecodeAmx {
     const __m512i zero = _mm512_setzero_si512();
     for (int i = 0; i < KB; i += 2) {
       if (i % 4 == 0) ahead.some(1);
-      const bf16* even = i < high ? row(head.v, j + i, a.v_dim) : nullptr;
-      const bf16* odd = i + 1 < high ? even + a.v_dim : nullptr;
+      const bf16* even = i < high ? row(head.v, j + i, a.v_row()) : nullptr;
+      const bf16* odd = i + 1 < high ? even + a.v_row() : nullptr;
       bf16* to = values + (long)i * a.v_dim;
       for (int d = 0; d < a.v_dim; d += 32, to += 64) {
         const __m512i x = even ? _mm512_loadu_si512(even + d) : zero, y = odd ? _mm512_loadu_si512(odd + d) : zero;

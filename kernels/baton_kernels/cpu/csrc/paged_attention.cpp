@@ -113,7 +113,7 @@ inline void write_token(const Attention& a, int seq, long token, long position, 
       rotate_head(a, x, (const T*)a.k_norm, position, work, k);
     else
       std::memcpy(k, x, a.k_dim * sizeof(T));
-    std::memcpy(v, (const T*)a.v + token * a.v_token + h * a.v_head, a.v_dim * sizeof(T));
+    if (!a.latent) std::memcpy(v, (const T*)a.v + token * a.v_token + h * a.v_head, a.v_dim * sizeof(T));
   }
   if (!a.cos) return;
   for (int h = 0; h < a.num_heads; ++h) {

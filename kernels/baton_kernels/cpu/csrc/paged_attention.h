@@ -24,7 +24,11 @@ struct Attention {
   int32_t dtype, num_seqs, num_heads, kv_heads, k_dim, v_dim, block_size, window, rotary, threads;
   int32_t pairs;  // multiply pairs of bfloat16 (vdpbf16ps) rather than float32: where that is faster
   float scale, softcap, norm_eps, norm_offset;
-  int32_t amx;  // multiply bfloat16 in AMX's tiles
+  int32_t amx;     // multiply bfloat16 in AMX's tiles
+  int32_t latent;  // one KV head whose values are the first v_dim elements of its keys: v_pool is k_pool, v is not read
+
+  // Elements from a value to the next one of its head.
+  long v_row() const { return latent ? k_dim : v_dim; }
 };
 
 // One KV head of one sequence.
@@ -47,10 +51,10 @@ struct Head {
       const long block = (j + i) / a.block_size, offset = (j + i) % a.block_size;
       const int run = (int)std::min<long>(n - i, a.block_size - offset);
       const T* key = k + table[block] * a.block_stride + offset * a.k_dim;
-      const T* value = v + table[block] * a.block_stride + offset * a.v_dim;
+      const T* value = v + table[block] * a.block_stride + offset * a.v_row();
       for (int r = 0; r < run; ++r, ++i) {
         keys[i] = key + (long)r * a.k_dim;
-        values[i] = value + (long)r * a.v_dim;
+        values[i] = value + r * a.v_row();
       }
     }
   }

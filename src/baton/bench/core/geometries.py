@@ -1,7 +1,7 @@
 """KV geometries of models: a table of well-known ones, and what a model directory's config.json says.
 
 A multi-head latent attention (MLA) layer is taken as its latent and the rotary part of its key, which all heads share:
-the bytes that the model needs. An engine that caches the expanded heads moves more.
+what instances keep. An engine that caches the expanded heads moves more.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _with_heads(layers: int, kv_heads: int, dim: int, dtype: str) -> KVGeometry:
 
 
 def _with_latent(layers: int, rank: int, rope: int, dtype: str) -> KVGeometry:
-    return KVGeometry((LayerShape(1, rank, rope),) * layers, dtype, frozenset(range(layers)))
+    return KVGeometry((LayerShape(1, rank + rope, 0),) * layers, dtype, frozenset(range(layers)))
 
 
 def _positive(fields: Mapping[str, Any], name: str, most: int = 1 << 20) -> int:

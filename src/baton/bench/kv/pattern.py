@@ -109,6 +109,8 @@ class ShardPattern:
         layout, unit = self._layout, self._layout.dtype_bytes
         for layer, shape in enumerate(layout.layers):
             for at, dim in ((layout.layer_offsets[layer], shape.k_dim), (layout.v_offset(layer), shape.v_dim)):
+                if not dim:
+                    continue
                 words, count = dim * unit // WORD_BYTES, shape.kv_heads * layout.block_size
                 flat = block[at * unit : at * unit + count * words * WORD_BYTES].view(np.uint64)
                 yield flat.reshape(shape.kv_heads, layout.block_size, words)[:, :num_tokens], words
@@ -121,7 +123,7 @@ class ShardPattern:
                     [_mix(self._seed, owner, self._first_layer + layer, kind, head) for head in heads.tolist()], "u8"
                 )
                 for layer, heads in enumerate(self._heads)
-                for kind in (0, 1)
+                for kind in ((0, 1) if self._layout.layers[layer].v_dim else (0,))
             ]
         return self._bases[owner]
 

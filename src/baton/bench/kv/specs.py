@@ -51,7 +51,7 @@ class Shape:
         if self.dtype not in _DTYPES or not self.layers or min(self.block_size, self.tp, self.pp) < 1:
             raise BadFrameError("a shape that no instance has")
         for heads, k_dim, v_dim in self.layers:
-            if heads < 1 or min(k_dim, v_dim) < 1 or (k_dim | v_dim) * DTYPE_BYTES[self.dtype] % 8:
+            if heads < 1 or k_dim < 1 or v_dim < 0 or (k_dim | v_dim) * DTYPE_BYTES[self.dtype] % 8:
                 raise ConfigError("heads must have dimensions of whole 8-byte words", field="geometry")
 
     @classmethod

@@ -82,7 +82,13 @@ class InProcessExecutor:
             rope=rope_digest(model.text_config.to_dict()),
             layout=KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype),
         )
-        return dataclasses.replace(found, tp_size=config.tp, pp_size=config.pp, kv_cast=config.kv_cast)
+        return dataclasses.replace(
+            found,
+            tp_size=config.tp,
+            pp_size=config.pp,
+            kv_cast=config.kv_cast,
+            unsplit_layers=tuple(sorted(self.geometry.unsplit)),
+        )
 
     def _choose_path(self, model: LoadedModel, check: SelfCheck) -> None:
         """Check transformers' own modules over the paged pool, then use the fastest path that is as exact.

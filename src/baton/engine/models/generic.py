@@ -17,7 +17,7 @@ from baton.engine.models.parallel import Share
 from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PlainLinear
-from baton_kernels.paged_attention import LayerPool, PagedAttention
+from baton_kernels.paged_attention import LayerPool, PagedAttention, attend_latent
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
 """Makes a layer of weight [out, in] and bias [out] or ``None``."""
@@ -33,7 +33,7 @@ class GenericDecoder:
     def __init__(self, model: LoadedModel, share: Share, attention: PagedAttention) -> None:
         self.module = model.module
         self.on_layer: Callable[[int], None] | None = None
-        self._specs = list(share.specs.values())
+        self._specs, self._latents = list(share.specs.values()), share.latents
         self._layer_of = {module: index for index, module in enumerate(share.specs)}
         self._first_layer = share.first_layer
         self._attention = attention
@@ -77,13 +77,21 @@ class GenericDecoder:
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attention of one layer: query [1, heads, T, dim], key and value likewise -> [1, T, heads, v_dim]."""
+        """Attention of one layer: query [1, heads, T, dim], key and value likewise -> [1, T, heads, v_dim].
+
+        Where the layer attends over latents, key and value are these and the rotary keys (:mod:`.latent`).
+        """
         if self._step is None:
             raise InternalError("attention outside of a step")
         plan, pools = self._step
         layer = self._layer_of[id(module)]
+        spec, pool, latents = self._specs[layer], pools[layer], self._latents.get(id(module))
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        out = self._attention.run(plan, self._specs[layer], pools[layer], q, k, v)[None]
+        if latents is None:
+            out = self._attention.run(plan, spec, pool, q, k, v)[None]
+        else:
+            rows = torch.cat([k[:, 0], v[:, 0]], dim=1)
+            out = attend_latent(self._attention, plan, spec, pool, latents, (q, rows))[None]
         if self._reports_in_attention:
             self._report(module)
         return out, None

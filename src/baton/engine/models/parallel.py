@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from baton.engine.communicator import Communicator
+from baton.engine.models.latent import absorb
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.quirks import (
     HEAD_NORMS,
@@ -32,7 +33,7 @@ from baton.engine.models.quirks import (
 )
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec, head_range, layer_range
-from baton_kernels.paged_attention import AttentionSpec
+from baton_kernels.paged_attention import AttentionSpec, LatentProjections
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks of a stage."""
@@ -46,11 +47,14 @@ class Share:
         specs: Attention of its layers, with its heads, by the id of the module.
         first_layer: Index of the first of them in the whole model.
         communicator: To the other ranks, if there are any.
+        latents: What queries and outputs go through in those of its layers that attend over latents, by the id of the
+            module.
     """
 
     specs: dict[int, AttentionSpec]
     first_layer: int
     communicator: Communicator
+    latents: dict[int, LatentProjections]
 
 
 def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator: Communicator) -> Share:
@@ -71,7 +75,7 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
     specs = {module: rank_attention(spec, shard) for module, spec in whole.items()}
     keep_stage(model, layers, communicator)
     split_tensors(model, whole, shard, communicator.all_reduce)
-    return Share(specs, layers.start, communicator)
+    return Share(specs, layers.start, communicator, absorb(model, specs))
 
 
 class Reduced(nn.Module):
@@ -137,7 +141,9 @@ class _Splitter:
     def attention(self, path: str, module: nn.Module, spec: AttentionSpec) -> None:
         """Divide one layer's attention by heads."""
         heads = _share(spec.num_heads, self._shard, "query heads")
-        kv_heads = head_range(spec.kv_heads, self._shard.tp_size, self._shard.tp_rank)
+        kv_heads, of = head_range(spec.kv_heads, self._shard.tp_size, self._shard.tp_rank), spec.kv_heads
+        if spec.latent:
+            kv_heads, of = heads, spec.num_heads
         self.done.append(path)
         found = set()
         for name, child in list(module.named_children()):
@@ -145,7 +151,7 @@ class _Splitter:
             if name in QUERY_PROJECTIONS:
                 _keep_rows(self._linear(child, name), heads, spec.num_heads)
             elif name in KEY_VALUE_PROJECTIONS:
-                _keep_rows(self._linear(child, name), kv_heads, spec.kv_heads)
+                _keep_rows(self._linear(child, name), kv_heads, of)
             elif name == "o_proj":
                 _keep_columns(self._linear(child, name), heads, spec.num_heads, first=self._shard.tp_rank == 0)
                 setattr(module, name, Reduced(child, self._reduce))

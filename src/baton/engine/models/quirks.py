@@ -44,9 +44,11 @@ MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 QUERY_PROJECTIONS = {"q_proj", "q_b_proj"}
 """Rows of the rank's query heads."""
 KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj", "kv_b_proj"}
-"""Rows of the rank's KV heads."""
+"""Rows of the rank's KV heads; of its query heads where the KV is a latent."""
 WHOLE_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"}
 """On every rank: latents that all heads share."""
+LATENT_PROJECTION, LATENT_EXPANSION = "kv_b_proj", "expand_kv"
+"""Of MLA's modules: the linear layer from latents to heads' keys and values, and the method that applies it."""
 HEAD_NORMS = {"q_norm", "k_norm"}
 """Norms within a head; those that span all heads (OLMo 2) cannot be divided."""
 WHOLE_STYLES = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from baton.engine.communicator import Communicator
 from baton.engine.models.attention_hook import probe
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modules, restore_modules
+from baton.engine.models.latent import compress
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import max_sequence_length
@@ -61,13 +62,15 @@ def load_whole(config: EngineConfig) -> WholeModel:
     """
     model = load_model(config)
     specs, longest = probe(model, max_sequence_length(model))
+    specs = compress(model, specs)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",
             field="max_model_len",
         )
-    shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, spec.v_dim) for spec in specs.values())
-    return WholeModel(model, specs, config.max_model_len or longest, KVGeometry(shapes, model.dtype))
+    shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim) for spec in specs.values())
+    latents = frozenset(index for index, spec in enumerate(specs.values()) if spec.latent)
+    return WholeModel(model, specs, config.max_model_len or longest, KVGeometry(shapes, model.dtype, latents))
 
 
 class ModelRunner:
@@ -154,7 +157,7 @@ class ModelRunner:
                 field="kv_blocks",
             )
         self._arena = arena
-        self._pools = pool_views(self.layout, torch.from_numpy(arena.blocks.reshape(-1)))
+        self._pools = pool_views(self.layout, torch.from_numpy(arena.blocks.reshape(-1)), self._share.specs.values())
         self._use_scratch(0)
 
     def run(self, batch: ForwardBatch, scratch_blocks: int = 0) -> ForwardOutput:
@@ -195,18 +198,19 @@ class ModelRunner:
     def _use_scratch(self, blocks: int) -> None:
         self._scratch_blocks = blocks
         memory = torch.zeros(blocks * self.layout.block_bytes, dtype=torch.uint8)
-        self._scratch = pool_views(self.layout, memory) if blocks else []
+        self._scratch = pool_views(self.layout, memory, self._share.specs.values()) if blocks else []
 
 
-def pool_views(layout: KVLayout, memory: torch.Tensor) -> list[LayerPool]:
+def pool_views(layout: KVLayout, memory: torch.Tensor, specs: Iterable[AttentionSpec]) -> list[LayerPool]:
     """Return each layer's K and V as strided views over a pool.
 
     Args:
         layout: The order of the bytes.
         memory: uint8 [num_blocks * block_bytes].
+        specs: Attention of each layer.
 
     Returns:
-        Per layer k [num_blocks, kv_heads, block_size, k_dim] and v likewise.
+        Per layer k [num_blocks, kv_heads, block_size, k_dim] and v likewise; v of a latent is a view of its k.
     """
     flat = memory.view(TORCH_DTYPES[layout.dtype])
     blocks = len(flat) // layout.block_elements
@@ -216,10 +220,9 @@ def pool_views(layout: KVLayout, memory: torch.Tensor) -> list[LayerPool]:
         strides = (layout.block_elements, layout.block_size * dim, dim, 1)
         return torch.as_strided(flat, shape, strides, offset)
 
-    return [
-        LayerPool(
-            view(shape.kv_heads, shape.k_dim, layout.layer_offsets[index]),
-            view(shape.kv_heads, shape.v_dim, layout.v_offset(index)),
-        )
-        for index, shape in enumerate(layout.layers)
-    ]
+    pools = []
+    for index, (shape, spec) in enumerate(zip(layout.layers, specs, strict=True)):
+        k = view(shape.kv_heads, shape.k_dim, layout.layer_offsets[index])
+        v = k[..., : spec.v_dim] if spec.latent else view(shape.kv_heads, shape.v_dim, layout.v_offset(index))
+        pools.append(LayerPool(k, v))
+    return pools
