@@ -17,7 +17,7 @@ from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
 from baton.rpc.channel import open_channel
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, readable
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 
@@ -90,7 +90,7 @@ async def _fingerprint(address: str, access: AccessConfig) -> common_pb2.Fingerp
     async with open_channel(address, token=read_token(access.token_file), tls=read_tls(access)) as channel:
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
-            info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
+            info = readable(await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
     fingerprint: common_pb2.Fingerprint = info.fingerprint
@@ -104,6 +104,6 @@ async def _ask(address: str, access: AccessConfig, method: str, request: Any) ->
     async with open_channel(address, token=read_token(access.token_file), tls=read_tls(access)) as channel:
         stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         try:
-            return await getattr(stub, method)(request, timeout=_TIMEOUT_S)
+            return readable(await getattr(stub, method)(request, timeout=_TIMEOUT_S))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

@@ -18,6 +18,7 @@ import grpc.aio
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health, open_channel
+from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
@@ -328,7 +329,7 @@ class Supervisor:
             ):
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while not expected <= seen:
-                    answer = await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=5.0)
+                    answer = readable(await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=5.0))
                     for item in answer.instances:
                         if item.refused:
                             name = names.get(item.address, item.instance_id)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import ExecutorLostError
@@ -51,6 +51,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._stopping = False
         self._streams: dict[RequestId, RequestStream] = {}
+        self._calls: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = core.stats()
         self._stats_due = 0.0
@@ -106,7 +107,11 @@ class EngineThread:
         self._post(lambda: self._core.abort(request_id))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, between two steps."""
+        """Run a function in the engine's thread, between two steps.
+
+        Raises:
+            UnavailableError: The engine has stopped.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -119,6 +124,8 @@ class EngineThread:
 
         if self._stopping or self.failure is not None:
             raise UnavailableError("the engine has stopped")
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
         self._post(run)
         # A cancelled caller must not cancel the command: whether it ran would be unknown.
         return await asyncio.shield(asyncio.wrap_future(future, loop=self._loop))
@@ -130,6 +137,7 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join, 30.0)
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the engine has stopped"))
+        self._end_calls()
 
     def forget(self, request_id: RequestId, stream: RequestStream) -> None:
         """Drop a stream that nobody reads any more."""
@@ -195,8 +203,15 @@ class EngineThread:
                 if lost
                 else InternalError(f"the engine failed: {type(error).__name__}: {error}")
             )
+        self._end_calls()
         if self._on_failure is not None:
             self._on_failure()
+
+    def _end_calls(self) -> None:
+        """Answer those that came too late for the thread to run them; it has ended."""
+        for future in list(self._calls):
+            if not (future.running() or future.done()):
+                future.set_exception(UnavailableError("the engine has stopped"))
 
 
 class RequestStream:

@@ -388,6 +388,23 @@ def test_the_table_is_right_at_every_step_of_its_growth(seed: int) -> None:
         assert table.match(name, 3) == ({1: 1} if bits >> 1 else {})
 
 
+def test_slots_that_come_later_take_nothing_from_the_earlier_ones() -> None:
+    """Sets of 64, 65 and 129 slots have one, two and three words; the table is amid its growth each time."""
+    index = PrefixIndex()
+    chains: dict[int, list[BlockHash]] = {}
+    for at in range(130):
+        slot = index.add()
+        chains[slot] = chain([at, *range(at % 7), *(5 for _ in range(40))])
+        index.stored(slot, chains[slot])
+        if at in (0, 63, 64, 65, 127, 128, 129):
+            for known, hashes in chains.items():
+                assert index.match(hashes, (1 << 130) - 1) == {known: len(hashes)}
+    for slot in list(chains)[::2]:
+        index.drop(slot)
+    for known, hashes in chains.items():
+        assert index.match(hashes, (1 << 130) - 1) == ({known: len(hashes)} if known % 2 else {})
+
+
 def test_a_full_table_takes_no_more_and_forgets_nothing() -> None:
     table = BlockTable(5000)
     blocks = [number.to_bytes(32, "little") for number in range(6000)]

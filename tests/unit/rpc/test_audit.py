@@ -187,6 +187,14 @@ def put_fifo(path: Path, victim: Path) -> None:
     os.mkfifo(path)
 
 
+READERS: list[int] = []
+
+
+def put_fifo_that_is_read(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+    READERS.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+
+
 def put_hard_link(path: Path, victim: Path) -> None:
     path.hardlink_to(victim)
 
@@ -200,7 +208,7 @@ def put_file_of_another(path: Path, victim: Path) -> None:
 
 @pytest.mark.parametrize(
     "put",
-    [put_symlink, put_dangling_symlink, put_fifo, put_hard_link, put_file_of_another],
+    [put_symlink, put_dangling_symlink, put_fifo, put_fifo_that_is_read, put_hard_link, put_file_of_another],
     ids=lambda put: put.__name__,
 )
 def test_what_others_put_in_the_files_place_is_neither_written_nor_waited_for(
@@ -222,6 +230,8 @@ def test_what_others_put_in_the_files_place_is_neither_written_nor_waited_for(
     assert (victim.read_text(), stat.S_IMODE(victim.stat().st_mode)) == ("kept", 0o640)
     assert not victim.with_name("made").exists()
     path.unlink()
+    while READERS:
+        os.close(READERS.pop())
     audit("deleted", blocks=2)
     assert '"blocks": 2' in path.read_text()
 

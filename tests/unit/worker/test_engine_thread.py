@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from tests.support.toy_runner import ToyRunner
@@ -43,3 +44,38 @@ async def test_requests_of_an_engine_that_lost_a_process_may_go_on_elsewhere(
         assert failed.is_set()
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("how", ["fails", "stops"])
+async def test_calls_that_come_amid_the_engines_end_are_answered(how: str) -> None:
+    runner, failed = ToyRunner(), asyncio.Event()
+    core = EngineCore(EngineConfig(model="toy", block_size=4), runner, runner.make_arena(32))
+    engine = EngineThread(core, asyncio.get_running_loop(), failed.set)
+    engine.start()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def last() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    running = asyncio.create_task(engine.call(last))
+    await asyncio.to_thread(begun.wait, 20)
+    if how == "fails":
+        engine.fail(InternalError("a bug"))
+        late = asyncio.create_task(engine.call(lambda: 1))
+    else:
+        late = asyncio.create_task(engine.call(lambda: 1))
+        await asyncio.sleep(0)
+    ended = asyncio.create_task(engine.stop()) if how == "stops" else asyncio.create_task(failed.wait())
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait_for(ended, 20)
+    await asyncio.wait_for(running, 20)
+    if how == "fails":
+        with pytest.raises(UnavailableError):
+            await asyncio.wait_for(late, 20)
+    else:
+        assert isinstance((await asyncio.gather(late, return_exceptions=True))[0], int | UnavailableError)
+    await engine.stop()
+    with pytest.raises(UnavailableError):
+        await engine.call(lambda: 1)
