@@ -41,6 +41,14 @@ def starter() -> Iterator[WarmStarter]:
     starter.close()
 
 
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """Files and folders get the modes that they are made with; the tests' umask would hide wrong ones."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
     """A command sets up logging for its process; called in a test, that would be every later test's process.

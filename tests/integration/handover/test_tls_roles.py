@@ -180,6 +180,29 @@ def test_the_table_has_methods_that_there_are() -> None:
             assert role == "admin" or not any(method.endswith(f"/{name}") for method in methods)
 
 
+@pytest.mark.parametrize(
+    ("name", "callers"),
+    [
+        ("WorkerService/Prefill", {"decode", "instance"}),
+        ("WorkerService/Generate", {"router", "client"}),
+        ("WorkerService/StreamKvEvents", {"router"}),
+        ("KvStoreService/Put", {"prefill", "decode", "instance"}),
+        ("KvStoreService/StreamStoreEvents", {"router"}),
+        ("RouterService/Register", {"prefill", "decode", "instance"}),
+        ("RouterService/Generate", {"client"}),
+    ],
+)
+def test_nobody_else_may_call(name: str, callers: set[str]) -> None:
+    roles = CertificateRoles(PATTERN)
+    for role in MAY_CALL:
+        uris, method = [PATTERN.format(role=role)], f"/baton.api.v1.{name}"
+        if role in callers | {"admin"}:
+            roles.require_call(uris, method)
+        else:
+            with pytest.raises(PermissionDeniedError):
+                roles.require_call(uris, method)
+
+
 def test_a_pattern_that_is_none() -> None:
     for pattern in ("decode", "spiffe://example.org/baton", "spiffe://{role}/{role}", "{role}"):
         with pytest.raises(ConfigError, match="tls_roles") as caught:
@@ -191,7 +214,9 @@ def test_a_pattern_that_is_none() -> None:
     assert CertificateRoles("spiffe://a/ns/prod/sa/baton-{role}").of(["spiffe://a/ns/prod/sa/baton-decode"]) == {
         "decode"
     }
-    assert not CertificateRoles(PATTERN).of(["spiffe://example.org/baton/root", "spiffe://example_org/baton/admin"])
+    others = ["root", "admin/x", "admin-of-tests", "/admin", "x/admin", ""]
+    assert not CertificateRoles(PATTERN).of(PATTERN.format(role=role) for role in others)
+    assert not CertificateRoles(PATTERN).of(["spiffe://example_org/baton/admin", "x" + PATTERN.format(role="admin")])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ def parsed(*flags: str) -> argparse.Namespace:
     return parser.parse_args(["up", *flags])
 
 
+@pytest.mark.usefixtures("open_umask")
 @pytest.mark.parametrize("flag", ["--api-keys FILE", "--api-keys=FILE"])
 def test_keys_without_a_token_get_one_for_this_user_alone(flag: str) -> None:
     args = parsed("--kvstore", f"--router-args=--strict-fields {flag}")

@@ -175,19 +175,16 @@ def test_what_cannot_be_used_is_refused_and_what_fails_later_is_an_error(tmp_pat
         mine.read(name("a"), np.zeros(KIND.block_bytes, np.uint8))
 
 
+@pytest.mark.usefixtures("open_umask")
 def test_files_and_folders_are_their_owners_alone(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        mine = folder(tmp_path / "deep" / "kv")
-        mine.write(name("a"), block("a"))
-        made = [tmp_path / "deep" / "kv", *(tmp_path / "deep" / "kv").glob("**/*")]
-        assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
-        assert [path.stat().st_mode & 0o777 for path in made if path.is_file()] == [0o600]
-        mine._folder.chmod(0o755)  # as an earlier version made it
-        assert read(folder(tmp_path / "deep" / "kv"), "a")
-        assert mine._folder.stat().st_mode & 0o777 == 0o700
-    finally:
-        os.umask(before)
+    mine = folder(tmp_path / "deep" / "kv")
+    mine.write(name("a"), block("a"))
+    made = [tmp_path / "deep" / "kv", *(tmp_path / "deep" / "kv").glob("**/*")]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert [path.stat().st_mode & 0o777 for path in made if path.is_file()] == [0o600]
+    mine._folder.chmod(0o755)  # as an earlier version made it
+    assert read(folder(tmp_path / "deep" / "kv"), "a")
+    assert mine._folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives folders away")

@@ -341,11 +341,13 @@ def test_a_segment_without_a_header_is_dropped_and_foreign_files_are_left_alone(
     assert foreign.read_text() == "mine"
 
 
+@pytest.mark.usefixtures("open_umask")
 def test_a_directory_is_for_one_process_private_and_a_stores_own(opened: Any, tmp_path: Path) -> None:
     log = opened()
     write(log, 1)
     log.checkpoint()
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in Path(opened.path).iterdir())
+    assert stat.S_IMODE(Path(opened.path).stat().st_mode) == 0o700
     with pytest.raises(ConfigError, match="another process"):
         DiskLog(opened.path, max_bytes=MAX_BYTES, segment_bytes=MAX_BYTES)
     (tmp_path / "home").mkdir()

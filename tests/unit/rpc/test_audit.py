@@ -153,6 +153,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     lines.handlers[:], lines.propagate = handlers, propagate
 
 
+@pytest.mark.usefixtures("open_umask")
 def test_the_file_is_its_users_alone_and_made_anew_after_it_was_moved(fresh: None, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text("")
