@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -207,16 +208,27 @@ def test_many_fetches_share_few_areas(kind: tuple[str, int]) -> None:
 def test_areas_are_bounded_lent_once_and_used_again() -> None:
     staging = Staging(area_bytes=1 << 10, max_areas=2)
     wait = Wait(soon())
-    with staging.area(wait) as first, staging.area(wait) as second:
+    with staging.area(wait, 1) as first, staging.area(wait, 2) as second:
         assert first.ctypes.data != second.ctypes.data
         assert all(area.nbytes == 1 << 10 and area.ctypes.data % 64 == 0 for area in (first, second))
-        with pytest.raises(DeadlineError), staging.area(Wait(soon(0.05))):
+        with pytest.raises(DeadlineError), staging.area(Wait(soon(0.05)), 3):
             pass
         waiting = in_thread(lambda: _address(staging))
     assert waiting.result(60) in (first.ctypes.data, second.ctypes.data)
     assert staging.num_areas == 2
 
 
+def test_a_source_that_hangs_leaves_areas_to_others() -> None:
+    staging = Staging(area_bytes=1 << 10, max_areas=8)
+    with contextlib.ExitStack() as held:
+        for owner, most in (("hung", 4), ("hung too", 2), ("healthy", 2)):
+            for _ in range(most):
+                held.enter_context(staging.area(Wait(soon()), owner))
+            with pytest.raises(DeadlineError), staging.area(Wait(soon(0.02)), owner):
+                pass
+    assert staging.num_free() == 8
+
+
 def _address(staging: Staging) -> int:
-    with staging.area(Wait(soon())) as area:
+    with staging.area(Wait(soon()), 3) as area:
         return int(area.ctypes.data)

@@ -123,7 +123,7 @@ class WorkerConfig:
     layerwise: bool = option(True, "prefill: offer KV, and save it, layer by layer while it is computed")
     kv_streams: int = option(4, "TCP connections that one big fetch is split over")
     kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
-    fetch_threads: int = option(16, "fetches of KV at once")
+    fetch_threads: int = option(16, "fetches that copy KV from one source at once; what waits holds no thread")
     token_file: str = option("", TOKEN_FILE_HELP)
     tls_cert: str = option("", TLS_CERT_HELP)
     tls_key: str = option("", TLS_KEY_HELP)

@@ -6,25 +6,25 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import (
+    BatonError,
     CancelledError,
     ConfigError,
     FingerprintMismatchError,
     InvalidRequestError,
     PipeClosedError,
-    QueueFullError,
 )
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.reshard import ReshardPlan
 from baton.kv_cache.shards import KVShards
+from baton.kv_transfer.blocks.lanes import Job, Lane, ProgressWait, Steps
 from baton.kv_transfer.blocks.links import LinkCache, LinkOptions, PeerConnection, PipeDialer
 from baton.kv_transfer.blocks.plan import Part, SequenceBlocks, followed_parts, parts_of
 from baton.kv_transfer.blocks.server import check_shards
@@ -36,7 +36,6 @@ from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.types import BlockSource, FetchResult, Valid, bounds, require_below
 
 log = logging.getLogger(__name__)
-_PENDING_PER_THREAD = 64
 
 
 class BlockFetcher:
@@ -49,7 +48,7 @@ class BlockFetcher:
         fingerprint: What its blocks are; a source's KV must be the same, however it is cut up. If it says ``kv_cast``,
             KV of another dtype is converted.
         kinds: Kinds of pipe in order of preference; ``"auto"``: as :func:`resolve_kinds` says.
-        max_threads: Threads of :meth:`fetch_async`.
+        max_threads: Fetches of :meth:`fetch_async` that copy at once from one source.
         links: How sources are reached.
     """
 
@@ -74,9 +73,10 @@ class BlockFetcher:
         self._staging, self._device_staging = Staging(), Staging()
         self._mapped = all(arena.mapped for arena in self._shards.arenas)
         self._links = LinkCache(PipeDialer(wanted, options), idle_s=options.idle_s)
-        self._pool = ThreadPoolExecutor(max_threads, "baton-fetch")
         self._closing = threading.Event()
-        self._room = threading.BoundedSemaphore(max_threads * _PENDING_PER_THREAD)
+        self._max_threads = max_threads
+        self._lanes_lock = threading.Lock()
+        self._lanes: dict[tuple[str, bytes], Lane] = {}
 
     @property
     def pool(self) -> KVShards:
@@ -136,8 +136,78 @@ class BlockFetcher:
             PipeClosedError: No pipe reaches the source, or it went away meanwhile.
             DeadlineError, CancelledError: As their names say.
         """
+        steps = self._steps(source, blocks, Wait(deadline, EitherFlag(cancelled, self._closing)))
+        try:
+            asked = next(steps)
+            while True:
+                try:
+                    progress = 0 if asked is None else asked.pipe.wait_ready(asked.value, asked.wait)
+                except BatonError as error:
+                    asked = steps.throw(error)
+                else:
+                    asked = steps.send(progress)
+        except StopIteration as end:
+            result: FetchResult = end.value
+            return result
+
+    async def fetch_async(
+        self,
+        source: BlockSource,
+        blocks: SequenceBlocks,
+        *,
+        deadline: float,
+        cancelled: threading.Event | None = None,
+    ) -> FetchResult:
+        """Do :meth:`fetch_sequence` in the threads of its source; what waits for the source's computation holds none.
+
+        If the task is cancelled, this still returns only once nothing writes into the local blocks any more; it sets
+        ``cancelled``.
+
+        Raises:
+            QueueFullError: Too many fetches from that source wait.
+        """
+        flag = cancelled or threading.Event()
+        wait = Wait(deadline, EitherFlag(flag, self._closing))
+        lane, job = self._submit(source, self._steps(source, blocks, wait), wait)
+        future = asyncio.wrap_future(job.future)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            flag.set()
+            if not lane.withdraw(job):
+                await _settled(future)
+            raise
+
+    def lanes(self) -> list[Lane]:
+        """Return the sources that :meth:`fetch_async` has threads for."""
+        with self._lanes_lock:
+            return list(self._lanes.values())
+
+    def num_threads(self) -> int:
+        """Threads that :meth:`fetch_async` has now, for all sources."""
+        return sum(lane.num_threads for lane in self.lanes())
+
+    def close(self) -> None:
+        """Close all connections; fetches under way fail. Returns when their threads have ended."""
+        self._closing.set()
+        self._links.close()
+        for lane in self.lanes():
+            lane.close()
+
+    def _submit(self, source: BlockSource, steps: Steps, wait: Wait) -> tuple[Lane, Job]:
+        key = source.instance_id, bytes(source.epoch)
+        with self._lanes_lock:
+            if self._closing.is_set():
+                raise PipeClosedError("the fetcher was closed")
+            lane = self._lanes.get(key)
+            if lane is None:
+                self._lanes = {known: other for known, other in self._lanes.items() if not other.unused}
+                lane = self._lanes[key] = Lane(source.instance_id, self._max_threads)
+            return lane, lane.submit(steps, wait)
+
+    def _steps(self, source: BlockSource, blocks: SequenceBlocks, wait: Wait) -> Steps:
+        """Fetch; see :meth:`fetch_sequence`."""
         start = time.perf_counter()
-        wait = Wait(deadline, EitherFlag(cancelled, self._closing))
         _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
         source_plan = self._plan_for(source.fingerprint)
         if self._closing.is_set():
@@ -146,7 +216,7 @@ class BlockFetcher:
         if len(blocks) == 0:
             return FetchResult("", 0, time.perf_counter() - start, np.zeros(0, dtype=np.bool_))
         try:
-            link, fetched = self._read(source, source_plan, blocks, wait)
+            link, fetched = yield from self._read(source, source_plan, blocks, wait)
         except CancelledError as error:
             if self._closing.is_set():
                 raise PipeClosedError("the fetcher was closed") from error
@@ -161,53 +231,6 @@ class BlockFetcher:
             num_out_of_range=len(fetched.out_of_range),
         )
 
-    async def fetch_async(
-        self,
-        source: BlockSource,
-        blocks: SequenceBlocks,
-        *,
-        deadline: float,
-        cancelled: threading.Event | None = None,
-    ) -> FetchResult:
-        """Do :meth:`fetch_sequence` on a bounded thread pool.
-
-        If the task is cancelled, this still returns only once nothing writes into the local blocks any more; it sets
-        ``cancelled``.
-
-        Raises:
-            QueueFullError: Too many fetches wait for a thread.
-        """
-        if not self._room.acquire(blocking=False):
-            raise QueueFullError("too many fetches wait for a thread", retry_after_s=1.0)
-        flag = cancelled or threading.Event()
-
-        def run() -> FetchResult:
-            return self.fetch_sequence(source, blocks, deadline=deadline, cancelled=flag)
-
-        try:
-            job = self._pool.submit(run)
-        except RuntimeError as error:
-            self._room.release()
-            raise PipeClosedError("the fetcher was closed") from error
-        job.add_done_callback(lambda _: self._room.release())
-        future = asyncio.wrap_future(job)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if job.cancelled() and (task is None or not task.cancelling()):
-                raise PipeClosedError("the fetcher was closed") from None
-            flag.set()
-            if not job.cancel():
-                await _settled(future)
-            raise
-
-    def close(self) -> None:
-        """Close all connections; fetches under way fail. Returns when their threads have ended."""
-        self._closing.set()
-        self._links.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
     def _plan_for(self, source: Fingerprint) -> _SourcePlan:
         known = self._plan
         if known is None or (known[0] is not source and known[0] != source):
@@ -218,12 +241,13 @@ class BlockFetcher:
 
     def _read(
         self, source: BlockSource, source_plan: _SourcePlan, blocks: SequenceBlocks, wait: Wait
-    ) -> tuple[PeerConnection, _Fetched]:
+    ) -> Generator[ProgressWait | None, int, tuple[PeerConnection, _Fetched]]:
         facts = Facts(source.epoch, self._fingerprint, source.num_blocks, source.fingerprint)
         while True:
             link, fresh = self._links.take(source, facts, wait)
             try:
-                return link, self._copy(link.pipe, source_plan, blocks, wait)
+                yield None
+                return link, (yield from self._copy(link.pipe, source_plan, blocks, wait))
             except PipeClosedError as error:
                 self._links.drop(link)
                 if fresh:
@@ -236,7 +260,9 @@ class BlockFetcher:
             finally:
                 self._links.give(link)
 
-    def _copy(self, pipe: ReadPipe, source_plan: _SourcePlan, blocks: SequenceBlocks, wait: Wait) -> _Fetched:
+    def _copy(
+        self, pipe: ReadPipe, source_plan: _SourcePlan, blocks: SequenceBlocks, wait: Wait
+    ) -> Generator[ProgressWait | None, int, _Fetched]:
         """Copy everything, or the layers as they are computed."""
         fetched, plan = _Fetched(np.ones(len(blocks), dtype=np.bool_)), source_plan.plan
         if blocks.ready is None:
@@ -246,12 +272,17 @@ class BlockFetcher:
         if source_plan.direct and isinstance(pipe, FollowingReadPipe):
             parts = self._followed(pipe, plan, blocks, blocks.ready)
             if all(len(part.reads) <= part.reads.blocks_per_request for part in parts):
+                # From its first layer on a step goes on by itself: until then no thread and no connection is held.
+                yield from _await_progress(pipe, blocks.ready + 1, fetched, wait)
                 self._follow(pipe, parts, fetched, wait)
                 return fetched
-        layers = _Layers(pipe, blocks.ready, self._group_of(pipe, len(blocks)), len(self._fingerprint.layer_shapes))
-        while (some := layers.take(wait)) is not None:
+        count, group, done = len(self._fingerprint.layer_shapes), self._group_of(pipe, len(blocks)), 0
+        while done < count:
+            wanted = min(done + group, count)
+            now = yield from _await_progress(pipe, blocks.ready + wanted, fetched, wait)
+            some = range(done, min(now - blocks.ready, count))
             self._copy_parts(pipe, source_plan, parts_of(plan, blocks, some), fetched, wait)
-        fetched.waited_s = layers.waited_s
+            done = some.stop
         return fetched
 
     def _followed(self, pipe: ReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, ready: int) -> list[Part]:
@@ -264,7 +295,7 @@ class BlockFetcher:
         reads = [LayerRead(part.reads, self._shards.arenas[part.target].blocks) for part in parts]
         start = time.perf_counter()
         valid, waited_s = pipe.follow(reads, wait)
-        fetched.waited_s = min(waited_s, time.perf_counter() - start)  # the source says how long
+        fetched.waited_s += min(waited_s, time.perf_counter() - start)  # the source says how long
         for part, each, good in zip(parts, reads, valid, strict=True):
             fetched.take(part, good, each.local.shape[1])
 
@@ -315,39 +346,19 @@ class _Fetched:
         self.num_bytes += good * part.reads.bytes_per_block(block_bytes)
 
 
-class _Layers:
-    """Layers of a model, handed out in turn as the source computes them.
+def _await_progress(
+    pipe: ReadPipe, value: int, fetched: _Fetched, wait: Wait
+) -> Generator[ProgressWait | None, int, int]:
+    """Wait for the source's computation; returns how far it is.
 
-    Args:
-        pipe: To the source.
-        ready: Its progress before the first layer.
-        group: Least layers to hand out at once.
-        count: Of all layers.
-
-    Attributes:
-        waited_s: Seconds that passed in waiting for the source.
+    Raises:
+        PipeClosedError, DeadlineError, CancelledError: As their names say.
     """
-
-    def __init__(self, pipe: ReadPipe, ready: int, group: int, count: int) -> None:
-        self._pipe, self._ready, self._group, self._count = pipe, ready, group, count
-        self._first = 0
-        self.waited_s = 0.0
-
-    def take(self, wait: Wait) -> range | None:
-        """Wait for the next layers; ``None``: all have been taken.
-
-        Raises:
-            PipeClosedError, DeadlineError, CancelledError: As their names say.
-        """
-        if self._first >= self._count:
-            return None
-        start = time.perf_counter()
-        wanted = min(self._first + self._group, self._count)
-        done = self._pipe.wait_ready(self._ready + wanted, wait) - self._ready
-        self.waited_s += time.perf_counter() - start
-        layers = range(self._first, min(done, self._count))
-        self._first = layers.stop
-        return layers
+    start = time.perf_counter()
+    now = yield ProgressWait(pipe, value, wait)
+    fetched.waited_s += time.perf_counter() - start
+    wait.check("waiting for the computation")
+    return now
 
 
 def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ MAX_AREAS = 8
 class Staging:
     """Areas that blocks arrive in; made when they are needed, and kept until the fetcher ends. Thread safe.
 
-    They must not be freed while a pipe is open: NIXL registers them.
+    Whoever has none gets the next one; nobody gets so many that a newcomer would find none: reads from a source that
+    hangs keep theirs until their deadlines. They must not be freed while a pipe is open: NIXL registers them.
     """
 
     def __init__(self, area_bytes: int = AREA_BYTES, max_areas: int = MAX_AREAS) -> None:
@@ -41,6 +43,7 @@ class Staging:
         self._max = max_areas
         self._changed = threading.Condition()
         self._free: list[Bytes] = []
+        self._lent: Counter[object] = Counter()
         self.num_areas = 0
         """Areas made so far."""
 
@@ -50,29 +53,40 @@ class Staging:
             return len(self._free)
 
     @contextlib.contextmanager
-    def area(self, wait: Wait) -> Iterator[Bytes]:
+    def area(self, wait: Wait, owner: object) -> Iterator[Bytes]:
         """Lend an area, uint8 [area_bytes].
+
+        Args:
+            wait: Deadline and cancel flag.
+            owner: Whom it is for: the source.
 
         Raises:
             DeadlineError, CancelledError: None became free.
         """
-        area = self._take(wait)
+        area = self._take(wait, owner)
         try:
             yield area
         finally:
             with self._changed:
                 self._free.append(area)
-                self._changed.notify()
+                self._lent[owner] -= 1
+                self._lent += Counter()  # without those that have none
+                self._changed.notify_all()
 
-    def _take(self, wait: Wait) -> Bytes:
+    def _take(self, wait: Wait, owner: object) -> Bytes:
         with self._changed:
-            while not self._free:
-                if self.num_areas < self._max:
-                    self.num_areas += 1
-                    return _aligned(self.area_bytes)
+            while not (self._may_take(owner) and (self._free or self.num_areas < self._max)):
                 wait.check("waiting for a staging area")
                 self._changed.wait(wait.nap())
-            return self._free.pop()
+            self._lent[owner] += 1
+            if self._free:
+                return self._free.pop()
+            self.num_areas += 1
+            return _aligned(self.area_bytes)
+
+    def _may_take(self, owner: object) -> bool:
+        mine = self._lent[owner]
+        return not mine or mine < self._max // (len(self._lent) + 1)  # an equal part, and one for who comes next
 
 
 class StagedReader:
@@ -112,7 +126,7 @@ class StagedReader:
             return self._read(pipe, reads, arena.blocks, wait)
         total = _nothing_lost(len(reads))
         unit, made = self._units if self._caster is not None else (1, 1)
-        with self._leaving.area(wait) as area:
+        with self._leaving.area(wait, pipe) as area:
             for batch in _batches(reads, reads.segments_of(arena.block_bytes), area, unit, made):
                 came = self._read(pipe, batch.reads, batch.rows, wait)
                 good = np.flatnonzero(came.valid)
@@ -132,7 +146,7 @@ class StagedReader:
         if isinstance(pipe, CastingReadPipe):
             return pipe.read_cast(reads, local, caster, wait)
         total = _nothing_lost(len(reads))
-        with self._arriving.area(wait) as area:
+        with self._arriving.area(wait, pipe) as area:
             for batch in _batches(reads, reads.segments_of(0), area, self._units[0], self._units[0]):
                 valid = pipe.read(batch.reads, batch.rows, wait)
                 good = np.flatnonzero(valid)
