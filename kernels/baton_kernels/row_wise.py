@@ -1,8 +1,10 @@
-"""Row-wise operations between the linears, in float32, rounded once: RMS norm, and SwiGLU's ``silu(gate) * up``."""
+"""Row-wise operations between the linears, in float32, rounded once: RMS norm, and a gated MLP's product."""
 
 from __future__ import annotations
 
 import ctypes
+import enum
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +17,10 @@ class RowCall(ctypes.Structure):
     """The C structure ``RowOp``; see ``csrc/row_wise.cpp``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "residual", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "dim", "x_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "threads")),
-        *((name, ctypes.c_float) for name in ("eps", "offset")),
+        *((name, ctypes.c_int32) for name in ("dtype", "threads", "activation")),
+        *((name, ctypes.c_float) for name in ("eps", "offset", "alpha", "limit")),
     ]
 
     def run(self, function: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -50,25 +52,62 @@ class CpuRmsNorm:
             offset=offset,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm x [rows, dim], rows of any stride, -> contiguous [rows, dim]."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Norm x [rows, dim], rows of any stride, and add a contiguous residual [rows, dim] -> contiguous."""
+        self._call.residual = None if residual is None else residual.data_ptr()
         return self._call.run(self._run, x, torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
-def silu_mul_reference(x: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up`` of x [..., 2 dim], gates first, in float32, in x's dtype [..., dim]."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+class ActivationKind(enum.IntEnum):
+    """As ``csrc/activation.h`` numbers them."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLIPPED_SWISH = 2
 
 
-class CpuSiluMul:
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What a gated MLP does between its linears.
+
+    Attributes:
+        kind: ``SILU``: ``silu(gate) * up``; ``GELU_TANH``: with the tanh approximation of GELU; ``CLIPPED_SWISH``:
+            ``gate * sigmoid(alpha * gate) * (up + 1)`` of gate at most ``limit`` and up within +-``limit`` (GPT-OSS).
+        alpha: See there; ``limit`` likewise.
+    """
+
+    kind: ActivationKind
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SILU = Activation(ActivationKind.SILU)
+GELU_TANH = Activation(ActivationKind.GELU_TANH)
+
+
+def gated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return ``activation(gate) * up`` of x [..., 2 dim], gates first, in float32 or wider, in x's dtype [..., dim]."""
+    gate, up = (x if x.dtype is torch.float64 else x.float()).chunk(2, dim=-1)
+    if activation.kind is ActivationKind.CLIPPED_SWISH:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        out = gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+    elif activation.kind is ActivationKind.GELU_TANH:
+        out = F.gelu(gate, approximate="tanh") * up
+    else:
+        out = F.silu(gate) * up
+    return out.to(x.dtype)
+
+
+class CpuGatedMul:
     """The C++ operator."""
 
-    def __init__(self, library: CpuLibrary, dtype: torch.dtype) -> None:
-        self._run = library.silu_mul
-        self._call = RowCall(dtype=DTYPE_CODES[dtype])
+    def __init__(self, library: CpuLibrary, dtype: torch.dtype, activation: Activation = SILU) -> None:
+        self._run = library.gated_mul
+        self._call = RowCall(
+            dtype=DTYPE_CODES[dtype], activation=activation.kind, alpha=activation.alpha, limit=activation.limit
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Take x, contiguous [rows, 2 dim], -> [rows, dim]."""
+        """Take x, contiguous [rows, 2 dim], gates first -> [rows, dim]; see :func:`gated_reference`."""
         self._call.dim = x.shape[1] // 2
         return self._call.run(self._run, x, x.new_empty(x.shape[0], x.shape[1] // 2))

@@ -18,7 +18,7 @@ from baton_kernels.cpu.variants import Variant
 from baton_kernels.linear import CpuLinear, linear_reference
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, RaggedBatch, paged_attention_reference
 from baton_kernels.paged_attention.definition import LayerPool
-from baton_kernels.row_wise import CpuRmsNorm, CpuSiluMul, rms_norm_reference, silu_mul_reference
+from baton_kernels.row_wise import SILU, CpuGatedMul, CpuRmsNorm, gated_reference, rms_norm_reference
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 INSTRUCTIONS = {
@@ -104,7 +104,7 @@ def test_rows(build: CpuLibrary, dtype: torch.dtype) -> None:
     precision = torch.finfo(dtype).eps
     got = CpuRmsNorm(build, weight, 1e-5)(x)
     torch.testing.assert_close(got, rms_norm_reference(x, weight, 1e-5), rtol=8 * precision, atol=precision)
-    torch.testing.assert_close(CpuSiluMul(build, dtype)(x), silu_mul_reference(x), rtol=8 * precision, atol=1e-6)
+    torch.testing.assert_close(CpuGatedMul(build, dtype)(x), gated_reference(x, SILU), rtol=8 * precision, atol=1e-6)
 
 
 def test_what_was_not_built_names_the_command_that_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_inputs_may_be_strided(library: CpuLibrary) -> None:
 def rotate_reference(
     x: torch.Tensor, rotation: Rotation, positions: torch.Tensor, norm: torch.Tensor | None
 ) -> torch.Tensor:
-    """x [T, heads, dim] in float64: RMS norm, then the halves of the first `rotary` dims turned against each other."""
+    """x [T, heads, dim] in float64: RMS norm, then halves or neighbours of `rotary` dims turned against each other."""
     x = x.double()
     if norm is not None:
         x = (
@@ -208,17 +208,23 @@ def rotate_reference(
     half = rotation.cos.shape[1]
     cos, sin = (table[positions].double()[:, None] for table in (rotation.cos, rotation.sin))
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
+    if rotation.pairs:
+        low, high = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    turned = low * cos - high * sin, high * cos + low * sin
+    return torch.cat([torch.stack(turned, -1).flatten(-2) if rotation.pairs else torch.cat(turned, -1), rest], dim=-1)
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "head-norm"])
 @pytest.mark.parametrize(("k_dim", "rotary"), [(16, 16), (24, 8), (10, 6), (128, 128)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
-def test_rotation_on_the_way(library: CpuLibrary, dtype: torch.dtype, k_dim: int, rotary: int, norm: bool) -> None:
+def test_rotation_on_the_way(
+    library: CpuLibrary, dtype: torch.dtype, k_dim: int, rotary: int, norm: bool, pairs: bool
+) -> None:
     case = make_case(MIXED, (4, 2, k_dim, 16, 16), dtype)
     angles = torch.rand(256, rotary // 2) * 7
     weights = [torch.rand(k_dim).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
-    rotation = Rotation(angles.cos(), angles.sin(), *weights, norm_eps=1e-5, norm_offset=0.25)
+    rotation = Rotation(angles.cos(), angles.sin(), *weights, norm_eps=1e-5, norm_offset=0.25, pairs=pairs)
     positions = torch.from_numpy(case.batch.positions)
     rotated = dataclasses.replace(
         case,

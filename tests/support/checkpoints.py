@@ -85,6 +85,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 24}),
     "granite": ("granite", {}),
     "cohere2": ("cohere2", {"sliding_window": 24}),
     "starcoder2": ("starcoder2", {}),

@@ -50,6 +50,30 @@ class LinearOperator:
         return cls(_function(library, name, None, 1), pack, packed_size)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsOperator:
+    """The operator for mixtures of experts.
+
+    Attributes:
+        run: Takes the address of a call's structure.
+        pack: Takes dtype code, gate_up, down and where they go (addresses), hidden and inner sizes.
+        sizes: Takes dtype code, hidden and inner sizes and the address of four int64: per expert, bytes of the packed
+            gate_up and down; inner and hidden columns with what fills the last panels.
+    """
+
+    run: Any
+    pack: Any
+    sizes: Any
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> ExpertsOperator:
+        """Look its functions up."""
+        pack, sizes = library["baton_experts_pack"], library["baton_experts_sizes"]
+        pack.argtypes, pack.restype = [ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2], None
+        sizes.argtypes, sizes.restype = [*[ctypes.c_int64] * 3, ctypes.c_void_p], None
+        return cls(_function(library, "baton_experts", None, 1), pack, sizes)
+
+
 class CpuLibrary:
     """The operators as ctypes functions; a call releases the interpreter's lock.
 
@@ -68,7 +92,9 @@ class CpuLibrary:
         self.linear = LinearOperator.of(library, "baton_linear")
         self.linear_amx = LinearOperator.of(library, "baton_linear_amx")
         self.rms_norm = _function(library, "baton_rms_norm", None, 1)
-        self.silu_mul = _function(library, "baton_silu_mul", None, 1)
+        self.gated_mul = _function(library, "baton_gated_mul", None, 1)
+        self.experts = ExpertsOperator.of(library)
+        self.route = _function(library, "baton_route", None, 1)
         self.attention_struct_bytes = int(_function(library, "baton_attention_struct_bytes", ctypes.c_int64, 0)())
         name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()
         self.instructions: str = name.decode()

@@ -24,7 +24,7 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("dtype", "num_seqs", "num_heads", "kv_heads", "k_dim", "v_dim")),
         *((name, ctypes.c_int32) for name in ("block_size", "window", "rotary", "threads", "pairs")),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")),
-        *((name, ctypes.c_int32) for name in ("amx", "latent")),
+        *((name, ctypes.c_int32) for name in ("amx", "latent", "rotate_pairs")),
     ]
 
 
@@ -44,6 +44,7 @@ class Rotation:
         cos: float32 [positions, rotary / 2], attention scaling included; ``sin`` likewise.
         q_norm: Weight [k_dim] in the model's dtype, or ``None``; ``k_norm`` likewise.
         norm_offset: Added to the weight (1 for models that store it as a difference).
+        pairs: Whether neighbours are turned against each other (GLM 4), not the two halves of the rotary dims.
     """
 
     cos: torch.Tensor
@@ -52,6 +53,7 @@ class Rotation:
     k_norm: torch.Tensor | None = None
     norm_eps: float = 0.0
     norm_offset: float = 0.0
+    pairs: bool = False
 
 
 class CpuPagedAttention:
@@ -136,6 +138,7 @@ def fill_rotation(call: AttentionCall, rotation: Rotation | None) -> None:
     call.q_norm = None if rotation.q_norm is None else rotation.q_norm.data_ptr()
     call.k_norm = None if rotation.k_norm is None else rotation.k_norm.data_ptr()
     call.norm_eps, call.norm_offset = rotation.norm_eps, rotation.norm_offset
+    call.rotate_pairs = rotation.pairs
 
 
 def _checked(batch: RaggedBatch) -> tuple[Any, Any, Any]:

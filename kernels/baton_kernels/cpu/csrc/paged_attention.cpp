@@ -73,7 +73,7 @@ void make_plan(const Attention& a, int rows, Plan& plan) {
     std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
 }
 
-// out = rotate(norm(x)); `half`: the two halves of the first `rotary` dims are turned against each other.
+// out = rotate(norm(x)); of the first `rotary` dims, the two halves, or neighbours, are turned against each other.
 template <class T>
 inline void rotate_head(const Attention& a, const T* x, const T* weight, long position, float* work, T* out) {
   const int dim = a.k_dim, half = a.rotary / 2;
@@ -91,7 +91,15 @@ inline void rotate_head(const Attention& a, const T* x, const T* weight, long po
     }
   }
   const float *cos = a.cos + position * half, *sin = a.sin + position * half;
-  for (int d = 0; d < half; d += VL) {
+  if (a.rotate_pairs) {
+    float* turned = work + round_up(dim, VL);
+    for (int i = 0; i < half; ++i) {
+      const float even = work[2 * i], odd = work[2 * i + 1];
+      turned[2 * i] = even * cos[i] - odd * sin[i], turned[2 * i + 1] = odd * cos[i] + even * sin[i];
+    }
+    for (int d = 0; d < a.rotary; d += VL) store_upto(out + d, load_upto(turned + d, a.rotary - d), a.rotary - d);
+  }
+  for (int d = 0; d < half && !a.rotate_pairs; d += VL) {
     const int left = half - d;
     const vf c = load_upto(cos + d, left), s = load_upto(sin + d, left);
     const vf x0 = load_upto(work + d, left), x1 = load_upto(work + half + d, left);
@@ -124,7 +132,7 @@ inline void write_token(const Attention& a, int seq, long token, long position, 
 
 template <class T>
 void write(const Attention& a, const Team& team, Scratch& scratch) {
-  float* work = scratch.get<float>(a.k_dim + VL);
+  float* work = scratch.get<float>(2 * round_up(a.k_dim, VL));
   const long total = a.query_starts[a.num_seqs];
   const long from = total * team.thread / team.threads, to = total * (team.thread + 1) / team.threads;
   int seq = 0;

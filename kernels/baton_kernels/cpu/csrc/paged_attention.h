@@ -26,6 +26,7 @@ struct Attention {
   float scale, softcap, norm_eps, norm_offset;
   int32_t amx;     // multiply bfloat16 in AMX's tiles
   int32_t latent;  // one KV head whose values are the first v_dim elements of its keys: v_pool is k_pool, v is not read
+  int32_t rotate_pairs;  // neighbours are turned against each other, not the two halves of the rotary dims
 
   // Elements from a value to the next one of its head.
   long v_row() const { return latent ? k_dim : v_dim; }

@@ -1,8 +1,8 @@
-// Row-wise operations between the linears: RMS norm, and silu(gate) * up.
+// Row-wise operations between the linears: RMS norm (and a residual added to it), and activation(gate) * up.
 #include <algorithm>
 
+#include "activation.h"
 #include "team.h"
-#include "vec.h"
 
 namespace baton {
 namespace {
@@ -10,15 +10,16 @@ namespace {
 constexpr long ROWS_PER_THREAD = 4;  // fewer are not worth waking another thread
 
 struct RowOp {
-  const void *x, *weight;
+  const void *x, *weight, *residual;  // residual [rows][dim]: added to the norm, or null
   void* out;
   int64_t rows, dim, x_stride;  // dim: elements of a row of `out`
-  int32_t dtype, threads;
+  int32_t dtype, threads, activation;
   float eps, offset;  // offset: added to the weight
+  float alpha, limit;  // of the activation
 };
 
 template <class T>
-void rms_norm_row(const RowOp& a, const T* x, T* out) {
+void rms_norm_row(const RowOp& a, const T* x, const T* residual, T* out) {
   const long n = a.dim;
   vf squares = vf{};
   for (long d = 0; d < n; d += VL) {
@@ -27,18 +28,19 @@ void rms_norm_row(const RowOp& a, const T* x, T* out) {
   }
   const float scale = 1.0f / std::sqrt(sum(squares) / n + a.eps);
   const T* weight = (const T*)a.weight;
-  for (long d = 0; d < n; d += VL)
-    store_upto(out + d, load_upto(x + d, n - d) * scale * (load_upto(weight + d, n - d) + a.offset), n - d);
+  for (long d = 0; d < n; d += VL) {
+    vf y = load_upto(x + d, n - d) * scale * (load_upto(weight + d, n - d) + a.offset);
+    if (residual) y += load_upto(residual + d, n - d);
+    store_upto(out + d, y, n - d);
+  }
 }
 
-template <class T>
-void silu_mul_row(const RowOp& a, const T* x, T* out) {
+template <class T, int kind>
+void gated_row(const RowOp& a, const T* x, T* out) {
   const long n = a.dim;
   for (long d = 0; d < n; d += VL) {
-    // bounded below so that e^-gate stays finite: further down the result is as good as zero
-    const vf gate = vmax(load_upto(x + d, n - d), splat(-87.0f)), up = load_upto(x + n + d, n - d);
-    const vf e = exp2v<false>(gate * -LOG2E);
-    store_upto(out + d, gate / (e + 1.0f) * up, n - d);
+    const vf gate = load_upto(x + d, n - d), up = load_upto(x + n + d, n - d);
+    store_upto(out + d, gated<kind>(gate, up, a.alpha, a.limit), n - d);
   }
 }
 
@@ -50,11 +52,22 @@ void rows_of(const RowOp& a, Row row) {
 
 template <class T>
 void rms_norm(const RowOp& a) {
-  rows_of(a, [&](long r) { rms_norm_row(a, (const T*)a.x + r * a.x_stride, (T*)a.out + r * a.dim); });
+  rows_of(a, [&](long r) {
+    const T* residual = a.residual ? (const T*)a.residual + r * a.dim : nullptr;
+    rms_norm_row(a, (const T*)a.x + r * a.x_stride, residual, (T*)a.out + r * a.dim);
+  });
+}
+template <class T, int kind>
+void gated_rows(const RowOp& a) {
+  rows_of(a, [&](long r) { gated_row<T, kind>(a, (const T*)a.x + r * a.x_stride, (T*)a.out + r * a.dim); });
 }
 template <class T>
-void silu_mul(const RowOp& a) {
-  rows_of(a, [&](long r) { silu_mul_row(a, (const T*)a.x + r * a.x_stride, (T*)a.out + r * a.dim); });
+void gated_mul(const RowOp& a) {
+  switch (a.activation) {
+    case SILU: return gated_rows<T, SILU>(a);
+    case GELU_TANH: return gated_rows<T, GELU_TANH>(a);
+    case CLIPPED_SWISH: return gated_rows<T, CLIPPED_SWISH>(a);
+  }
 }
 
 }  // namespace
@@ -62,7 +75,7 @@ void silu_mul(const RowOp& a) {
 
 using namespace baton;
 
-// x [rows][dim] -> out [rows][dim]
+// x [rows][dim], residual [rows][dim] or null -> out [rows][dim]
 extern "C" void baton_rms_norm(const RowOp* a) {
   switch (a->dtype) {
     case 0: return rms_norm<float>(*a);
@@ -72,10 +85,10 @@ extern "C" void baton_rms_norm(const RowOp* a) {
 }
 
 // x [rows][2 dim], gates first -> out [rows][dim]
-extern "C" void baton_silu_mul(const RowOp* a) {
+extern "C" void baton_gated_mul(const RowOp* a) {
   switch (a->dtype) {
-    case 0: return silu_mul<float>(*a);
-    case 1: return silu_mul<bf16>(*a);
-    case 2: return silu_mul<f16>(*a);
+    case 0: return gated_mul<float>(*a);
+    case 1: return gated_mul<bf16>(*a);
+    case 2: return gated_mul<f16>(*a);
   }
 }

@@ -1,4 +1,4 @@
-"""The generic path: transformers' own modules, with Baton's attention in place of theirs, and packed linear layers."""
+"""The generic path: transformers' own modules, with Baton's attention, linear layers and experts in place of theirs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from baton.config import EngineConfig
 from baton.engine.models.attention_hook import AttentionName
+from baton.engine.models.experts import PackedExperts, pack_experts
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
 from baton.errors import InternalError
@@ -155,17 +156,24 @@ class PackedModule(nn.Module):
         return self._linear(rows).view(*x.shape[:-1], self.out_features)
 
 
-def pack_modules(module: nn.Module, make: MakeLinear) -> dict[str, nn.Module]:
-    """Replace every plain ``nn.Linear`` below a module by a packed one; a tied head gets a packed copy of its own.
+def pack_modules(module: nn.Module, make: MakeLinear, library: CpuLibrary | None) -> dict[str, nn.Module]:
+    """Replace every plain ``nn.Linear`` below a module by a packed one, and experts by the operator where there is one.
+
+    A tied head gets a packed copy of its own.
 
     Returns:
         The replaced modules by their names, for :func:`restore_modules`.
     """
     replaced: dict[str, nn.Module] = {}
     for name, child in list(module.named_modules()):
-        if type(child) is nn.Linear and name:
+        packed: nn.Module | None = None
+        if type(child) is nn.Linear and name and make is not PlainLinear:
+            packed = PackedModule(make(child.weight, child.bias))
+        elif library is not None and (experts := pack_experts(child, library)) is not None:
+            packed = PackedExperts(experts)
+        if packed is not None:
             replaced[name] = child
-            module.set_submodule(name, PackedModule(make(child.weight, child.bias)))
+            module.set_submodule(name, packed)
     return replaced
 
 

@@ -6,36 +6,89 @@ Everything else of an architecture is learnt from its modules, its config and tr
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from baton.engine.models.loader import LoadedModel
 from baton.errors import ConfigError
+from baton_kernels.experts import Scoring
 
 log = logging.getLogger(__name__)
 
-# Llama and its kin (Mistral, Qwen2, Qwen3, Phi-3 with joined projections): what the fused decoder knows
+# What the fused decoder knows
 
-FUSED_MODEL_TYPES = frozenset(
-    {
-        "cwm",
-        "internlm3",
-        "iquestcoder",
-        "llama",
-        "ministral",
-        "mistral",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "seed_oss",
-    }
+
+class LayerNorms(NamedTuple):
+    """Names of a layer's norms; empty: it has none there."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+    def names(self) -> set[str]:
+        """Those that there are."""
+        return set(filter(None, self))
+
+
+PRE_NORMS = LayerNorms()
+POST_NORMS = LayerNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+SANDWICH_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+GLM_SANDWICH_NORMS = LayerNorms(
+    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the layers of a model type are put together; sizes, activations and biases are read off its modules.
+
+    Attributes:
+        norms: Of a layer.
+        norm_offset: Added to the weights of all norms (1 where they are stored as differences).
+        router: Name of the router in the block of a mixture of experts.
+        scoring: How its logits become scores; with ``SIGMOID`` they are computed in float32.
+        normalizes: Whether the weights of the chosen experts are divided by their sum; ``None``: if the router's
+            ``norm_topk_prob`` says so.
+        rotates_pairs: Whether the rotary embedding turns neighbours instead of the two halves against each other.
+    """
+
+    norms: LayerNorms = PRE_NORMS
+    norm_offset: float = 0.0
+    router: str = "gate"
+    scoring: Scoring = Scoring.SOFTMAX
+    normalizes: bool | None = None
+    rotates_pairs: bool = False
+
+
+FUSED_FAMILIES = {
+    "cwm": Family(),
+    "gemma2": Family(norms=SANDWICH_NORMS, norm_offset=1.0),
+    "gemma3_text": Family(norms=SANDWICH_NORMS, norm_offset=1.0),
+    "glm4": Family(norms=GLM_SANDWICH_NORMS, rotates_pairs=True),
+    "gpt_oss": Family(router="router", scoring=Scoring.SOFTMAX_OF_CHOSEN, normalizes=False),
+    "internlm3": Family(),
+    "iquestcoder": Family(),
+    "llama": Family(),
+    "ministral": Family(),
+    "mistral": Family(),
+    "mixtral": Family(normalizes=True),
+    "olmo2": Family(norms=POST_NORMS),
+    "olmo3": Family(norms=POST_NORMS),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "seed_oss": Family(),
+}
 """Model types whose code was read and whose results were compared: no other is fused, whatever its parts are called.
 
 Ministral 3, for one, has Llama's parts and scales its queries by their positions.
 """
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 

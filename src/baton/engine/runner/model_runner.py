@@ -13,6 +13,7 @@ from baton.config import EngineConfig
 from baton.engine.attention import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
 from baton.engine.models.attention_hook import probe
+from baton.engine.models.experts import expert_weights
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modules, restore_modules
 from baton.engine.models.latent import compress
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ExecutionPath(enum.StrEnum):
-    """How a model is run: transformers' modules, the fused decoder, the modules with packed linears."""
+    """How a model is run: transformers' modules, the fused decoder, the modules with packed linears and experts."""
 
     GENERIC = "generic"
     FUSED = "fused"
@@ -112,8 +113,10 @@ class ModelRunner:
 
     @property
     def packs(self) -> bool:
-        """Whether packed linears are faster than torch's here."""
-        return self._make is not PlainLinear
+        """Whether some of the modules' linears or experts have faster operators here."""
+        if self._make is not PlainLinear:
+            return True
+        return self._operators is not None and any(map(expert_weights, self._generic.module.modules()))
 
     def use(self, path: ExecutionPath) -> str:
         """Run the model on another path from now on.
@@ -126,7 +129,7 @@ class ModelRunner:
         restore_modules(self._generic.module, self._replaced)
         self._replaced = {}
         if path is ExecutionPath.PACKED:
-            self._replaced = pack_modules(self._generic.module, self._make)
+            self._replaced = pack_modules(self._generic.module, self._make, self._operators)
         self._decoder = self._generic
         return ""
 

@@ -1,0 +1,125 @@
+"""Mixtures of experts by Baton's operators, made from transformers' modules.
+
+The fused decoder runs whole mixtures (:class:`Mixture`). On the generic path the experts alone are replaced
+(:class:`PackedExperts`), which serves every family whose experts have the common layout, however it routes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from baton.engine.models.quirks import Family, has_interleaved_experts
+from baton_kernels.cpu import CpuLibrary
+from baton_kernels.experts import CpuExperts, CpuRouting, ExpertWeights, Routing, Scoring
+from baton_kernels.linear import PackedLinear, PlainLinear
+from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
+
+DTYPES = {torch.float32, torch.bfloat16}
+"""Of weights that the operator takes."""
+
+
+def gated_activation(module: nn.Module) -> Activation | None:
+    """Return what a gated MLP, or a module of experts, does between its linears; ``None``: something else."""
+    if has_interleaved_experts(module):
+        found: Any = module
+        return Activation(ActivationKind.CLIPPED_SWISH, float(found.alpha), float(found.limit))
+    function: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    if function is None:
+        return None
+    probe = torch.linspace(-4, 4, 33)
+    got = function(probe)
+    if torch.allclose(got, F.silu(probe), atol=1e-6):
+        return SILU
+    return GELU_TANH if torch.allclose(got, F.gelu(probe, approximate="tanh"), atol=1e-6) else None
+
+
+def expert_weights(module: nn.Module) -> ExpertWeights | None:
+    """Return the weights of a module of experts; ``None``: it is none, or one of another layout or dtype."""
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter) or gate_up.dim() != 3:
+        return None
+    if gate_up.dtype not in DTYPES or gate_up.device.type != "cpu":
+        return None
+    interleaved = has_interleaved_experts(module)
+    # As transformers' decorator of such modules notes them.
+    layout = {"is_transposed": interleaved, "is_concatenated": not interleaved, "has_bias": interleaved}
+    if any(getattr(module, name, None) is not value for name, value in layout.items()):
+        return None
+    if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", True):
+        return None
+    if interleaved:
+        biases: Any = module
+        return ExpertWeights(gate_up, down, biases.gate_up_proj_bias, biases.down_proj_bias, interleaved=True)
+    if gate_up.shape[1:] != (2 * down.shape[2], down.shape[1]):
+        return None
+    return ExpertWeights(gate_up, down)
+
+
+def pack_experts(module: nn.Module, library: CpuLibrary) -> CpuExperts | None:
+    """Return the operator for a module of experts; ``None``: it is none that the operator can run."""
+    weights, activation = expert_weights(module), gated_activation(module)
+    return None if weights is None or activation is None else CpuExperts(library, weights, activation)
+
+
+class PackedExperts(nn.Module):
+    """Stands in for a module of experts; has no weights, so that code which looks for them fails loudly."""
+
+    def __init__(self, experts: CpuExperts) -> None:
+        super().__init__()
+        self._experts = experts
+
+    def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Take hidden_states [T, hidden], ids and weights [T, top_k], return [T, hidden]."""
+        return self._experts(hidden_states, ids.int().contiguous(), weights.float().contiguous())
+
+
+class Mixture:
+    """A whole mixture of experts: router, experts, and a gated MLP that all tokens go through, if there is one."""
+
+    def __init__(
+        self, router: PackedLinear, routing: CpuRouting, experts: CpuExperts, shared: Any, *, wide_router: bool
+    ) -> None:
+        self._router, self._routing, self._experts, self._shared = router, routing, experts, shared
+        self._wide_router = wide_router
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Take x and residual [T, hidden], return [T, hidden]."""
+        ids, weights = self._routing(self._router(x.float() if self._wide_router else x))
+        if self._shared is not None:
+            residual = self._shared(x, residual)
+        return self._experts(x, ids, weights, residual)
+
+
+def make_mixture(
+    router: Any, experts: CpuExperts, shared: Any, family: Family, library: CpuLibrary, make: Any
+) -> Mixture:
+    """Put a mixture together.
+
+    Args:
+        router: transformers' module.
+        experts: Of this rank.
+        shared: Takes x and residual, or ``None``.
+        family: Says how the router chooses.
+        library: The operators.
+        make: Makes a linear layer of weight and bias.
+
+    Raises:
+        ValueError: The router's numbers contradict each other.
+    """
+    weight, bias = router.weight.detach(), getattr(router, "bias", None)
+    wide = family.scoring is Scoring.SIGMOID
+    routing = Routing(
+        top_k=int(router.top_k),
+        scoring=family.scoring,
+        normalize=bool(router.norm_topk_prob if family.normalizes is None else family.normalizes),
+        scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+        groups=int(getattr(router, "num_group", 1)),
+        top_groups=int(getattr(router, "topk_group", 1)),
+        bias=getattr(router, "e_score_correction_bias", None),
+    )
+    linear = PlainLinear(weight.float(), bias) if wide else make(weight, None if bias is None else bias.detach())
+    return Mixture(linear, CpuRouting(library, routing, len(weight)), experts, shared, wide_router=wide)
