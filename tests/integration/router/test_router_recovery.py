@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.integration.router.test_router_dispatch import World, assert_right, make_request, run, world
 
 from baton.errors import InternalError
+from baton.types import Epoch
 
 __all__ = ["world"]  # the fixture
 
@@ -70,6 +72,19 @@ async def test_second_tries_are_bounded_while_everybody_fails(world: World) -> N
     # Twenty at first and two per second: without a budget there would be 240.
     assert 60 < calls < 160
     assert router.metric("retries_denied_total", reason="internal") > 0
+    router.assert_nothing_held()
+
+
+async def test_another_process_behind_streams_that_hold_is_found_out_by_a_probe(world: World) -> None:
+    """As behind a proxy, which keeps its client's connections while what it leads to restarts."""
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode], kv_events=False, probe_interval_s=0.05)
+    (instance,) = router.registry.instances()
+    decode.epoch = Epoch(secrets.token_bytes(16))
+    async with asyncio.timeout(20):
+        while instance.info is None or instance.info.epoch != decode.epoch:
+            await router.registry.wait_changed(0.02)
+    assert_right(await run(router, make_request()), make_request())
     router.assert_nothing_held()
 
 
