@@ -78,7 +78,7 @@ async def test_second_tries_are_bounded_while_everybody_fails(world: World) -> N
 async def test_another_process_behind_streams_that_hold_is_found_out_by_a_probe(world: World) -> None:
     """As behind a proxy, which keeps its client's connections while what it leads to restarts."""
     (decode,) = await world.decodes(1)
-    router = await world.cluster([], [decode], kv_events=False, probe_interval_s=0.05)
+    router = await world.cluster([], [decode], index_heartbeat_ms=0, probe_interval_s=0.05)
     (instance,) = router.registry.instances()
     decode.epoch = Epoch(secrets.token_bytes(16))
     async with asyncio.timeout(20):
