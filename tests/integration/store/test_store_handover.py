@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from tests.support.checkpoints import make_checkpoint
@@ -48,7 +49,11 @@ async def test_equality_when_the_prefill_instance_is_gone_before_decode_asks(wor
         assert [result.token_ids for result in first] == expected
         await saving.check_integrity()
         metrics = saving.prefill[0].context.metrics.registry
-        assert metrics.get_sample_value("baton_store_followed_blocks_total") > 0  # they came while they were computed
+        more = itertools.count()
+        async with asyncio.timeout(60):  # blocks come while they are computed, where the store is not too slow for it
+            while not metrics.get_sample_value("baton_store_followed_blocks_total"):
+                prompt = [3 + (next(more) * 7 + i) % 500 for i in range(400)]
+                await saving.generate(saving.decode[0], prompt, SAMPLING)
     # Everybody who computed is gone; only the store remembers.
     async with open_channel(store.address) as channel:
         info = await kvstore_pb2_grpc.KvStoreServiceStub(channel).GetStoreInfo(kvstore_pb2.GetStoreInfoRequest())
