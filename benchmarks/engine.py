@@ -5,6 +5,9 @@ of a prompt of 512 or 2048 tokens. Decode: batch 1, 8 and 32, context 512, 64 ne
 the moment when all sequences have their first token to the one when the first of them ends, so that the batch is full.
 The engines take turns within each repeat, and medians are reported: the machine's other work hits all alike.
 
+Mixed load (Baton alone, ``benchmarks/mixed_load.py``): the time between tokens of four streams beside two prompts of
+2,000 tokens that are always under way. Its figures have a file of their own.
+
     python benchmarks/engine.py --threads 2 --write
 """
 
@@ -30,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from benchmarks.mixed_load import measure_mixed_load
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
@@ -39,8 +43,11 @@ from baton.types import RequestId, SamplingParams
 from baton.version import __version__
 
 RESULT = Path(__file__).parent / "results" / "engine.json"
+MIXED_RESULT = RESULT.with_name("mixed_load.json")
 CONTEXT, NEW_TOKENS = 512, 64
 AIMS = {"prefill_512": 1.3, "prefill_2048": 1.3, "decode_1": 1.2, "decode_8": 2.5, "decode_32": 3.0}
+MIXED_LOAD = "mixed_load"
+ITL_SLO_MS = 100.0
 FULL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000}
 SMOKE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 
@@ -53,23 +60,36 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_model(Path(folder), SMOKE if args.smoke else FULL)
-        result = run(args, folder, parameters)
-    print_table(result)
-    if args.write:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"written to {RESULT}")
+        if set(args.workloads) & set(AIMS):
+            result = run(args, folder, parameters)
+            print_table(result)
+            write(args, RESULT, result)
+        if MIXED_LOAD in args.workloads:
+            vocab = (SMOKE if args.smoke else FULL)["vocab_size"]
+            ways = measure_mixed_load(folder, vocab, slo_ms=args.itl_slo_ms, threads=args.threads, prompts=args.prompts)
+            head = {"benchmark": MIXED_LOAD, "parameters": parameters}
+            write(args, MIXED_RESULT, {**head, **ways, "machine": machine()})
     return 0
+
+
+def write(args: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
+    """Write a result, if that is asked for."""
+    if args.write:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"written to {path}")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--workloads", nargs="*", choices=sorted(AIMS), default=list(AIMS))
+    parser.add_argument("--workloads", nargs="*", choices=(*AIMS, MIXED_LOAD), default=[*AIMS, MIXED_LOAD])
+    parser.add_argument("--itl-slo-ms", type=float, default=ITL_SLO_MS, help="mixed load: the bounded way's")
+    parser.add_argument("--prompts", type=int, default=8, help="mixed load: long prompts per way")
     parser.add_argument("--engines", nargs="*", choices=("baton", "generate", "generate_batch"), default=None)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that it runs")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT} and {MIXED_RESULT.name}")
     return parser.parse_args()
 
 
@@ -102,7 +122,9 @@ def run(args: argparse.Namespace, folder: str, parameters: int) -> dict[str, Any
         engines[name], details[name] = makers[name](folder, args)
     load_before = os.getloadavg()[0]
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for workload in args.workloads:
+    for workload in AIMS:
+        if workload not in args.workloads:
+            continue
         kind, size = workload.split("_")
         for repeat in range(args.repeats + 1):  # the first warms up
             for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from baton.config.flags import (
@@ -42,6 +43,16 @@ class EngineConfig:
     max_num_seqs: int = option(64, "sequences in one batch")
     max_num_batched_tokens: int = option(2048, "tokens in one step, prompt chunks and decodes together")
     prefill_chunk: int = option(512, "longest chunk of one prompt in one step, in tokens")
+    step_budget_ms: float | None = option(
+        None,
+        "longest step in which somebody waits for the next token, in milliseconds: beside decodes, prompts get what is "
+        "left of it, by measured costs; 0: no bound; default: on decode instances 50, or twice the time of the decodes "
+        "alone, on prefill instances and offline no bound",
+    )
+    itl_slo_ms: float | None = option(
+        None,
+        "time between two tokens of a stream that is to be kept, in milliseconds: a step's budget is four fifths of it",
+    )
     max_queue: int = option(1024, "requests that may wait; more are refused with 429")
     max_loads: int | None = option(
         None,
@@ -85,6 +96,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
+        if self.step_budget_ms is not None and not 0.0 <= self.step_budget_ms < math.inf:
+            raise ConfigError(f"step_budget_ms must not be negative, got {self.step_budget_ms}", field="step_budget_ms")
+        if self.itl_slo_ms is not None and not 0.0 < self.itl_slo_ms < math.inf:
+            raise ConfigError(f"itl_slo_ms must be positive, got {self.itl_slo_ms}", field="itl_slo_ms")
         if self.tp * self.pp > MAX_RANKS:
             raise ConfigError(f"tp * pp must be at most {MAX_RANKS}, got {self.tp * self.pp}", field="tp")
         if self.tp * self.pp > 1 and not self.device.startswith("cpu"):

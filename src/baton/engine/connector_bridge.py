@@ -46,13 +46,18 @@ class ConnectorBridge:
             return True
         return self._connector is not None and self._connector.has_pending()
 
+    def may_load(self, sequence: Sequence) -> bool:
+        """Whether :meth:`plan` would ask the connector for a sequence."""
+        asked = sequence.admitted or sequence.index or sequence.wants_prompt_logprobs
+        return self._connector is not None and not asked
+
     def plan(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
         """Ask how much of a sequence could come from outside.
 
         Asked once per request, at its first admission: what is preempted later is computed again here. A connector
         that fails costs a local prefill, and the request's metrics say so.
         """
-        if self._connector is None or sequence.admitted or sequence.index or sequence.wants_prompt_logprobs:
+        if self._connector is None or not self.may_load(sequence):
             return None
         try:
             return self._connector.plan_load(self._load_request(sequence), num_local)

@@ -21,6 +21,7 @@ from baton.engine.runner.input_batch import LogitRows, StepBatch, build_batch
 from baton.engine.sample.sampler import sample, token_logprobs
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
+from baton.engine.step_budget import step_budget
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
 from baton.kv_cache.arena import Arena
@@ -50,6 +51,7 @@ class EngineCore:
         shards: KVShards,
         connector: KVConnector | None = None,
         on_events: Callable[[list[KVEvent]], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Put an engine together.
 
@@ -59,6 +61,7 @@ class EngineCore:
             shards: The KV pool's memory.
             connector: Where KV may come from and go to.
             on_events: Called with each step's KV events, in order, in the engine's thread.
+            clock: Returns seconds; measures steps.
 
         Raises:
             ConfigError: ``max_model_len`` is more than the model can do, or ``block_size`` is not the pool's.
@@ -90,6 +93,8 @@ class EngineCore:
         if self._bridge.on_layer is not None:
             executor.on_layer = self._bridge.on_layer
         self._scheduler = Scheduler(config, self._pool, self._bridge)
+        self._clock = clock
+        self.bound_steps(False)
         self._groups: dict[RequestId, RequestGroup] = {}
         self._early: list[SequenceOutput] = []
         self._progressed = False
@@ -195,6 +200,14 @@ class EngineCore:
         self._flush_events()
         return num_blocks
 
+    def bound_steps(self, bounded: bool) -> None:
+        """Say whether steps with decodes are bounded in time where the configuration says nothing of it.
+
+        Args:
+            bounded: Whether somebody waits for each token, as on a decode instance.
+        """
+        self._scheduler.step_budget = step_budget(self._config, bounded=bounded)
+
     # State
 
     def has_work(self) -> bool:
@@ -223,6 +236,7 @@ class EngineCore:
             blocks_cached=self._pool.num_cached,
             waiting_prompt_tokens=sum(sequence.num_missing for sequence in scheduler.all_waiting()),
             num_preemptions=scheduler.num_preemptions,
+            num_bounded_steps=scheduler.step_budget.num_bounded if scheduler.step_budget is not None else 0,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
@@ -262,6 +276,7 @@ class EngineCore:
             self._finish_load(sequence, update, outputs)
         plan = StepPlan() if loads and outputs else self._scheduler.schedule()
         if plan.counts:
+            started = self._clock()
             try:
                 self._run(plan, outputs)
             except ExecutorLostError:
@@ -270,6 +285,8 @@ class EngineCore:
                 _log.exception("step of %d sequences failed", len(plan))
                 for sequence in plan.counts:
                     self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
+            else:
+                self._scheduler.note_time(plan, self._clock() - started)
         self._progressed = bool(plan.counts or outputs or loads)
         self._flush_events()
         return outputs

@@ -103,6 +103,8 @@ class EngineStats:
     """Tokens generated since start."""
     prefix_hit_tokens: int
     prefix_query_tokens: int
+    num_bounded_steps: int = 0
+    """Steps in which the budget in time left prompt tokens for later, since start."""
 
 
 def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int, seed: int) -> SamplingParams:

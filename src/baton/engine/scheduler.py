@@ -1,10 +1,11 @@
 """Which tokens are computed next.
 
 Every step goes through three stages under one budget of tokens: running sequences that decode, running sequences that
-prefill (in chunks), admission from the queue. Why it always makes progress:
+prefill (in chunks), admission from the queue. Beside decodes, prompts are cut down to what a budget in time allows
+(:mod:`baton.engine.step_budget`). Why it always makes progress:
 
 * There are never more running sequences than tokens in the budget, so all decodes run in every step and the first
-  prefilling sequence gets at least one token.
+  prefilling sequence gets at least one token (as much as a block of them whatever the budget in time says).
 * What loads is not running: it takes no slot of the batch, so a source that hangs holds up those alone that load from
   it. Loads are bounded by a number and a share of the blocks of their own; what may not load yet lets pass what loads
   nothing. A sequence whose load has ended while the batch is full keeps its blocks and gets the next slot.
@@ -30,6 +31,7 @@ from operator import attrgetter
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.sequence import Sequence, SequenceState, SortKey
+from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
 from baton.errors import InternalError
 from baton.kv_cache.block_pool import BlockPool
 from baton.types import BlockId
@@ -50,10 +52,12 @@ class StepPlan:
     Attributes:
         counts: Per sequence, how many of its own tokens are computed, from ``num_computed`` on.
         drafts: Draft tokens per sequence, of those that have some; the sequence's own tokens are all computed then.
+        work: What the step computes, for the estimate of its time; ``None``: nobody asks.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
+    work: StepWork | None = None
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -105,6 +109,11 @@ class WaitingQueue:
         self._live.pop(sequence.key, None)
 
 
+def work_of_decodes(plan: StepPlan) -> StepWork:
+    """Return the work of a plan that has decodes alone."""
+    return StepWork(rows=len(plan), decode_context=sum(sequence.num_tokens for sequence in plan.counts))
+
+
 class Scheduler:
     """Owns the queue, the running sequences and their blocks.
 
@@ -113,6 +122,7 @@ class Scheduler:
         waiting_to_load: Those of them that want KV from outside, while as much is loaded as may be.
         loaded: Sequences whose load has ended while the batch was full, by sort key: they have their blocks.
         running: Sequences that have blocks and are computed, by sort key.
+        step_budget: Bound on the time of steps; ``None``: none.
         num_preemptions: Since start.
         prefix_query_tokens: Tokens looked up in the prefix cache at first admissions, since start.
         prefix_hit_tokens: Tokens of these that were found.
@@ -132,6 +142,7 @@ class Scheduler:
         self.waiting_to_load = WaitingQueue()
         self.loaded: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.step_budget: StepBudget | None = None
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -143,9 +154,14 @@ class Scheduler:
         while self.loaded and len(self.running) < self._max_seqs:
             self._run(self.loaded.pop(0))
         budget = self._plan_decodes(plan, self._budget)
-        budget = self._plan_prefills(plan, budget)
+        if self.step_budget is not None:
+            plan.work = work_of_decodes(plan)
+        if len(plan) == len(self.running) and not (self.waiting or self.waiting_to_load):
+            return plan
+        room = self._prefill_room(plan)
+        budget = self._plan_prefills(plan, budget, room)
         if self.num_preemptions == preemptions:
-            self._admit_waiting(plan, budget)
+            self._admit_waiting(plan, budget, room)
         return plan
 
     def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
@@ -155,13 +171,29 @@ class Scheduler:
                 budget -= 1
         return budget
 
-    def _plan_prefills(self, plan: StepPlan, budget: int) -> int:
+    def _prefill_room(self, plan: StepPlan) -> PrefillRoom | None:
+        """Return what the budget in time leaves for prompts beside a plan's decodes; ``None``: there is none."""
+        if self.step_budget is None or plan.work is None:
+            return None
+        return self.step_budget.prefill_room(plan.work, self._block_size)
+
+    def _plan_prefills(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> int:
         for sequence in [other for other in self.running if other not in plan.counts]:
-            count = min(sequence.num_missing, self._chunk, budget)
+            count = self._chunk_of(sequence, budget, room)
             if count and self._make_room(sequence, sequence.num_computed + count, plan):
-                plan.counts[sequence] = count
-                budget -= count
+                budget -= self._plan_chunk(plan, sequence, count, room)
         return budget
+
+    def _chunk_of(self, sequence: Sequence, budget: int, room: PrefillRoom | None) -> int:
+        """Return how many tokens of a prefilling sequence fit into a step."""
+        count = min(sequence.num_missing, self._chunk, budget)
+        return count if room is None else room.fit(count, sequence.num_computed)
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int, room: PrefillRoom | None) -> int:
+        plan.counts[sequence] = count
+        if room is not None:
+            room.take(count, sequence.num_computed)
+        return count
 
     @property
     def num_waiting(self) -> int:
@@ -172,21 +204,23 @@ class Scheduler:
         """Return the sequences of :attr:`num_waiting`; other threads may walk over them."""
         return itertools.chain(self.waiting, self.waiting_to_load, tuple(self.loaded))
 
-    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _admit_waiting(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> None:
         queues = [self.waiting, self.waiting_to_load]
         while budget and len(self.running) < self._max_seqs:
             heads = [head for queue in queues if (head := queue.peek()) is not None]
             if not heads:
                 return
             sequence = min(heads, key=_by_key)
+            # What may come from outside costs this step nothing.
+            if room is not None and room.full and not self._bridge.may_load(sequence):
+                return
             admitted = self._admit(sequence)
             if admitted is None:
                 queues = [self.waiting]
             elif not admitted:
                 return
-            elif sequence.state is SequenceState.RUNNING:
-                plan.counts[sequence] = min(sequence.num_missing, self._chunk, budget)
-                budget -= plan.counts[sequence]
+            elif sequence.state is SequenceState.RUNNING and (count := self._chunk_of(sequence, budget, room)):
+                budget -= self._plan_chunk(plan, sequence, count, room)
 
     def _admit(self, sequence: Sequence) -> bool | None:
         """Give a sequence its blocks and let it run or load.
@@ -299,6 +333,11 @@ class Scheduler:
             parent = hashes[i - 1] if i else None
             self._pool.commit(sequence.block_ids[i], hashes[i], parent, tenant=tenant)
         sequence.num_committed = full
+
+    def note_time(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from the time that a step took."""
+        if self.step_budget is not None and plan.work is not None:
+            self.step_budget.cost.observe(plan.work, seconds)
 
     def finish(self, sequence: Sequence) -> None:
         """Take an ended sequence out, wherever it is; blocks under a load stay until the load has ended."""

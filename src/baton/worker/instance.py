@@ -146,6 +146,7 @@ class WorkerInstance:
             loop.call_soon_threadsafe(events.append, items)
 
         core = EngineCore(self._engine_config, executor, shards, connector=connectors.connector, on_events=on_events)
+        core.bound_steps(self._first_role is Role.DECODE)
         self._engine = engine = EngineThread(core, loop, on_failure=self._on_failure)
         instance_id = InstanceId(
             config.instance_id or f"{self._first_role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
@@ -243,7 +244,7 @@ class WorkerInstance:
                 await self._require_idle(before)
                 after = _ROLES[role](context)
                 try:
-                    await context.engine.call(lambda: self._connectors.enter(after))
+                    await context.engine.call(lambda: self._enter(after))
                 except BaseException:
                     after.connector.close()
                     await after.close()
@@ -258,6 +259,10 @@ class WorkerInstance:
             context.admission.draining = False
             self._register()
             log.info("this is a %s instance now", role)
+
+    def _enter(self, role: InstanceRole) -> None:
+        self._connectors.enter(role)
+        self.context.engine.core.bound_steps(role.role is Role.DECODE)
 
     async def _require_idle(self, role: InstanceRole) -> None:
         engine, active = self.context.engine, self.context.admission.active

@@ -141,6 +141,7 @@ _ENGINE_GAUGES = {
 }
 _ENGINE_COUNTERS = {
     "num_preemptions": "Sequences preempted",
+    "num_bounded_steps": "Steps in which the budget in time left prompt tokens for later",
     "prefill_tokens": "Prompt tokens computed",
     "decode_tokens": "Tokens generated",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache",

@@ -102,7 +102,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 async def test_a_decode_instance_becomes_a_prefill_instance_and_comes_back(fleet: Fleet) -> None:
     alone = [(await fleet.complete(prompt(at)))[0] for at in range(3)]
     epoch, second = fleet.instances[1].context.arena.epoch, fleet.instances[1]
+    scheduler = second.context.engine.core._scheduler
+    assert scheduler.step_budget is not None, "streams wait for its steps"
     assert await set_role(second, Role.PREFILL) is Role.DECODE
+    assert scheduler.step_budget is None
     await fleet.until(lambda: fleet.known() == {"i0": Role.DECODE, "i1": Role.PREFILL})
     for at in range(3):
         # Another salt: nobody's cache has the prompt.
@@ -115,6 +118,7 @@ async def test_a_decode_instance_becomes_a_prefill_instance_and_comes_back(fleet
     assert await set_role(second, Role.DECODE) is Role.PREFILL
     await fleet.until(lambda: fleet.known() == {"i0": Role.DECODE, "i1": Role.DECODE})
     assert second.context.arena.epoch == epoch
+    assert scheduler.step_budget is not None
     used = set()
     for at in range(12):
         tokens, headers = await fleet.complete(prompt(at % 3), cache_salt=str(at))
