@@ -237,9 +237,9 @@ def test_heads_are_divided_and_shared_where_there_are_too_few(wholes: Any, name:
         ("llama", 3, 1, "tp", "query heads|KV heads"),
         ("llama", 8, 1, "tp", "4 query heads"),
         ("llama", 1, 5, "pp", "4 layers"),
-        ("phi3", 2, 1, "tp", "its attention has a qkv_proj"),
+        ("phi3", 3, 1, "tp", "query heads|KV heads"),
         ("gpt_neox", 2, 1, "tp", "its attention has a query_key_value"),
-        ("olmo2", 2, 1, "tp", "q_norm spans all heads"),
+        ("olmo2", 8, 1, "tp", "4 query heads"),
         ("gpt2", 1, 2, "pp", "no plan"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import nn
 from baton.engine.models.experts import Mixture, gated_activation, make_mixture, pack_experts
 from baton.engine.models.generic import MakeLinear
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
-from baton.engine.models.parallel import Share, unreduced
+from baton.engine.models.parallel import Share, SpanningNorm, unreduced
 from baton.engine.models.quirks import ATTENTION_PARTS, FUSED_FAMILIES, MLP_PARTS, Family
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
@@ -206,7 +206,8 @@ class LayerMaker:
         return Rotation(cos, sin, q_norm, k_norm, eps.pop(), self._family.norm_offset, pairs)
 
     def _spanning(self, attention: Any) -> SpanningNorms:
-        q_norm, k_norm = self.norm(attention.q_norm), self.norm(attention.k_norm)
+        parts = (attention.q_norm, attention.k_norm)
+        q_norm, k_norm = (norm if isinstance(norm, SpanningNorm) else self.norm(norm) for norm in parts)
 
         def run(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return q_norm(q.flatten(1)).view(q.shape), k_norm(k.flatten(1)).view(k.shape)
@@ -217,6 +218,8 @@ class LayerMaker:
 def _spanning_norms(attention: Any, spec: AttentionSpec) -> bool:
     """Whether queries and keys are normed over all heads at once (OLMo), and not head by head."""
     norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if any(isinstance(norm, SpanningNorm) for norm in norms):
+        return True
     shapes = [None if norm is None else tuple(norm.weight.shape) for norm in norms]
     spanning = [(heads * spec.k_dim,) for heads in (spec.num_heads, spec.kv_heads)]
     return shapes == spanning and shapes != [(spec.k_dim,)] * 2

@@ -25,6 +25,8 @@ from baton.engine.models.latent import absorb
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.quirks import (
     HEAD_NORMS,
+    JOINED_MLP,
+    JOINED_PROJECTION,
     KEY_VALUE_PROJECTIONS,
     QUERY_PROJECTIONS,
     WHOLE_PROJECTIONS,
@@ -91,6 +93,43 @@ class Reduced(nn.Module):
         return self._reduce(self.inner(*args, **kwargs))
 
 
+class SpanningNorm(nn.Module):
+    """RMS norm over all ranks' heads, of which every rank has as many: keeps a part of the weight.
+
+    Args:
+        norm: Over all heads.
+        weight: This rank's part.
+        shard: This rank.
+        reduce: Sums over the ranks.
+    """
+
+    def __init__(self, norm: Any, weight: torch.Tensor, shard: ShardSpec, reduce: Reduce) -> None:
+        super().__init__()
+        self.weight = _parameter(weight)
+        self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+        self._ranks, self._reduce = shard.tp_size, reduce
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take this rank's [..., heads * dim], in float32 inside."""
+        wide = x.float()
+        # Heads that several ranks hold count as often on all of them, so the mean of the means is that of the whole.
+        mean = self._reduce(wide.pow(2).mean(-1, keepdim=True)) / self._ranks
+        return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
+
+
+class _WithHeads:
+    """A config as it is, but for the number of query heads, by which modules with a joined projection split it."""
+
+    def __init__(self, config: Any, heads: int) -> None:
+        self.num_attention_heads = heads
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # asked for by copies before they have it
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
 def unreduced(module: nn.Module) -> nn.Module:
     """Return what a :class:`Reduced` holds, and any other module as it is."""
     return module.inner if isinstance(module, Reduced) else module
@@ -155,13 +194,41 @@ class _Splitter:
             elif name == "o_proj":
                 _keep_columns(self._linear(child, name), heads, spec.num_heads, first=self._shard.tp_rank == 0)
                 setattr(module, name, Reduced(child, self._reduce))
+            elif name == JOINED_PROJECTION:
+                self._joined_attention(module, self._linear(child, name), spec, heads, kv_heads)
             elif name in HEAD_NORMS:
-                if any(weight.shape != (spec.k_dim,) for weight in child.parameters()):
-                    raise self._refuse(f"{name} spans all heads")
+                self._head_norm(module, name, spec, *((heads, spec.num_heads) if name[0] == "q" else (kv_heads, of)))
             elif name not in WHOLE_PROJECTIONS and next(child.parameters(), None) is not None:
                 raise self._refuse(f"its attention has a {name}")
-        if "o_proj" not in found or not found & QUERY_PROJECTIONS or not found & KEY_VALUE_PROJECTIONS:
+        separate = found & QUERY_PROJECTIONS and found & KEY_VALUE_PROJECTIONS
+        if "o_proj" not in found or not (separate or JOINED_PROJECTION in found):
             raise self._refuse(f"its attention has only {', '.join(sorted(found))}")
+
+    def _joined_attention(
+        self, module: Any, linear: nn.Linear, spec: AttentionSpec, heads: range, kv_heads: range
+    ) -> None:
+        """Queries, keys and values in one layer, one after the other (Phi-3)."""
+        parts = ((heads, spec.num_heads, spec.k_dim), (kv_heads, spec.kv_heads, spec.k_dim))
+        begin = 0
+        rows: list[int] = []
+        for kept, count, dim in (*parts, (kv_heads, spec.kv_heads, spec.v_dim)):
+            rows += range(begin + kept.start * dim, begin + kept.stop * dim)
+            begin += count * dim
+        if begin != linear.out_features:
+            raise self._refuse(f"its {JOINED_PROJECTION} has {linear.out_features} outputs, not {begin}")
+        _pick_rows(linear, rows)
+        module.config = _WithHeads(module.config, len(heads))
+        module.num_key_value_heads = len(kv_heads)
+
+    def _head_norm(self, module: nn.Module, name: str, spec: AttentionSpec, heads: range, count: int) -> None:
+        """A norm within a head stays as it is; one over all heads (OLMo 2) becomes one over all ranks."""
+        norm: Any = module.get_submodule(name)
+        shapes = {tuple(weight.shape) for weight in norm.parameters()}
+        if shapes == {(count * spec.k_dim,)} and count > 1 and getattr(norm, "bias", None) is None:
+            kept = norm.weight[heads.start * spec.k_dim : heads.stop * spec.k_dim]
+            setattr(module, name, SpanningNorm(norm, kept, self._shard, self._reduce))
+        elif shapes != {(spec.k_dim,)}:
+            raise self._refuse(f"{name} is no norm of a head or of all heads")
 
     def rest(self) -> None:
         """Divide what the plan divides outside of attention."""
@@ -202,8 +269,20 @@ class _Splitter:
             share = _share(linear.in_features, shard, f"columns of {name}")
             _keep_columns(linear, share, linear.in_features, first=shard.tp_rank == 0)
             setattr(parent, leaf, Reduced(linear, self._reduce))
+        elif leaf in JOINED_MLP and type(target) is nn.Linear and all(hasattr(parent, name) for name in JOINED_MLP):
+            self._joined_mlp(parent, leaf, target)  # the plan leaves it whole
         elif style not in WHOLE_STYLES:
             raise self._refuse(f"its plan divides {name} in the way {style!r}")
+
+    def _joined_mlp(self, mlp: Any, leaf: str, linear: nn.Linear) -> None:
+        """Gate and up in one layer, one after the other (Phi-3, GLM 4), and down."""
+        inner = linear.in_features if leaf == "down_proj" else linear.out_features // 2
+        kept = _share(inner, self._shard, f"columns of {leaf}")
+        if leaf == "down_proj":
+            _keep_columns(linear, kept, inner, first=self._shard.tp_rank == 0)
+            setattr(mlp, leaf, Reduced(linear, self._reduce))
+        else:
+            _pick_rows(linear, [*kept, *range(inner + kept.start, inner + kept.stop)])
 
     def _interleaved_experts(self, base: nn.Module, name: str, experts: Any) -> None:
         """GPT-OSS has no plan: experts [E, hidden, 2 * inner] with gate and up in turns, and biases."""
@@ -240,6 +319,14 @@ def _keep_rows(linear: nn.Linear, units: range, count: int) -> None:
     if linear.bias is not None:
         linear.bias = _parameter(linear.bias[rows])
     linear.out_features = len(linear.weight)
+
+
+def _pick_rows(linear: nn.Linear, rows: list[int]) -> None:
+    """Keep some of a layer's outputs."""
+    linear.weight = _parameter(linear.weight[rows])
+    if linear.bias is not None:
+        linear.bias = _parameter(linear.bias[rows])
+    linear.out_features = len(rows)
 
 
 def _keep_columns(linear: nn.Linear, units: range, count: int, *, first: bool) -> None:

@@ -102,8 +102,12 @@ WHOLE_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_la
 """On every rank: latents that all heads share."""
 LATENT_PROJECTION, LATENT_EXPANSION = "kv_b_proj", "expand_kv"
 """Of MLA's modules: the linear layer from latents to heads' keys and values, and the method that applies it."""
+JOINED_PROJECTION = "qkv_proj"
+"""Queries, keys and values, one after the other (Phi-3): rows of each."""
 HEAD_NORMS = {"q_norm", "k_norm"}
-"""Norms within a head; those that span all heads (OLMo 2) cannot be divided."""
+"""Norms within a head, or over all heads (OLMo 2), of which each rank then has a part."""
+JOINED_MLP = {"gate_up_proj", "down_proj"}
+"""Gate and up in one layer, one after the other (Phi-3, GLM 4), which plans of transformers leave whole."""
 WHOLE_STYLES = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}
 """Styles of transformers' plans whose result is the same if every rank computes all of it."""
 
