@@ -62,7 +62,11 @@ class EngineConfig:
     load_share: float = option(
         0.75, "part of the KV pool that requests may hold whose KV is on its way; one request alone may hold more"
     )
-    policy: str = option("fcfs", "order of the queue", choices=("fcfs", "priority"))
+    policy: str = option(
+        "fcfs",
+        "order of the queue; under priority a request also preempts what is less important",
+        choices=("fcfs", "priority"),
+    )
     prefix_caching: bool = option(True, "reuse KV of earlier requests with the same prefix")
     tenant_cache_share: float = option(
         0.5,

@@ -14,8 +14,11 @@ prefill (in chunks), admission from the queue. Beside decodes, prompts are cut d
 * A decode that can't grow preempts the last running sequence by sort key (perhaps itself). The first one can
   only be preempted by itself, when everything else that holds blocks is pinned, loading or held for others, each of
   which ends by itself; and alone every sequence fits, which is checked before it is queued.
-* The queue is strictly ordered: a big request at its head is not overtaken, so it is not starved.
-* Admission leaves one block for each running sequence that may grow, so that what is admitted is not preempted at once.
+* Admission leaves the blocks that the outputs of those that run are expected to need (:mod:`baton.engine.growth`), so
+  that a stream that has begun does not pause. If it errs, preemption helps.
+* A big request at the queue's head lets smaller ones pass while there is no room for it, :data:`PASSES` times; then it
+  is not overtaken any more, so it is not starved. What has begun to answer is never overtaken.
+* Under the policy ``priority`` a request preempts what is less important, for a slot of the batch or for blocks.
 """
 
 from __future__ import annotations
@@ -24,17 +27,24 @@ import heapq
 import itertools
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
-from baton.engine.sequence import Sequence, SequenceState, SortKey
+from baton.engine.growth import BlockForecast, OutputLengths
+from baton.engine.sequence import Sequence, SequenceState
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
+from baton.engine.waiting_queue import WaitingQueue
 from baton.errors import InternalError
 from baton.kv_cache.block_pool import BlockPool
-from baton.types import BlockId
+from baton.types import BlockId, FinishReason
+
+PASSES = 16
+"""How many may pass a sequence that waits at the queue's head because it is big."""
+LOOKAHEAD = 8
+"""How many behind it are looked at in a step."""
 
 _by_key = attrgetter("key")
 _MAY_ROLL_BACK = {SequenceState.WAITING, SequenceState.LOADED, SequenceState.RUNNING}
@@ -67,46 +77,6 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Query tokens of the step, draft tokens included."""
         return sum(self.counts.values()) + sum(map(len, self.drafts.values()))
-
-
-class WaitingQueue:
-    """A priority queue by sort key (priority, arrival, index).
-
-    A preempted sequence keeps its key, so it comes back before everything that arrived after it. Removal from the
-    middle is lazy: the heap keeps a key until it comes up.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[SortKey] = []
-        self._live: dict[SortKey, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        # A copy, made in one bytecode: statistics are read from other threads.
-        return iter(tuple(self._live.values()))
-
-    def push(self, sequence: Sequence) -> None:
-        """Add a sequence."""
-        self._live[sequence.key] = sequence
-        heapq.heappush(self._heap, sequence.key)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.key in self._live
-
-    def peek(self) -> Sequence | None:
-        """Return the first sequence, or ``None``."""
-        while self._heap:
-            found = self._live.get(self._heap[0])
-            if found is not None:
-                return found
-            heapq.heappop(self._heap)
-        return None
-
-    def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it is there."""
-        self._live.pop(sequence.key, None)
 
 
 def work_of_decodes(plan: StepPlan) -> StepWork:
@@ -142,6 +112,7 @@ class Scheduler:
         self.waiting_to_load = WaitingQueue()
         self.loaded: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.output_lengths = OutputLengths()
         self.step_budget: StepBudget | None = None
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
@@ -205,24 +176,68 @@ class Scheduler:
         return itertools.chain(self.waiting, self.waiting_to_load, tuple(self.loaded))
 
     def _admit_waiting(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> None:
-        queues = [self.waiting, self.waiting_to_load]
-        while budget and len(self.running) < self._max_seqs:
-            heads = [head for queue in queues if (head := queue.peek()) is not None]
-            if not heads:
-                return
-            sequence = min(heads, key=_by_key)
+        """Let waiting sequences begin, in order; while the first one is too big, some that are smaller."""
+        too_big: Sequence | None = None
+        left = LOOKAHEAD
+        forecast = self._forecast()
+        for sequence in heapq.merge(self.waiting.in_order(), self.waiting_to_load.in_order(), key=_by_key):
             # What may come from outside costs this step nothing.
-            if room is not None and room.full and not self._bridge.may_load(sequence):
+            if not budget or (room is not None and room.full and not self._bridge.may_load(sequence)):
                 return
-            admitted = self._admit(sequence)
+            if len(self.running) >= self._max_seqs:
+                if not (victims := self._less_important(sequence)):
+                    return
+                self._preempt_for(victims[:1], plan)
+                forecast = self._forecast()
+            admitted = self._admit(sequence, forecast)
+            if admitted is False and too_big is None and self._preempt_for_blocks(sequence, plan):
+                forecast = self._forecast()
+                admitted = self._admit(sequence, forecast)
             if admitted is None:
-                queues = [self.waiting]
-            elif not admitted:
-                return
-            elif sequence.state is SequenceState.RUNNING and (count := self._chunk_of(sequence, budget, room)):
+                continue
+            if admitted is False:
+                too_big = too_big or sequence
+                if too_big.started or not left:
+                    return
+                left -= 1
+                continue
+            if too_big is not None:
+                too_big.num_passed += 1
+            forecast.add(sequence)
+            if sequence.state is SequenceState.RUNNING and (count := self._chunk_of(sequence, budget, room)):
                 budget -= self._plan_chunk(plan, sequence, count, room)
+            if too_big is not None and too_big.num_passed >= PASSES:
+                return
 
-    def _admit(self, sequence: Sequence) -> bool | None:
+    def _forecast(self) -> BlockForecast:
+        forecast = BlockForecast(self.output_lengths, self._block_size)
+        for sequence in itertools.chain(self.running, self.loaded, self._bridge.loading.values()):
+            forecast.add(sequence)
+        return forecast
+
+    def _less_important(self, sequence: Sequence) -> list[Sequence]:
+        """Return what may be preempted for a sequence: of a lower priority class, the least important ones first."""
+        priority = sequence.group.priority
+        others = (other for other in itertools.chain(self.running, self.loaded) if not other.pinned)
+        return sorted((other for other in others if other.group.priority > priority), key=_by_key, reverse=True)
+
+    def _preempt_for(self, victims: Iterable[Sequence], plan: StepPlan) -> None:
+        for victim in victims:
+            self._preempt(victim)
+            plan.counts.pop(victim, None)
+
+    def _preempt_for_blocks(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt as many of the less important as a sequence needs to begin; ``False``: they have too few blocks."""
+        need = -(-sequence.num_tokens // self._block_size) - self._pool.num_free
+        victims = self._less_important(sequence)
+        blocks = list(itertools.accumulate(len(victim.block_ids) for victim in victims))
+        if not blocks or blocks[-1] < need:
+            return False
+        count = next(i for i, freed in enumerate(blocks, 1) if freed >= need)
+        self._preempt_for(victims[:count], plan)
+        return True
+
+    def _admit(self, sequence: Sequence, forecast: BlockForecast) -> bool | None:
         """Give a sequence its blocks and let it run or load.
 
         Returns:
@@ -230,11 +245,10 @@ class Scheduler:
         """
         found = self._find_prefix(sequence)
         need = -(-sequence.num_tokens // self._block_size) - len(found)
-        growing = sum(1 for other in self.running if not other.pinned) + len(self.loaded) + len(self._bridge.loading)
         may_load = self._may_load(need)
         if not may_load and sequence in self.waiting_to_load:
             return None
-        if self._pool.num_free_without(found) < need + growing:
+        if not forecast.fits(sequence, len(found), self._pool.num_free_without(found)):
             return False
         num_local = len(found) * self._block_size
         load = self._bridge.plan(sequence, num_local)
@@ -345,6 +359,8 @@ class Scheduler:
         if state is SequenceState.LOADING:
             self._bridge.cancel(sequence)
             return
+        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not sequence.pinned:
+            self.output_lengths.add(sequence.num_output)
         self._take_out(sequence, state)
         self._bridge.finish(sequence)
 

@@ -106,6 +106,7 @@ class Sequence:
         table: ``block_ids`` as int32, and room for more.
         hashes: Hashes of its full blocks, as far as they were needed.
         sampler: Its row in the sampler.
+        num_passed: How many began before it although they came later, while there was no room for it.
     """
 
     __slots__ = (
@@ -122,6 +123,7 @@ class Sequence:
         "num_cached",
         "num_committed",
         "num_computed",
+        "num_passed",
         "num_preemptions",
         "num_prompt",
         "num_prompt_computed",
@@ -164,6 +166,7 @@ class Sequence:
         self.num_prompt_computed = 0
         self.high_water = 0
         self.num_preemptions = 0
+        self.num_passed = 0
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
@@ -179,6 +182,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens whose KV has yet to be computed; 1: it decodes."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def started(self) -> bool:
+        """Whether it was computed before, here or elsewhere: somebody waits for its next token."""
+        return self.num_output > 0 or self.num_preemptions > 0
 
     @property
     def pinned(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.equality import ARCHITECTURES, References, mixed_prompts
+from tests.support.preemption import expect_short_outputs
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM, RequestOutput
@@ -65,6 +66,7 @@ def test_equality_with_a_pool_so_small_that_preemption_happens(references: Refer
     prompts = mixed_prompts(2, VOCAB, count=14, longest=260)
     expected = references.greedy(architecture, prompts, LONG_NEW_TOKENS)
     llm = make_llm(references, architecture, kv_blocks=24, max_model_len=24 * 16)
+    expect_short_outputs(llm.core)
     check(llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=LONG_NEW_TOKENS)), expected, LONG_NEW_TOKENS)
     assert llm.core.stats().num_preemptions > 0
     llm.core.check_integrity()

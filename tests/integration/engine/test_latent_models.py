@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.support.checkpoints import MLA
 from tests.support.equality import References, mixed_prompts
+from tests.support.preemption import expect_short_outputs
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM
@@ -37,6 +38,7 @@ def test_equality_over_latents_with_preemption(references: References, name: str
     expected = references.greedy(name, prompts, NEW_TOKENS)
     with LLM(engine_config(references.checkpoint(name), attention_backend=backend)) as llm:
         assert llm.core.executor.geometry.layers == (LayerShape(1, ROW, 0),) * 4
+        expect_short_outputs(llm.core)
         results = llm.generate(prompts, SAMPLING)
         assert [list(result.outputs[0].token_ids) for result in results] == expected
         assert llm.core.stats().num_preemptions > 0

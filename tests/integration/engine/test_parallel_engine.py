@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from tests.support.equality import References, mixed_prompts
+from tests.support.preemption import expect_short_outputs
 
 from baton.config import EngineConfig
 from baton.engine import communicator
@@ -83,6 +84,7 @@ def test_equality_of_2_by_2_ranks(references: References, square: LLM) -> None:
 def check_equality(references: References, name: str, llm: LLM) -> None:
     prompts = mixed_prompts(2, VOCAB, count=14, longest=260)
     expected = references.greedy(name, prompts, NEW_TOKENS)
+    expect_short_outputs(llm.core)
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
     assert [output.token_ids for output in outputs] == expected
     stats = llm.core.stats()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from tests.support.equality import ARCHITECTURES, References, mixed_prompts
+from tests.support.preemption import expect_short_outputs
 from tests.support.servers.cluster import LocalCluster, Result
 
 from baton.api.v1 import common_pb2
@@ -85,6 +86,7 @@ async def test_equality_when_the_decode_pool_is_so_small_that_sequences_are_pree
     expected = references.greedy(path.name, prompts, GROWING_TOKENS)
     async with LocalCluster(engine_config(path), decode_changes={"kv_blocks": 48}) as cluster:
         decode = cluster.decode[0]
+        expect_short_outputs(decode.context.engine.core)
         results = await generate_all(cluster, decode, prompts, new_tokens=GROWING_TOKENS)
         assert [result.token_ids for result in results] == expected
         stats = await decode.context.engine.call(decode.context.engine.core.stats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.preemption import expect_short_outputs
 from tests.support.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
@@ -184,6 +185,7 @@ def test_sampling_survives_preemption_and_migration() -> None:
         roomy.add(str(i), PROMPT[i:], sampling)
     roomy.run()
     tight = Engine(12)
+    expect_short_outputs(tight.core)
     for i in range(3):
         tight.add(str(i), PROMPT[i:], sampling)
     tight.run()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.preemption import expect_short_outputs
 from tests.support.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
@@ -78,6 +79,7 @@ def test_a_rolled_back_sequence_ends_like_a_straight_one(
     """Beside another sequence, in pools so small that both are preempted."""
     straight = Engine(prefix_caching=caching)
     moved = Engine(num_blocks, prefix_caching=caching)
+    expect_short_outputs(moved.core)
     for engine in (straight, moved):
         engine.add("a", PROMPT[:length], sampling)
         engine.add("b", PROMPT[3:9], SAMPLINGS[0])

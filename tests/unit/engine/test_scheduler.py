@@ -10,12 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.preemption import expect_short_outputs
 from tests.support.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.runner.input_batch import ForwardBatch
+from baton.engine.scheduler import PASSES
+from baton.engine.sequence import SequenceState
 from baton.errors import QueueFullError
 from baton.types import FinishReason, RequestId, SamplingParams
 
@@ -190,18 +193,85 @@ def test_logits_are_computed_only_for_sampled_rows() -> None:
     assert runner.num_logit_rows == len(tokens_of(outputs, "a"))
 
 
-def test_first_come_first_served_is_not_overtaken_by_a_small_request() -> None:
+def test_a_big_request_lets_a_bounded_number_of_small_ones_pass() -> None:
     core, _ = make(num_blocks=12, max_num_seqs=4)
-    core.add_request(request("running", prompt_of(1, 24), max_tokens=6))
+    core.add_request(request("running", prompt_of(1, 24), max_tokens=20))
     core.step()
     core.add_request(request("big", prompt_of(2, 36), max_tokens=2))
-    core.add_request(request("small", prompt_of(3, 2), max_tokens=2))
+    outputs: list[SequenceOutput] = []
+    for i in range(2 * PASSES + 8):  # always one that is small, and there is always room for it
+        core.add_request(request(f"small-{i}", prompt_of(3 + i, 2), max_tokens=2))
+        outputs += core.step()
+    order = order_of_first_tokens(outputs + run(core))
+    passed = order.index("big") - 1
+    assert passed == PASSES
+    assert len(order) == 2 + 2 * PASSES + 8
+
+
+def test_what_has_begun_to_answer_is_not_overtaken() -> None:
+    core, _ = make(num_blocks=12)
+    expect_short_outputs(core)
+    for i in range(2):
+        core.add_request(request(str(i), prompt_of(i, 14), max_tokens=24))
+    while not core.stats().num_preemptions:
+        core.step()
+    core.add_request(request("small", prompt_of(5, 2), max_tokens=2))
+    paused, small = (core._groups[RequestId(name)].sequences[0] for name in ("1", "small"))
+    pause = 0
+    while paused.state is SequenceState.WAITING:
+        assert small.state is SequenceState.WAITING
+        core.step()
+        pause += 1
+    assert pause > 2
+    run(core)
+    assert core.stats().num_preemptions == 1
+
+
+def test_streams_that_began_do_not_pause_where_lengths_are_known() -> None:
+    """A pool for three requests, and eight of them: with honest ``max_tokens``, or with outputs like those before."""
+    core, _ = make(num_blocks=30, max_num_seqs=8)
+    for i in range(8):
+        core.add_request(request(str(i), prompt_of(i, 8), max_tokens=32))
     outputs = run(core)
-    names = [output.request_id for output in outputs]
-    end = next(i for i, output in enumerate(outputs) if output.finish_reason)
-    assert names[end] == "running"
-    assert "small" not in names[:end]
-    assert {"big", "small"} <= set(names[end:])
+    assert core.stats().num_preemptions == 0
+    for i in range(8):
+        assert tokens_of(outputs, str(i)) == expected(tuple(prompt_of(i, 8)), 32)
+    # max_tokens says nothing now, what was observed does: not one after the other.
+    running = []
+    for i in range(8):
+        core.add_request(request(f"again-{i}", prompt_of(i, 8), max_tokens=100))
+    for _ in range(10):
+        core.step()
+        running.append(core.stats().num_running)
+    assert max(running) >= 2
+    run(core)
+
+
+def test_an_important_request_waits_for_nothing_that_is_less_important() -> None:
+    for limits in ({"max_num_seqs": 2}, {"num_blocks": 16}):
+        core, _ = make(policy="priority", **{"num_blocks": 64, **limits})
+        for i in range(2):
+            core.add_request(request(f"low-{i}", prompt_of(i, 8), max_tokens=24, priority=5))
+        outputs = core.step() + core.step()
+        core.add_request(request("high", prompt_of(7, 30), max_tokens=3, priority=0))
+        steps = 0
+        while not tokens_of(outputs, "high"):
+            outputs += core.step()
+            steps += 1
+        assert steps <= 5
+        outputs += run(core)
+        assert tokens_of(outputs, "high") == expected(tuple(prompt_of(7, 30)), 3)
+        for i in range(2):
+            assert tokens_of(outputs, f"low-{i}") == expected(tuple(prompt_of(i, 8)), 24)
+
+
+def test_equals_do_not_preempt_each_other() -> None:
+    core, _ = make(policy="priority", max_num_seqs=1)
+    core.add_request(request("first", prompt_of(1, 8), max_tokens=20, priority=1))
+    core.step()
+    core.add_request(request("second", prompt_of(2, 8), max_tokens=2, priority=1))
+    assert order_of_first_tokens(run(core)) == ["first", "second"]
+    assert core.stats().num_preemptions == 0
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", ["a", "b", "c"]), ("priority", ["c", "b", "a"])])
@@ -214,6 +284,7 @@ def test_priority_counts_under_its_policy(policy: str, order: list[str]) -> None
 
 def test_the_last_one_is_preempted_and_comes_back_with_the_same_tokens() -> None:
     core, _ = make(num_blocks=12)
+    expect_short_outputs(core)
     prompts = [prompt_of(i, 14) for i in range(2)]
     for i, prompt in enumerate(prompts):
         core.add_request(request(str(i), prompt, max_tokens=24))
@@ -234,6 +305,7 @@ def test_the_last_one_is_preempted_and_comes_back_with_the_same_tokens() -> None
 
 def test_under_priority_the_least_important_is_preempted() -> None:
     core, _ = make(num_blocks=12, policy="priority")
+    expect_short_outputs(core)
     core.add_request(request("unimportant", prompt_of(1, 14), max_tokens=24, priority=5))
     core.add_request(request("important", prompt_of(2, 14), max_tokens=24, priority=0))
     ends = {output.request_id: output.metrics for output in run(core) if output.finish_reason}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.preemption import expect_short_outputs
 from tests.support.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
@@ -441,6 +442,7 @@ def test_prompt_logprobs_are_computed_locally(pair: tuple[Engine, Engine]) -> No
 
 def test_what_loads_is_not_preempted() -> None:
     decode = Engine(12, source=Engine())
+    expect_short_outputs(decode.core)
     decode.add("a", PROMPT * 2)
     decode.run()
     decode.link.threshold = 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.preemption import expect_short_outputs
 from tests.unit.kv_cache.test_engine_connector import GREEDY, PROMPT, Engine, expected
 
 from baton.config import EngineConfig
@@ -99,6 +100,7 @@ def test_a_load_that_ends_beside_a_full_batch_keeps_its_blocks_and_gets_the_next
 @pytest.mark.parametrize("end", ["abort", "preempt"])
 def test_what_waits_for_a_slot_with_its_blocks_can_be_ended_and_preempted(end: str) -> None:
     decode = engine(8, max_num_seqs=1, policy="priority")
+    expect_short_outputs(decode.core)
     decode.link.threshold = 5
     decode.add("waits", prompt_of(2), priority=1)
     decode.step()
