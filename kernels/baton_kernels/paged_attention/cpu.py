@@ -30,10 +30,15 @@ class AttentionCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """A batch's arrays, contiguous, with the part of the call that all layers share."""
+    """A batch's arrays, contiguous, with the part of the call that all layers share.
+
+    ``tables`` is where the first group's block tables begin, ``table_bytes`` from one group's to the next one's.
+    """
 
     batch: RaggedBatch
     call: AttentionCall
+    tables: int
+    table_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,6 @@ class CpuPagedAttention:
         call = AttentionCall(
             query_starts=starts,
             context_lens=lens,
-            block_tables=tables,
             table_stride=batch.block_tables.shape[1],
             num_seqs=len(batch.context_lens),
             block_size=batch.block_size,
@@ -81,7 +85,7 @@ class CpuPagedAttention:
             pairs=self._pairs,
             amx=self._amx,
         )
-        return CpuPlan(batch, call)
+        return CpuPlan(batch, call, tables, batch.table(0).shape[1] * batch.block_tables.itemsize)
 
     def run(
         self, plan: CpuPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -102,6 +106,7 @@ class CpuPagedAttention:
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
         call = plan.call
         fill_layer(call, spec, pool)
+        call.block_tables = plan.tables + pool.group * plan.table_bytes
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.q_token, call.q_head, _ = q.stride()
         call.k_token, call.k_head, _ = k.stride()
@@ -149,6 +154,6 @@ def _checked(batch: RaggedBatch) -> tuple[Any, Any, Any]:
             raise ValueError("query_starts, context_lens and block_tables must be contiguous int32")
     if len(batch.query_starts) != len(batch.context_lens) + 1 or len(batch.block_tables) != len(batch.context_lens):
         raise ValueError("query_starts, context_lens and block_tables disagree about the number of sequences")
-    if int(batch.context_lens.max(initial=0)) > batch.block_tables.shape[1] * batch.block_size:
+    if int(batch.context_lens.max(initial=0)) > batch.table(0).shape[1] * batch.block_size:
         raise ValueError("a sequence is longer than its block table")
     return arrays

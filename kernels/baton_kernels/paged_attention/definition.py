@@ -18,8 +18,10 @@ class RaggedBatch:
         positions: int64 [T], each new token's position in its sequence.
         query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
         context_lens: int32 [S], tokens of each sequence, the new ones included.
-        block_tables: int32 [S, W], ids of each sequence's blocks from its first token on.
+        block_tables: int32 [S, G * W], ids of each sequence's blocks from its first token on; with several groups of
+            layers, which have blocks of their own, one table after the other.
         block_size: Tokens per block.
+        groups: G.
     """
 
     positions: npt.NDArray[np.int64]
@@ -27,6 +29,12 @@ class RaggedBatch:
     context_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     block_size: int
+    groups: int = 1
+
+    def table(self, group: int) -> npt.NDArray[np.int32]:
+        """The block tables of one group, [S, W], as a view."""
+        width = self.block_tables.shape[1] // self.groups
+        return self.block_tables[:, group * width : (group + 1) * width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +67,13 @@ class LayerPool:
     """One layer of the KV pool as strided views: k [blocks, kv_heads, block_size, k_dim], v likewise with v_dim.
 
     Both have the same stride from block to block, and within a block they are contiguous. The values of a latent are
-    the first elements of its keys: v is the view ``k[..., :v_dim]``, and takes no memory of its own.
+    the first elements of its keys: v is the view ``k[..., :v_dim]``, and takes no memory of its own. ``group``
+    says whose block table leads to the layer's blocks.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    group: int = 0
 
     @property
     def is_latent(self) -> bool:
@@ -105,7 +115,7 @@ def paged_attention_reference(
     out = torch.zeros(q.shape[0], spec.num_heads, spec.v_dim, dtype=torch.float64)
     for seq, context in enumerate(batch.context_lens.tolist()):
         first, last = int(batch.query_starts[seq]), int(batch.query_starts[seq + 1])
-        table = batch.block_tables[seq]
+        table = batch.table(pool.group)[seq]
         for row in range(first, last):
             position = int(batch.positions[row])
             block, offset = int(table[position // batch.block_size]), position % batch.block_size

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -54,43 +55,28 @@ class TorchPagedAttention:
 
     name = "torch"
 
-    def prepare(self, batch: RaggedBatch) -> TorchPlan:
-        """Split a batch into decodes and prompt chunks and find each new token's place in the pool."""
-        size = batch.block_size
-        counts = np.diff(batch.query_starts)
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        blocks = batch.block_tables[sequence, batch.positions // size].astype(np.int64)
-        decodes = np.flatnonzero(counts == 1)
-        lens = batch.context_lens[decodes].astype(np.int64)
-        width = -(-int(lens.max()) // size) if len(lens) else 0
-        chunks = []
-        for seq in np.flatnonzero(counts > 1).tolist():
-            context = int(batch.context_lens[seq])
-            table = batch.block_tables[seq, : -(-context // size)].astype(np.int64)
-            chunks.append(
-                Chunk(int(batch.query_starts[seq]), int(batch.query_starts[seq + 1]), context, torch.from_numpy(table))
-            )
-        return TorchPlan(
-            block_size=size,
-            blocks=torch.from_numpy(blocks),
-            offsets=torch.from_numpy(batch.positions % size),
-            chunks=tuple(chunks),
-            decode_rows=torch.from_numpy(batch.query_starts[decodes].astype(np.int64)),
-            decode_lens=torch.from_numpy(lens),
-            decode_tables=torch.from_numpy(batch.block_tables[decodes, :width].astype(np.int64)),
-        )
+    def prepare(self, batch: RaggedBatch) -> tuple[TorchPlan, ...]:
+        """Split a batch into decodes and prompt chunks and find each new token's place in the pool, group by group."""
+        return tuple(_plan(batch, batch.table(group)) for group in range(batch.groups))
 
     def run(
-        self, plan: TorchPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        plan: tuple[TorchPlan, ...],
+        spec: AttentionSpec,
+        pool: LayerPool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
         """See :meth:`PagedAttention.run`."""
-        pool.k[plan.blocks, :, plan.offsets] = k.to(pool.k.device, pool.k.dtype)
+        mine = plan[pool.group]
+        pool.k[mine.blocks, :, mine.offsets] = k.to(pool.k.device, pool.k.dtype)
         if not pool.is_latent:
-            pool.v[plan.blocks, :, plan.offsets] = v.to(pool.v.device, pool.v.dtype)
+            pool.v[mine.blocks, :, mine.offsets] = v.to(pool.v.device, pool.v.dtype)
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
-        if len(plan.decode_rows):
-            self._decode(plan, spec, pool, q, out)
-        for chunk in plan.chunks:
+        if len(mine.decode_rows):
+            self._decode(mine, spec, pool, q, out)
+        for chunk in mine.chunks:
             self._chunk(chunk, spec, pool, q, out)
         return out
 
@@ -129,6 +115,32 @@ class TorchPagedAttention:
             out[at:end] = _attend(spec, rows, keys[:, :, :stop], values[:, :, :stop], mask[None, None])[0].transpose(
                 0, 1
             )
+
+
+def _plan(batch: RaggedBatch, tables: npt.NDArray[np.int32]) -> TorchPlan:
+    size = batch.block_size
+    counts = np.diff(batch.query_starts)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    blocks = tables[sequence, batch.positions // size].astype(np.int64)
+    decodes = np.flatnonzero(counts == 1)
+    lens = batch.context_lens[decodes].astype(np.int64)
+    width = -(-int(lens.max()) // size) if len(lens) else 0
+    chunks = []
+    for seq in np.flatnonzero(counts > 1).tolist():
+        context = int(batch.context_lens[seq])
+        table = tables[seq, : -(-context // size)].astype(np.int64)
+        chunks.append(
+            Chunk(int(batch.query_starts[seq]), int(batch.query_starts[seq + 1]), context, torch.from_numpy(table))
+        )
+    return TorchPlan(
+        block_size=size,
+        blocks=torch.from_numpy(blocks),
+        offsets=torch.from_numpy(batch.positions % size),
+        chunks=tuple(chunks),
+        decode_rows=torch.from_numpy(batch.query_starts[decodes].astype(np.int64)),
+        decode_lens=torch.from_numpy(lens),
+        decode_tables=torch.from_numpy(tables[decodes, :width].astype(np.int64)),
+    )
 
 
 def _gather(pool: LayerPool, tables: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,6 +68,11 @@ class EngineConfig:
         choices=("fcfs", "priority"),
     )
     prefix_caching: bool = option(True, "reuse KV of earlier requests with the same prefix")
+    layer_groups: bool = option(
+        True,
+        "models with sliding-window layers beside others: blocks per group of layers, so that those are given back "
+        "that no window reaches any more",
+    )
     tenant_cache_share: float = option(
         0.5,
         "part of the KV pool that is divided equally among tenants with API keys: what a tenant has cached within its "

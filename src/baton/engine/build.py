@@ -17,6 +17,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor.base import Executor, load_executor
 from baton.errors import ConfigError
 from baton.kv_cache.arena import HostArena, arena_bytes
+from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVShards, shard_layout
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,11 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
         ConfigError: No pool that is worth it fits into memory, or not the one that was asked for.
     """
     blocks = plan_kv_blocks(config, executor)
-    layouts = [shard_layout(executor.geometry, spec, config.block_size) for spec in executor.shards]
-    wanted = sum(arena_bytes(blocks, layout.block_bytes) for layout in layouts)
+    layouts = _layouts(config, executor)
+    groups = executor.layout.num_groups
+    # The one more is never written: it stands in tables where a block was given back.
+    arena_blocks = blocks if groups == 1 else blocks * groups + 1
+    wanted = sum(arena_bytes(arena_blocks, layout.block_bytes) for layout in layouts)
     available = available_bytes()
     if wanted > available:
         # To touch it would have this process, or another one, killed for memory.
@@ -54,7 +58,7 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
             field="kv_blocks",
         )
     shards = KVShards(
-        [HostArena(blocks, layout.block_bytes, private=private and len(layouts) == 1) for layout in layouts]
+        [HostArena(arena_blocks, layout.block_bytes, private=private and len(layouts) == 1) for layout in layouts]
     )
     try:
         shards.touch()
@@ -63,7 +67,7 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
         shards.close()
         raise
     each = "+".join(str(layout.block_bytes) for layout in layouts)
-    log.info("KV pool: %d blocks of %d tokens, %s bytes each", blocks, config.block_size, each)
+    log.info("KV pool: %d blocks of %d tokens, %s bytes each, %d layer groups", blocks, config.block_size, each, groups)
     return shards
 
 
@@ -79,6 +83,12 @@ def build_engine(config: EngineConfig) -> EngineCore:
     except BaseException:
         executor.close()
         raise
+
+
+def _layouts(config: EngineConfig, executor: Executor) -> list[KVLayout]:
+    """The layouts of all ranks' blocks."""
+    groups = executor.layout.groups
+    return [shard_layout(executor.geometry, spec, config.block_size, groups) for spec in executor.shards]
 
 
 # The size of the pool
@@ -115,8 +125,7 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     # All ranks share this host's memory; a follower's activations are taken to be as large as the leader's.
     activations = _activation_bytes(config, executor) * len(executor.shards)
     available = available_bytes()
-    layouts = [shard_layout(executor.geometry, spec, config.block_size) for spec in executor.shards]
-    block_bytes = sum(layout.block_bytes for layout in layouts)
+    block_bytes = sum(layout.block_bytes * layout.num_groups for layout in _layouts(config, executor))
     usable = config.kv_memory_fraction * max(0, available - activations)
     useful = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
     blocks = min(int(usable) // block_bytes, useful)

@@ -22,6 +22,7 @@ from baton.engine.sample.sampler import sample, token_logprobs
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.engine.step_budget import step_budget
+from baton.engine.window_blocks import WindowGroups
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
 from baton.kv_cache.arena import Arena
@@ -83,16 +84,21 @@ class EngineCore:
         self._on_events = on_events
         self._events: list[KVEvent] = []
         self._block_size = executor.layout.block_size
+        layout = executor.layout
+        # With layer groups, the last block is never written: it stands where a block was given back.
+        pool_blocks = self.arena.num_blocks - (layout.num_groups > 1)
         self._pool = BlockPool(
-            self.arena.num_blocks,
-            self.arena.generations,
+            pool_blocks,
+            self.arena.generations[:pool_blocks],
             self._events.append if on_events else None,
             tenant_share=config.tenant_cache_share,
+            groups=layout.num_groups,
         )
+        groups = WindowGroups(layout.groups, pool_blocks, self._block_size)
         self._bridge = ConnectorBridge(connector, self._pool, self._block_size)
         if self._bridge.on_layer is not None:
             executor.on_layer = self._bridge.on_layer
-        self._scheduler = Scheduler(config, self._pool, self._bridge)
+        self._scheduler = Scheduler(config, self._pool, self._bridge, groups)
         self._clock = clock
         self.bound_steps(False)
         self._groups: dict[RequestId, RequestGroup] = {}
@@ -103,7 +109,7 @@ class EngineCore:
         self._decode_tokens = 0
         self._content_key = executor.fingerprint.content_key()
         limit = config.max_model_len or executor.max_model_len
-        self.max_model_len = min(limit, self.arena.num_blocks * self._block_size)
+        self.max_model_len = min(limit, pool_blocks // layout.num_groups * self._block_size)
 
     # Requests
 
@@ -231,8 +237,8 @@ class EngineCore:
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             num_loading=len(self._bridge.loading),
-            num_blocks=self._pool.num_blocks,
-            blocks_active=self._pool.num_active,
+            num_blocks=self._pool.num_blocks // self.executor.layout.num_groups,
+            blocks_active=-(-self._pool.num_active // self.executor.layout.num_groups),
             blocks_cached=self._pool.num_cached,
             waiting_prompt_tokens=sum(sequence.num_missing for sequence in scheduler.all_waiting()),
             num_preemptions=scheduler.num_preemptions,
@@ -327,7 +333,7 @@ class EngineCore:
         for i in found.bad_rows:
             group = batch.sampled[i].group
             for sequence in group.sequences:
-                self._pool.forget(sequence.block_ids)
+                self._pool.forget(sequence.all_blocks)
             self._fail(batch.sampled[i], "the model's logits are not finite", outputs)
         bad = set(found.bad_rows)
         chosen = zip(batch.sampled, found.token_ids, logprobs, strict=True)

@@ -59,16 +59,20 @@ class BlockForecast:
     Args:
         lengths: Of outputs.
         block_size: Tokens per block.
+        groups: Layer groups that have blocks of their own. Blocks are counted in blocks of all layers.
     """
 
-    def __init__(self, lengths: OutputLengths, block_size: int) -> None:
-        self._lengths, self._block_size = lengths, block_size
+    def __init__(self, lengths: OutputLengths, block_size: int, groups: int = 1) -> None:
+        self._lengths, self._block_size, self._groups = lengths, block_size, groups
         self._needs: list[tuple[int, int, int]] = []
 
     def add(self, sequence: Sequence) -> None:
         """Count a sequence that has its blocks; those that keep them for others when they end neither grow nor end."""
         if not sequence.pinned:
-            self._needs.append(self._need(sequence, len(sequence.block_ids)))
+            held = len(sequence.block_ids)
+            given_back = held + -len(sequence.all_blocks) // self._groups if self._groups > 1 else 0
+            to_come, tokens, _ = self._need(sequence, held)
+            self._needs.append((to_come, tokens - given_back * self._block_size, held - given_back))
 
     def fits(self, sequence: Sequence, held: int, free: int) -> bool:
         """Whether a sequence can begin beside the others without any of them having to give its blocks back.

@@ -37,9 +37,10 @@ from baton.engine.growth import BlockForecast, OutputLengths
 from baton.engine.sequence import Sequence, SequenceState
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
 from baton.engine.waiting_queue import WaitingQueue
+from baton.engine.window_blocks import PrefixHit, WindowGroups
 from baton.errors import InternalError
 from baton.kv_cache.block_pool import BlockPool
-from baton.types import BlockId, FinishReason
+from baton.types import FinishReason
 
 PASSES = 16
 """How many may pass a sequence that waits at the queue's head because it is big."""
@@ -98,8 +99,11 @@ class Scheduler:
         prefix_hit_tokens: Tokens of these that were found.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, bridge: ConnectorBridge) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, bridge: ConnectorBridge, groups: WindowGroups | None = None
+    ) -> None:
         self._pool = pool
+        self._groups = groups or WindowGroups((), 0, config.block_size)
         self._bridge = bridge
         self._block_size = config.block_size
         self._budget = config.max_num_batched_tokens
@@ -210,7 +214,7 @@ class Scheduler:
                 return
 
     def _forecast(self) -> BlockForecast:
-        forecast = BlockForecast(self.output_lengths, self._block_size)
+        forecast = BlockForecast(self.output_lengths, self._block_size, self._groups.count)
         for sequence in itertools.chain(self.running, self.loaded, self._bridge.loading.values()):
             forecast.add(sequence)
         return forecast
@@ -228,9 +232,9 @@ class Scheduler:
 
     def _preempt_for_blocks(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt as many of the less important as a sequence needs to begin; ``False``: they have too few blocks."""
-        need = -(-sequence.num_tokens // self._block_size) - self._pool.num_free
+        need = -(-sequence.num_tokens // self._block_size) * self._groups.count - self._pool.num_free
         victims = self._less_important(sequence)
-        blocks = list(itertools.accumulate(len(victim.block_ids) for victim in victims))
+        blocks = list(itertools.accumulate(len(victim.all_blocks) for victim in victims))
         if not blocks or blocks[-1] < need:
             return False
         count = next(i for i, freed in enumerate(blocks, 1) if freed >= need)
@@ -244,21 +248,22 @@ class Scheduler:
             ``False``: there is no room yet; ``None``: it wants to load, and has to wait for other loads.
         """
         found = self._find_prefix(sequence)
-        need = -(-sequence.num_tokens // self._block_size) - len(found)
+        need = (-(-sequence.num_tokens // self._block_size) - len(found.block_ids)) * self._groups.count
         may_load = self._may_load(need)
         if not may_load and sequence in self.waiting_to_load:
             return None
-        if not forecast.fits(sequence, len(found), self._pool.num_free_without(found)):
+        free = self._pool.num_free_without(found.all_blocks) // self._groups.count
+        if not forecast.fits(sequence, len(found.block_ids), free):
             return False
-        num_local = len(found) * self._block_size
+        num_local = len(found.block_ids) * self._block_size
         load = self._bridge.plan(sequence, num_local)
         loads = load is not None and load.num_tokens > num_local
         self._dequeue(sequence)
         if loads and not may_load:
             self.waiting_to_load.push(sequence)
             return None
-        self._pool.acquire(found)
-        sequence.hold_prefix(found, self._block_size)
+        self._pool.acquire(found.all_blocks)
+        sequence.hold_prefix(found, self._groups.new_tables(), self._block_size)
         sequence.append_blocks(self._pool.allocate(need) or ())
         if not sequence.admitted:
             sequence.admitted = True
@@ -277,14 +282,14 @@ class Scheduler:
     def _may_load(self, need: int) -> bool:
         """Whether another load may hold so many blocks; one alone always may."""
         loading = self._bridge.loading
-        held = sum(len(other.block_ids) for other in loading.values())
+        held = sum(len(other.all_blocks) for other in loading.values())
         return not loading or (len(loading) < self._max_loads and held + need <= self._max_load_blocks)
 
-    def _find_prefix(self, sequence: Sequence) -> list[BlockId]:
+    def _find_prefix(self, sequence: Sequence) -> PrefixHit:
         """Return cached blocks of a sequence, at most all but its last token: logits come from computing one."""
-        if not self._caching or sequence.wants_prompt_logprobs:
-            return []
-        return self._pool.match(sequence.hash_blocks(sequence.num_tokens - 1, self._block_size))
+        caching = self._caching and not sequence.wants_prompt_logprobs
+        hashes = sequence.hash_blocks(sequence.num_tokens - 1, self._block_size) if caching else []
+        return self._groups.match(self._pool, hashes)
 
     def load_ended(self, sequence: Sequence) -> None:
         """Let a sequence be computed whose load has ended, as soon as there is a slot."""
@@ -300,7 +305,7 @@ class Scheduler:
         """Give a running sequence blocks for ``num_tokens`` tokens, preempting others; ``False``: not in this step."""
         if sequence.state is not SequenceState.RUNNING:
             return False
-        need = -(-num_tokens // self._block_size) - len(sequence.block_ids)
+        need = (-(-num_tokens // self._block_size) - len(sequence.block_ids)) * self._groups.count
         if need <= 0:
             return True
         while (blocks := self._pool.allocate(need)) is None:
@@ -334,9 +339,16 @@ class Scheduler:
         self._pool.release(sequence.roll_back(count, self._block_size))
 
     def commit(self, sequence: Sequence) -> None:
-        """Register the blocks that became full in the prefix cache."""
-        if not self._caching:
+        """Register the blocks that became full in the prefix cache, and give back those that no window reaches now."""
+        if self._caching:
+            self._register(sequence)
+        if sequence.pinned:
             return
+        for table in sequence.windows:
+            if gone := table.give_back(table.first_needed(sequence.num_computed, self._block_size)):
+                self._pool.release(gone)
+
+    def _register(self, sequence: Sequence) -> None:
         full = sequence.num_computed // self._block_size
         if full <= sequence.num_committed:
             return
@@ -346,6 +358,10 @@ class Scheduler:
         for i in range(sequence.num_committed, full):
             parent = hashes[i - 1] if i else None
             self._pool.commit(sequence.block_ids[i], hashes[i], parent, tenant=tenant)
+            for table in sequence.windows:
+                if i >= table.first:
+                    block = table.block_ids[i - table.first]
+                    self._pool.commit(block, hashes[i], None, tenant=tenant, group=table.group)
         sequence.num_committed = full
 
     def note_time(self, plan: StepPlan, seconds: float) -> None:

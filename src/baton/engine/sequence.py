@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.engine.sample.sampler import SamplerRow
+from baton.engine.window_blocks import PrefixHit, WindowTable
 from baton.errors import InternalError
 from baton.hashing import block_hashes
 from baton.kv_cache.connector import TransferStats
@@ -104,6 +105,7 @@ class Sequence:
         block_ids: Its blocks, from its first token on.
         buffer: All its tokens, uint32, and room for more.
         table: ``block_ids`` as int32, and room for more.
+        windows: Its blocks of layer groups beyond the first, while it has blocks.
         hashes: Hashes of its full blocks, as far as they were needed.
         sampler: Its row in the sampler.
         num_passed: How many began before it although they came later, while there was no room for it.
@@ -132,6 +134,7 @@ class Sequence:
         "sampler",
         "state",
         "table",
+        "windows",
     )
 
     def __init__(self, group: RequestGroup, index: int) -> None:
@@ -152,6 +155,7 @@ class Sequence:
         self.num_committed = 0
         self.block_ids: list[BlockId] = []
         self.table: npt.NDArray[np.int32] = np.zeros(16, np.int32)
+        self.windows: list[WindowTable] = []
         self.hashes: list[BlockHash] = []
         self.sampler = SamplerRow(
             group.sampling,
@@ -207,8 +211,18 @@ class Sequence:
         self.num_tokens += 1
         self.sampler.append(token)
 
+    @property
+    def all_blocks(self) -> list[BlockId]:
+        """The blocks of all layer groups."""
+        return [*self.block_ids, *(block for table in self.windows for block in table.block_ids)]
+
     def append_blocks(self, block_ids: SequenceOf[BlockId]) -> None:
-        """Add blocks at the end of its table."""
+        """Add blocks at the end of its table, and as many to each of the other layer groups'."""
+        if self.windows:
+            each = len(block_ids) // (1 + len(self.windows))
+            for i, window in enumerate(self.windows, 1):
+                window.append(block_ids[i * each : (i + 1) * each])
+            block_ids = block_ids[:each]
         have, want = len(self.block_ids), len(self.block_ids) + len(block_ids)
         if want > len(self.table):
             table = np.zeros(max(want, 2 * len(self.table)), np.int32)
@@ -217,11 +231,21 @@ class Sequence:
         self.table[have:want] = block_ids
         self.block_ids.extend(block_ids)
 
-    def hold_prefix(self, block_ids: SequenceOf[BlockId], block_size: int) -> None:
-        """Begin with blocks found in the prefix cache."""
-        self.append_blocks(block_ids)
-        self.num_committed = len(block_ids)
-        self.skip_to(len(block_ids) * block_size)
+    def hold_prefix(self, found: PrefixHit, windows: list[WindowTable], block_size: int) -> None:
+        """Begin with blocks found in the prefix cache.
+
+        Args:
+            found: The blocks.
+            windows: Empty tables of the layer groups beyond the first.
+            block_size: Tokens per block.
+        """
+        self.windows = []
+        self.append_blocks(found.block_ids)
+        for table, tail in zip(windows, found.windows, strict=True):
+            table.begin(len(found.block_ids) - len(tail), tail)
+        self.windows = windows
+        self.num_committed = len(found.block_ids)
+        self.skip_to(len(found.block_ids) * block_size)
 
     def skip_to(self, num_tokens: int) -> None:
         """Note that the KV of the first ``num_tokens`` tokens is in the pool without having been computed here."""
@@ -230,7 +254,7 @@ class Sequence:
 
     def take_blocks(self) -> list[BlockId]:
         """Remove and return all its blocks: its KV is gone."""
-        blocks, self.block_ids = self.block_ids, []
+        blocks, self.block_ids, self.windows = self.all_blocks, [], []
         self.num_computed = self.num_committed = 0
         return blocks
 
@@ -258,7 +282,12 @@ class Sequence:
         self.num_computed = computed
         del self.hashes[self.num_tokens // block_size :]
         self.sampler.restart(self.buffer[: self.num_prompt].tolist(), self.tokens[self.num_prompt :].tolist())
+        if any(table.first > table.first_needed(computed, block_size) for table in self.windows):
+            # What the remaining tokens see was given back: all is computed again.
+            self.num_computed = self.num_committed = keep = 0
         dropped, self.block_ids = self.block_ids[keep:], self.block_ids[:keep]
+        for table in self.windows:
+            dropped += table.cut(keep) if keep else table.take()
         return dropped
 
     def hash_blocks(self, num_tokens: int, block_size: int) -> list[BlockHash]:

@@ -67,6 +67,10 @@ class PrefixCache:
             found.append(block_id)
         return found
 
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """Return the block that holds a hash's KV, or ``None``."""
+        return self._block_of.get(block_hash)
+
     def drop(self, block_ids: Iterable[BlockId]) -> None:
         """Forget blocks whose memory gets another user; those that have no hash are skipped."""
         gone: list[BlockHash] = []
@@ -136,6 +140,7 @@ class BlockPool:
         generations: npt.NDArray[np.uint64],
         on_event: Callable[[KVEvent], None] | None = None,
         tenant_share: float = 0.0,
+        groups: int = 1,
     ) -> None:
         """Begin with all blocks blank.
 
@@ -144,6 +149,7 @@ class BlockPool:
             generations: uint64 [num_blocks], shared with one-sided readers: raised before a block changes hands.
             on_event: Called with every change of the prefix cache.
             tenant_share: Part of them that is divided among tenants with cached blocks, 0 to 1.
+            groups: Layer groups that have blocks of their own for the same hash. Events tell of the first one's.
         """
         if len(generations) != num_blocks:
             raise InternalError(f"{len(generations)} generations for {num_blocks} blocks")
@@ -153,6 +159,7 @@ class BlockPool:
         self._blank = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._cached = EvictionQueue(num_blocks, tenant_share)
         self._cache = PrefixCache(num_blocks, on_event)
+        self._caches = [self._cache, *(PrefixCache(num_blocks) for _ in range(1, groups))]
 
     @property
     def num_free(self) -> int:
@@ -188,7 +195,7 @@ class BlockPool:
         del self._blank[len(self._blank) - blank :]
         if blank < count:
             evicted = self._cached.pop(count - blank)
-            self._cache.drop(evicted)
+            self._drop(evicted)
             ids += evicted
         refs = self._refs
         for block_id in ids:
@@ -212,7 +219,7 @@ class BlockPool:
         Args:
             block_ids: A sequence's blocks in its order.
         """
-        refs, hash_of = self._refs, self._cache.hash_of
+        refs, hash_of = self._refs, self._cache.hash_of if len(self._caches) == 1 else self._hash_of
         cached: list[BlockId] = []
         for block_id in reversed(block_ids):
             count = refs[block_id] - 1
@@ -226,7 +233,9 @@ class BlockPool:
                     cached.append(block_id)
         self._cached.add(cached)
 
-    def commit(self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None, *, tenant: str = "") -> None:
+    def commit(
+        self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None, *, tenant: str = "", group: int = 0
+    ) -> None:
         """Register a full block that the caller holds; if another block has that hash already, that one stays.
 
         Args:
@@ -234,10 +243,11 @@ class BlockPool:
             block_hash: Its chained hash.
             parent: Hash of the block before it, ``None`` for the first of a chain.
             tenant: Whose it is; empty: nobody's.
+            group: Of the layers whose KV it has.
         """
         if self._refs[block_id] == 0:
             raise InternalError(f"block {block_id} is committed without being held")
-        if self._cache.put(block_id, block_hash, parent):
+        if self._caches[group].put(block_id, block_hash, parent):
             self._cached.own(block_id, tenant)
 
     def forget(self, block_ids: Sequence[BlockId]) -> None:
@@ -248,21 +258,26 @@ class BlockPool:
         """
         if not all(self._refs[block_id] for block_id in block_ids):
             raise InternalError("blocks are forgotten without being held")
-        self._cache.drop(block_ids)
+        self._drop(block_ids)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Return the blocks of the longest cached prefix; :meth:`acquire` them before anything else is allocated."""
         return self._cache.match(hashes)
 
+    def find(self, hashes: Sequence[BlockHash], group: int) -> list[BlockId | None]:
+        """Return for each hash the block of a group, or ``None``; acquire what is used as after :meth:`match`."""
+        return [self._caches[group].find(block_hash) for block_hash in hashes]
+
     def clear(self) -> None:
         """Forget all cached content; blocks in use stay with their holders."""
-        self._cache.clear()
+        for cache in self._caches:
+            cache.clear()
         self._blank.extend(self._cached.clear())
 
     def clear_unused(self) -> int:
         """Forget the cached content that nobody holds; return how many blocks had some."""
         unused = self._cached.clear()
-        self._cache.drop(unused)
+        self._drop(unused)
         self._blank.extend(unused)
         return len(unused)
 
@@ -284,11 +299,19 @@ class BlockPool:
             raise AssertionError("a block is free twice")
         if {i for i, count in enumerate(self._refs) if count == 0} != set(free):
             raise AssertionError("the free lists are not the blocks without references")
-        if any(self._cache.hash_of(i) is not None for i in self._blank):
+        if any(self._hash_of(i) is not None for i in self._blank):
             raise AssertionError("a blank block has a hash")
-        if any(self._cache.hash_of(i) is None for i in self._cached):
+        if any(self._hash_of(i) is None for i in self._cached):
             raise AssertionError("a cached block has no hash")
         self._cached.check_integrity()
-        self._cache.check_integrity()
+        for cache in self._caches:
+            cache.check_integrity()
         if idle and self.num_active:
             raise AssertionError(f"{self.num_active} blocks are held although nothing runs")
+
+    def _hash_of(self, block_id: BlockId) -> BlockHash | None:
+        return next((found for cache in self._caches if (found := cache.hash_of(block_id)) is not None), None)
+
+    def _drop(self, block_ids: Sequence[BlockId]) -> None:
+        for cache in self._caches:
+            cache.drop(block_ids)

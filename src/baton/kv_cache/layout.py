@@ -34,13 +34,32 @@ class LayerShape:
         return self.kv_heads * (self.k_dim + self.v_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose KV lies in blocks of their own.
+
+    Attributes:
+        layers: Their numbers, in rising order.
+        window: Tokens that a token sees, itself included; 0: all before it.
+    """
+
+    layers: tuple[int, ...]
+    window: int = 0
+
+
 @dataclass(frozen=True)
 class KVLayout:
-    """Geometry of a block: sizes in elements unless a name says bytes."""
+    """Geometry of a block: sizes in elements unless a name says bytes.
+
+    Attributes:
+        groups: Empty: a block holds all layers. Otherwise one group's, all of which have one shape; a group with fewer
+            layers than the largest leaves the end of its blocks empty.
+    """
 
     layers: tuple[LayerShape, ...]
     block_size: int
     dtype: str
+    groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -49,6 +68,11 @@ class KVLayout:
             raise ConfigError(f"KV dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}", field="kv_dtype")
         if not self.layers:
             raise ConfigError("a KV layout needs at least one layer", field="layers")
+        if self.groups and (
+            sorted(layer for group in self.groups for layer in group.layers) != list(range(len(self.layers)))
+            or len(set(self.layers)) > 1
+        ):
+            raise ConfigError("layer groups must name every layer once, and all of one shape", field="layer_groups")
 
     @property
     def dtype_bytes(self) -> int:
@@ -59,6 +83,10 @@ class KVLayout:
     def layer_offsets(self) -> tuple[int, ...]:
         """Per layer, the element at which its K begins within a block; V follows K."""
         offsets, at = [], 0
+        if self.groups:
+            each = self.layers[0].elements_per_token * self.block_size
+            place = {layer: i for group in self.groups for i, layer in enumerate(group.layers)}
+            return tuple(place[layer] * each for layer in range(len(self.layers)))
         for layer in self.layers:
             offsets.append(at)
             at += layer.elements_per_token * self.block_size
@@ -72,9 +100,21 @@ class KVLayout:
     @cached_property
     def block_elements(self) -> int:
         """Elements from one block to the next, padding included."""
-        used = sum(layer.elements_per_token for layer in self.layers) * self.block_size
+        layers = self.layers[: max(len(group.layers) for group in self.groups)] if self.groups else self.layers
+        used = sum(layer.elements_per_token for layer in layers) * self.block_size
         unit = max(1, BLOCK_ALIGNMENT // self.dtype_bytes)
         return -(-used // unit) * unit
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks that ``block_size`` tokens take while all layers need them."""
+        return max(1, len(self.groups))
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Per layer the group whose blocks it lies in."""
+        found = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(found.get(layer, 0) for layer in range(len(self.layers)))
 
     @property
     def block_bytes(self) -> int:

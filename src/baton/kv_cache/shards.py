@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.kv_cache.arena import Arena
-from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,16 @@ def shard_heads(geometry: KVGeometry, spec: ShardSpec, layer: int) -> range:
     return range(heads) if layer in geometry.unsplit else head_range(heads, spec.tp_size, spec.tp_rank)
 
 
-def shard_layout(geometry: KVGeometry, spec: ShardSpec, block_size: int) -> KVLayout:
+def shard_layout(
+    geometry: KVGeometry, spec: ShardSpec, block_size: int, groups: tuple[LayerGroup, ...] = ()
+) -> KVLayout:
     """Return the layout of a rank's blocks.
+
+    Args:
+        geometry: The whole model's KV.
+        spec: The rank.
+        block_size: Tokens per block.
+        groups: Of layers, where blocks do not hold all of them; there are no stages then.
 
     Raises:
         ConfigError: Layers or heads cannot be divided; names ``tp`` or ``pp``.
@@ -112,7 +120,7 @@ def shard_layout(geometry: KVGeometry, spec: ShardSpec, block_size: int) -> KVLa
         LayerShape(len(shard_heads(geometry, spec, layer)), geometry.layers[layer].k_dim, geometry.layers[layer].v_dim)
         for layer in layer_range(len(geometry.layers), spec.pp_size, spec.pp_rank)
     )
-    return KVLayout(shapes, block_size, geometry.dtype)
+    return KVLayout(shapes, block_size, geometry.dtype, groups)
 
 
 class KVShards:

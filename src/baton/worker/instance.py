@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import socket
 from collections.abc import Callable
@@ -111,7 +112,7 @@ class WorkerInstance:
         require_free_port(config.host, config.port)
         require_free_port(config.host, config.kv_port, field="kv_port")
         require_free_port(config.host, config.metrics_port, field="metrics_port")
-        executor = load_executor(self._engine_config)
+        executor = load_executor(dataclasses.replace(self._engine_config, layer_groups=False))
         self._stack.callback(executor.close)
         shards = make_arena(self._engine_config, executor)
         self._stack.callback(shards.close)

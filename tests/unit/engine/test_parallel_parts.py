@@ -135,14 +135,15 @@ def test_steps_are_read_as_they_were_written_by_every_process_that_maps_the_memo
         written = step(*sizes)
         buffer.write(written)
         read = other.read()
-        for name in set(ForwardBatch.__slots__) - {"with_hidden"}:
+        assert read.groups == written.groups
+        for name in set(ForwardBatch.__slots__) - {"with_hidden", "groups"}:
             mine, theirs = getattr(written, name), getattr(read, name)
             assert mine.dtype == theirs.dtype
             assert np.array_equal(mine, theirs)
     with pytest.raises(InternalError, match="larger than was planned"):
         buffer.write(step(128, 8, 200, 128))
-    for counts in ((-1, 1, 1, 1), (1 << 40, 1, 1, 1)):
-        np.frombuffer(buffer._memory[:32].view(np.int64), np.int64)[:] = counts
+    for counts in ((-1, 1, 1, 1, 1), (1 << 40, 1, 1, 1, 1)):
+        np.frombuffer(buffer._memory[:40].view(np.int64), np.int64)[:] = counts
         with pytest.raises(InternalError, match="does not hold a step"):
             other.read()
     buffer.close()

@@ -27,7 +27,8 @@ from baton.errors import ConfigError, InternalError
 
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 1
-_COUNTS = 4
+_COUNTS = 5
+_Counts = tuple[int, int, int, int, int]
 """int64 at the beginning: tokens T, sequences S, width W of the block tables, rows R of the logits."""
 _LEAST_TOKENS, _LEAST_SEQUENCES = 64, 4
 """Room for the steps of the self-check, whatever the configuration."""
@@ -137,13 +138,19 @@ class StepBuffer:
         self._memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=np.uint8)
 
     @classmethod
-    def create(cls, config: EngineConfig, max_model_len: int) -> StepBuffer:
-        """Make a buffer for the largest step that a configuration allows; pages are taken as they are used."""
+    def create(cls, config: EngineConfig, max_model_len: int, groups: int = 1) -> StepBuffer:
+        """Make a buffer for the largest step that a configuration allows; pages are taken as they are used.
+
+        Args:
+            config: Bounds tokens and sequences.
+            max_model_len: Of a sequence.
+            groups: Block tables per sequence.
+        """
         tokens = max(config.max_num_batched_tokens, _LEAST_TOKENS)
         sequences = max(config.max_num_seqs, _LEAST_SEQUENCES)
-        width = -(-max(max_model_len, _LEAST_TOKENS) // config.block_size) + 1
+        width = (-(-max(max_model_len, _LEAST_TOKENS) // config.block_size) + 1) * groups
         fd = os.memfd_create("baton-step", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _num_bytes((tokens, sequences, width, tokens)))
+        os.ftruncate(fd, _num_bytes((tokens, sequences, width, tokens, groups)))
         return cls(fd)
 
     def write(self, batch: ForwardBatch) -> None:
@@ -152,7 +159,8 @@ class StepBuffer:
         Raises:
             InternalError: It is larger than the configuration allows.
         """
-        counts = (len(batch.token_ids), len(batch.context_lens), batch.block_tables.shape[1], len(batch.logit_rows))
+        width = batch.block_tables.shape[1]
+        counts = (len(batch.token_ids), len(batch.context_lens), width, len(batch.logit_rows), batch.groups)
         if _num_bytes(counts) > len(self._memory):
             raise InternalError(f"a step of {counts[0]} tokens and {counts[1]} sequences is larger than was planned")
         self._memory[: 8 * _COUNTS].view(np.int64)[:] = counts
@@ -165,8 +173,8 @@ class StepBuffer:
         Raises:
             InternalError: The counts are none of a step.
         """
-        tokens, sequences, width, rows = self._memory[: 8 * _COUNTS].view(np.int64).tolist()
-        counts = (tokens, sequences, width, rows)
+        tokens, sequences, width, rows, groups = self._memory[: 8 * _COUNTS].view(np.int64).tolist()
+        counts = (tokens, sequences, width, rows, groups)
         if min(counts) < 0 or _num_bytes(counts) > len(self._memory):
             raise InternalError("the step buffer does not hold a step")
         return self._at(counts)
@@ -177,8 +185,8 @@ class StepBuffer:
             os.close(self.fd)
             self.fd = -1
 
-    def _at(self, counts: tuple[int, int, int, int]) -> ForwardBatch:
-        tokens, sequences, width, rows = counts
+    def _at(self, counts: _Counts) -> ForwardBatch:
+        tokens, sequences, width, rows, groups = counts
         middle = 8 * (_COUNTS + 2 * tokens + rows)
         long = self._memory[8 * _COUNTS : middle].view(np.int64)
         short = self._memory[middle : _num_bytes(counts)].view(np.int32)
@@ -189,6 +197,7 @@ class StepBuffer:
             query_starts=short[: sequences + 1],
             context_lens=short[sequences + 1 : 2 * sequences + 1],
             block_tables=short[2 * sequences + 1 :].reshape(sequences, width),
+            groups=groups,
         )
 
 
@@ -203,6 +212,6 @@ def _fields(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np
     )
 
 
-def _num_bytes(counts: tuple[int, int, int, int]) -> int:
-    tokens, sequences, width, rows = counts
+def _num_bytes(counts: _Counts) -> int:
+    tokens, sequences, width, rows, _ = counts
     return 8 * (_COUNTS + 2 * tokens + rows) + 4 * (2 * sequences + 1 + sequences * width)

@@ -185,7 +185,7 @@ class MultiprocessExecutor(InProcessExecutor):
             ExecutorLostError: A follower died.
         """
         self._answers(LOAD_TIMEOUT_S)
-        self._buffer = StepBuffer.create(self.config, self.max_model_len)
+        self._buffer = StepBuffer.create(self.config, self.max_model_len, self.layout.num_groups)
         self.ask({"do": "map_steps"}, descriptors=[(self._buffer.fd,)] * len(self._followers))
         self._connect_ranks()
 

@@ -24,9 +24,11 @@ class ForwardBatch:
         positions: int64 [T], each token's position in its sequence.
         query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
         context_lens: int32 [S], tokens of each sequence with this step's included.
-        block_tables: int32 [S, W], block ids from the first token on, rows padded with 0.
+        block_tables: int32 [S, G * W], block ids from the first token on, rows padded with 0; a table per layer group,
+            one after the other.
         logit_rows: int64 [R], indices into the T tokens whose logits are wanted, ascending.
         with_hidden: Whether the hidden states of these rows are wanted too.
+        groups: G. One table for a model with G layer groups: its block b stands for blocks b * G to b * G + G - 1.
     """
 
     token_ids: LongArray
@@ -36,6 +38,7 @@ class ForwardBatch:
     block_tables: IntArray
     logit_rows: LongArray
     with_hidden: bool = False
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,10 @@ def build_batch(plan: StepPlan, block_size: int, buffers: InputBuffers | None = 
     """
     counts, drafts = plan.counts, plan.drafts
     width = max(-(-(s.num_computed + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
+    groups = 1 + max(len(sequence.windows) for sequence in counts)
     take = _new_arrays if buffers is None else buffers.take
-    token_ids, positions, starts, contexts, tables = take(plan.num_tokens, len(counts), width)
+    token_ids, positions, starts, contexts, tables = take(plan.num_tokens, len(counts), width * groups)
+    width = tables.shape[1] // groups
     sampled: list[Sequence] = []
     sample_rows: list[int] = []
     prompt_rows: list[LogitRows] = []
@@ -160,6 +165,8 @@ def build_batch(plan: StepPlan, block_size: int, buffers: InputBuffers | None = 
             positions[at : at + new] = np.arange(start, context)
         blocks = -(-context // block_size)
         tables[i, :blocks] = sequence.table[:blocks]
+        for table in sequence.windows:
+            tables[i, table.group * width : table.group * width + blocks] = table.table[:blocks]
         if sequence.group.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
             prompt_rows += _add_prompt_rows(logit_rows, sequence, at, own)
         if start + own == sequence.num_tokens:
@@ -175,7 +182,8 @@ def build_batch(plan: StepPlan, block_size: int, buffers: InputBuffers | None = 
                 sample_rows.append(row)
         at += new
         starts[i + 1] = at
-    forward = ForwardBatch(token_ids, positions, starts, contexts, tables, np.array(logit_rows, np.int64))
+    rows = np.array(logit_rows, np.int64)
+    forward = ForwardBatch(token_ids, positions, starts, contexts, tables, rows, groups=groups)
     return StepBatch(forward, sampled, sample_rows, prompt_rows, draft_rows)
 
 

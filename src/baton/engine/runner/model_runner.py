@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.config import EngineConfig
@@ -23,7 +25,8 @@ from baton.engine.models.quirks import max_sequence_length
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
-from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.layer_groups import group_layers
+from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
 from baton.kv_cache.shards import KVGeometry, shard_layout
 from baton_kernels.linear import PlainLinear
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool, PagedAttention, RaggedBatch
@@ -47,12 +50,14 @@ class WholeModel:
         specs: Attention of each layer by the id of its module, in the order of the forward.
         max_len: Longest sequence that is served, in tokens.
         geometry: Its KV.
+        groups: Of its layers, where those with a sliding window have blocks of their own.
     """
 
     model: LoadedModel
     specs: dict[int, AttentionSpec]
     max_len: int
     geometry: KVGeometry
+    groups: tuple[LayerGroup, ...]
 
 
 def load_whole(config: EngineConfig) -> WholeModel:
@@ -71,7 +76,10 @@ def load_whole(config: EngineConfig) -> WholeModel:
         )
     shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim) for spec in specs.values())
     latents = frozenset(index for index, spec in enumerate(specs.values()) if spec.latent)
-    return WholeModel(model, specs, config.max_model_len or longest, KVGeometry(shapes, model.dtype, latents))
+    may_group = config.layer_groups and config.pp == 1 and config.attention_backend in {"auto", *BUILTIN_BACKENDS}
+    groups = group_layers([spec.window for spec in specs.values()], shapes) if may_group else ()
+    geometry = KVGeometry(shapes, model.dtype, latents)
+    return WholeModel(model, specs, config.max_model_len or longest, geometry, groups)
 
 
 class ModelRunner:
@@ -94,7 +102,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator) -> None:
         self._model, self._max_len, self._communicator = whole.model, whole.max_len, communicator
-        self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size)
+        self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size, whole.groups)
         self._vocab_size = int(whole.model.text_config.vocab_size)
         self._share = divide(whole.model, whole.specs, communicator)
         self._operators = cpu_operators(config, whole.model.device)
@@ -187,8 +195,9 @@ class ModelRunner:
                 positions=batch.positions,
                 query_starts=batch.query_starts,
                 context_lens=batch.context_lens,
-                block_tables=batch.block_tables,
+                block_tables=self._tables(batch),
                 block_size=self.layout.block_size,
+                groups=self.layout.num_groups,
             )
         )
         tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
@@ -198,9 +207,16 @@ class ModelRunner:
             logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
         return ForwardOutput(logits, hidden if batch.with_hidden else None)
 
+    def _tables(self, batch: ForwardBatch) -> npt.NDArray[np.int32]:
+        """A batch's block tables, one for each layer group."""
+        groups = self.layout.num_groups
+        if batch.groups == groups:
+            return batch.block_tables
+        return np.concatenate([batch.block_tables * groups + group for group in range(groups)], axis=1, dtype=np.int32)
+
     def _use_scratch(self, blocks: int) -> None:
         self._scratch_blocks = blocks
-        memory = torch.zeros(blocks * self.layout.block_bytes, dtype=torch.uint8)
+        memory = torch.zeros(blocks * self.layout.num_groups * self.layout.block_bytes, dtype=torch.uint8)
         self._scratch = pool_views(self.layout, memory, self._share.specs.values()) if blocks else []
 
 
@@ -227,5 +243,5 @@ def pool_views(layout: KVLayout, memory: torch.Tensor, specs: Iterable[Attention
     for index, (shape, spec) in enumerate(zip(layout.layers, specs, strict=True)):
         k = view(shape.kv_heads, shape.k_dim, layout.layer_offsets[index])
         v = k[..., : spec.v_dim] if spec.latent else view(shape.kv_heads, shape.v_dim, layout.v_offset(index))
-        pools.append(LayerPool(k, v))
+        pools.append(LayerPool(k, v, layout.group_of[index]))
     return pools
