@@ -75,6 +75,22 @@ SMALL: dict[str, Any] = {
     "index_head_dim": 16,
     "index_n_heads": 2,
     "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 32,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+    "emb_dim": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "tie_word_embeddings": False,
     "initializer_range": 0.35,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -82,7 +98,29 @@ SMALL: dict[str, Any] = {
     "is_decoder": True,
 }
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+MLA_SIZES: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
+"""Of latent attention: as many KV heads as query heads, and ``head_dim`` is what is rotated."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 32}},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {
+        "intermediate_size": [96] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 24},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 2},
+    "qwen4_exp_text": {"hc_lowrank": 8, "ngram_vocab_size_base": 64, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32, "indexer_compress_ratio": 4},
+    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32], "attention_head_size": 16, "attn_layers": ["local", "lsh"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "qwen2_moe": {"use_sliding_window": False, "sliding_window": None},
+}
 
 
 def model_types() -> list[str]:
@@ -104,6 +142,8 @@ def small_fields(cls: Any, overrides: dict[str, Any]) -> dict[str, Any]:
         default = None
     known = default.to_dict() if default is not None else {}
     fields = {name: value for name, value in SMALL.items() if name in known}
+    if "kv_lora_rank" in fields:
+        fields.update({name: value for name, value in MLA_SIZES.items() if name in known})
     kinds = list(dict.fromkeys(known.get("layer_types") or ()))
     if len(kinds) > 1 and "layer_types" not in overrides:
         fields["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]

@@ -68,7 +68,7 @@ class Follower:
             case "step":
                 if self._steps is None:
                     raise InternalError("a step before there is memory for it")
-                self._runner.run(self._steps.read(), int(message["scratch_blocks"]))
+                self._runner.run(self._steps.read(), int(message["scratch_blocks"]), int(message["offset"]))
             case unknown:
                 raise InternalError(f"a follower does not know the request {unknown!r}")
         return {}

@@ -12,29 +12,22 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
 from baton.engine.executor.base import ExecutorLostError
+from baton.engine.executor.self_check import SLACK, TOLERANCE, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
-from baton.engine.models.loader import LoadedModel, quiet_transformers
+from baton.engine.models.loader import LoadedModel
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
-from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
+from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVShards, shard_specs
 
 log = logging.getLogger(__name__)
-
-LENGTHS = (37, 9)
-SPLITS = (21, 8)
-TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
-"""Largest median over tokens of |difference| / |logits|; a wrong attention gives about 1."""
-SLACK = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-"""How much more than twice the generic path's error the fast path may have."""
 
 
 class InProcessExecutor:
@@ -63,12 +56,12 @@ class InProcessExecutor:
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
         self.fingerprint = self._fingerprint(model)
-        check = SelfCheck(model, config.block_size)
+        check = SelfCheck(whole, config.block_size)
         self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
         self.attention_backend = self._runner.attention_backend
         self._join()
-        self._choose_path(model, check)
+        self._choose_path(whole, check)
 
     def _join(self) -> None:
         """Wait for the other ranks; called before anything is run."""
@@ -90,15 +83,15 @@ class InProcessExecutor:
             unsplit_layers=tuple(sorted(self.geometry.unsplit)),
         )
 
-    def _choose_path(self, model: LoadedModel, check: SelfCheck) -> None:
+    def _choose_path(self, whole: WholeModel, check: SelfCheck) -> None:
         """Check transformers' own modules over the paged pool, then use the fastest path that is as exact.
 
         All ranks together are compared with the model as it was before it was divided.
         """
-        error = self._generic_error(check)
+        model, error = whole.model, self._generic_error(check)
         if not error < TOLERANCE[model.dtype]:
             raise ConfigError(
-                f"{model.architecture} cannot be served: over a paged KV cache its logits differ from its own "
+                f"{model.architecture} cannot be served: {check.explain(whole)} "
                 f"(attention {self.attention_backend}, relative error {error:.2g})",
                 field=self._refused_field,
             )
@@ -122,34 +115,44 @@ class InProcessExecutor:
 
     def _generic_error(self, check: SelfCheck) -> float:
         try:
-            return check.error(lambda batch: self._run(batch, check.num_blocks))
-        except ExecutorLostError:
+            return check.generic_error(self._logits)
+        except (ConfigError, ExecutorLostError):
             raise
-        except InternalError as failure:
-            if len(self.shards) == 1:
-                raise
-            # Its code counts on the sizes of the whole.
+        except Exception as failure:
+            reason = str(failure).strip().partition("\n")[0] or type(failure).__name__
+            if len(self.shards) > 1:  # its code counts on the sizes of the whole
+                raise ConfigError(
+                    f"{self.architecture} cannot be divided: {reason}", field=self._refused_field
+                ) from failure
             raise ConfigError(
-                f"{self.architecture} cannot be divided: {failure.message}", field=self._refused_field
+                f"{self.architecture} cannot be served: its code fails over a paged KV cache, for which no masks are "
+                f"made ({type(failure).__name__}: {reason})",
+                field=self._refused_field,
             ) from failure
 
     def _try(self, path: ExecutionPath, check: SelfCheck, allowed: float) -> bool:
         """Run the model on another path, on all ranks, if that is possible and the results agree."""
+        if path is ExecutionPath.FUSED and self._runner.may_fuse:
+            check.keep_far(self._logits)
         why = self._use(path)
         if why:
             log.debug("%s: not %s: %s", self.architecture, path, why)
             self._use(ExecutionPath.GENERIC)
             return False
         try:
-            error = check.error(lambda batch: self._run(batch, check.num_blocks))
+            error = check.fast_error(self._logits)
+            far_error = check.far_error(self._logits) if path is ExecutionPath.FUSED else 0.0
         except ExecutorLostError:
             raise
         except (AttributeError, TypeError, RuntimeError, InternalError) as failure:
             log.warning("%s: %s is off: a module needs its weights as they are (%s)", self.architecture, path, failure)
         else:
-            if error <= allowed:
+            if error <= allowed and far_error <= check.far_allowed(allowed):
                 return True
-            log.warning("%s: %s is off, its logits differ (relative error %.2g)", self.architecture, path, error)
+            log.warning(
+                "%s: %s is off, its logits differ (relative error %.2g, at far positions %.2g)",
+                *(self.architecture, path, error, far_error),
+            )
         self._use(ExecutionPath.GENERIC)
         return False
 
@@ -190,64 +193,14 @@ class InProcessExecutor:
         """Run one step; see :meth:`baton.engine.executor.base.Executor.forward`."""
         return self._run(batch)
 
-    def _run(self, batch: ForwardBatch, scratch_blocks: int = 0) -> ForwardOutput:
-        return self._runner.run(batch, scratch_blocks)
+    def _run(self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0) -> ForwardOutput:
+        return self._runner.run(batch, scratch_blocks, offset)
+
+    def _logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:
+        return self._run(batch, scratch_blocks, offset).logits
 
     def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
         """There is no other process that could be lost."""
 
     def close(self) -> None:
         """There is no other process to end."""
-
-
-class SelfCheck:
-    """Two short sequences, each computed in two steps over a paged pool; the model's own attention runs at creation."""
-
-    def __init__(self, model: LoadedModel, block_size: int) -> None:
-        vocab_size = int(model.text_config.vocab_size)
-        generator = np.random.default_rng(0)
-        self.tokens = [generator.integers(0, vocab_size, length) for length in LENGTHS]
-        self.steps, self.num_blocks = _check_batches(self.tokens, block_size)
-        self._expected = torch.cat([_eager_logits(model, tokens) for tokens in self.tokens])
-
-    def error(self, forward: Callable[[ForwardBatch], ForwardOutput]) -> float:
-        """Run the steps and return the median over tokens of |difference| / |logits|; infinite if there are NaNs."""
-        parts: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
-        for step in self.steps:
-            logits = forward(step).logits.float().cpu()
-            for row in range(len(LENGTHS)):
-                parts[row].append(logits[step.query_starts[row] : step.query_starts[row + 1]])
-        got = torch.cat([torch.cat(rows) for rows in parts])
-        error = (got - self._expected).norm(dim=-1) / self._expected.norm(dim=-1).clamp_min(1e-6)
-        return float(error.nan_to_num(float("inf")).median())
-
-
-def _check_batches(tokens: list[npt.NDArray[np.int64]], block_size: int) -> tuple[list[ForwardBatch], int]:
-    """Return two steps (prompt chunks, then a chunk beside a decode) and the number of blocks they need."""
-    widths = [-(-length // block_size) for length in LENGTHS]
-    tables = np.zeros((len(LENGTHS), max(widths)), dtype=np.int32)
-    blocks = iter(reversed(range(sum(widths))))
-    for row, width in enumerate(widths):
-        tables[row, :width] = [next(blocks) for _ in range(width)]
-    steps = []
-    for begins, ends in (((0, 0), SPLITS), (SPLITS, LENGTHS)):
-        counts = np.subtract(ends, begins)
-        steps.append(
-            ForwardBatch(
-                token_ids=np.concatenate([t[a:b] for t, a, b in zip(tokens, begins, ends, strict=True)]),
-                positions=np.concatenate([np.arange(a, b) for a, b in zip(begins, ends, strict=True)]),
-                query_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-                context_lens=np.array(ends, dtype=np.int32),
-                block_tables=tables,
-                logit_rows=np.arange(int(counts.sum())),
-            )
-        )
-    return steps, sum(widths)
-
-
-def _eager_logits(model: LoadedModel, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Return the logits [length, vocab] of a sequence by the model's own attention."""
-    with quiet_transformers(), torch.inference_mode():
-        ids = torch.from_numpy(tokens)[None].to(model.device)
-        logits: torch.Tensor = model.module(input_ids=ids, use_cache=False).logits[0]
-    return logits.float().cpu()

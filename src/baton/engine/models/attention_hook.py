@@ -29,6 +29,47 @@ log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8
 
+INPUTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+"""What modules pass to their attention by name and the probe notes."""
+WITHOUT_EFFECT = frozenset(
+    {
+        "attention_mask",  # None, or refused
+        "dropout",  # 0 outside of training
+        "is_causal",  # True, or refused
+        "labels",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""What modules pass on of what their model was called with, and what does not change what is attended to."""
+_KNOWN = INPUTS | WITHOUT_EFFECT
+
+
+def check_inputs(architecture: str, attention_mask: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what a module passes to its attention function and Baton's attention does not use.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    causal = kwargs.get("is_causal") is not False
+    if attention_mask is None and causal and kwargs.keys() <= _KNOWN:
+        return
+    unused = [name for name, value in kwargs.items() if value is not None and name not in _KNOWN]
+    if attention_mask is not None:
+        unused.insert(0, "an attention mask of its own")
+    if not causal:
+        unused.insert(0, "is_causal=False")
+    if unused:
+        raise ConfigError(
+            f"{architecture} cannot be served: it passes {', '.join(unused)} to its attention, which Baton does not use",
+            field="model",
+        )
+
 
 class AttentionName:
     """A name in transformers' registries that leads to one attention function, until closed."""
@@ -116,9 +157,10 @@ class _Recorder:
     ) -> tuple[torch.Tensor, None]:
         """Stands in for the attention function: notes the layer and attends densely."""
         if id(module) in self.specs:
-            raise self.refuse("one attention module serves several layers")
+            raise self.refuse("an attention module attends more than once in a forward")
         if getattr(module, "is_causal", True) is False:
             raise self.refuse("its attention is not causal")
+        check_inputs(self.architecture, None, kwargs)
         window = kwargs.get("sliding_window") or 0
         if attention_mask is not None:
             known = self.windows.get(attention_mask.untyped_storage().data_ptr())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baton.config import EngineConfig
-from baton.engine.models.attention_hook import AttentionName
+from baton.engine.models.attention_hook import AttentionName, check_inputs
 from baton.engine.models.experts import PackedExperts, pack_experts
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
@@ -33,6 +33,7 @@ class GenericDecoder:
 
     def __init__(self, model: LoadedModel, share: Share, attention: PagedAttention) -> None:
         self.module = model.module
+        self._architecture = model.architecture
         self.on_layer: Callable[[int], None] | None = None
         self._specs, self._latents = list(share.specs.values()), share.latents
         self._layer_of = {module: index for index, module in enumerate(share.specs)}
@@ -76,7 +77,14 @@ class GenericDecoder:
         return (logits if self._keeps_logits else logits[rows]), hidden
 
     def _attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *_: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention of one layer: query [1, heads, T, dim], key and value likewise -> [1, T, heads, v_dim].
 
@@ -84,6 +92,7 @@ class GenericDecoder:
         """
         if self._step is None:
             raise InternalError("attention outside of a step")
+        check_inputs(self._architecture, attention_mask, kwargs)
         plan, pools = self._step
         layer = self._layer_of[id(module)]
         spec, pool, latents = self._specs[layer], pools[layer], self._latents.get(id(module))

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from baton.config import EngineConfig
 from baton.engine.models.checkpoint import WeightFile, weight_files
+from baton.engine.models.quirks import unserved_layers
 from baton.errors import ConfigError
 from baton.tokenizer.model_files import model_directory, read_json
 
@@ -112,10 +113,13 @@ def _model_class(hf_config: Any, raw: dict[str, Any]) -> Any:
     name = model_class.__name__
     if getattr(hf_config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder: Baton serves decoders", field="model")
-    if not model_class._supports_attention_backend:
-        raise ConfigError(f"{name} cannot be served: its attention function cannot be replaced", field="model")
-    if model_class._is_stateful:
-        raise ConfigError(f"{name} cannot be served: it keeps recurrent state outside the KV cache", field="model")
+    reason = unserved_layers(hf_config.get_text_config(decoder=True))
+    if not reason and model_class._is_stateful:
+        reason = "it keeps recurrent state outside the KV cache"
+    if not reason and not model_class._supports_attention_backend:
+        reason = "transformers does not let its attention function be replaced"
+    if reason:
+        raise ConfigError(f"{name} cannot be served: {reason}", field="model")
     return model_class
 
 

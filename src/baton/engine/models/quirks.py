@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from baton.engine.models.loader import LoadedModel
 from baton.errors import ConfigError
 from baton_kernels.experts import Scoring
 
@@ -92,6 +91,16 @@ Ministral 3, for one, has Llama's parts and scales its queries by their position
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 
+# Types of layers, as transformers' configs name them (`layer_types`)
+
+SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
+"""Of attention that Baton computes, and MLPs."""
+STATEFUL_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
+"""Recurrent ones and convolutions over tokens."""
+SPARSE_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention", "indexed_attention", "minimax_m3_sparse"}
+SPARSE_FIELDS = ("index_topk", "index_topk_blocks", "indexer_budget")
+"""Fields of configs whose attention picks keys by an indexer with a cache of its own (DeepSeek-V3.2 and its kin)."""
+
 # Projections of an attention module by what a rank keeps of them; those with ``_a_`` and ``_b_`` are DeepSeek's MLA
 
 QUERY_PROJECTIONS = {"q_proj", "q_b_proj"}
@@ -122,7 +131,7 @@ def attention_sinks(module: nn.Module, passed: Any) -> Any:
     return getattr(module, "sinks", None) if passed is None else passed
 
 
-def max_sequence_length(model: LoadedModel) -> int:
+def max_sequence_length(architecture: str, config: Any) -> int:
     """Return the longest sequence in tokens.
 
     "longrope" changes the frequencies of all tokens once a sequence is longer than the original length, so that keys
@@ -131,10 +140,9 @@ def max_sequence_length(model: LoadedModel) -> int:
     Raises:
         ConfigError: The model's config names no limit.
     """
-    config = model.text_config
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
-        raise ConfigError(f"{model.architecture}: its config has no max_position_embeddings", field="model")
+        raise ConfigError(f"{architecture}: its config has no max_position_embeddings", field="model")
     for rope in _rope_parameters(config):
         if rope.get("rope_type") != "longrope":
             continue
@@ -145,6 +153,35 @@ def max_sequence_length(model: LoadedModel) -> int:
             log.warning("rope type longrope: serving sequences up to %d of %d tokens", original, longest)
             longest = int(original)
     return longest
+
+
+def original_length(config: Any, max_len: int) -> int:
+    """Return the position at which scaled rope or scaled queries change, the middle where the config names none."""
+    named = [config, *_rope_parameters(config)]
+    lengths = [_get(holder, name) for holder in named for name in ("original_max_position_embeddings", "floor_scale")]
+    return next((int(length) for length in lengths if isinstance(length, int | float) and length), max_len // 2)
+
+
+def _get(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+
+
+def unserved_layers(config: Any) -> str:
+    """Say what a model's layers do that Baton does not, by their types and what else its config names; else nothing.
+
+    Whatever keeps more for a sequence than keys and values of its tokens cannot go on from blocks of them.
+    """
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    stateful = [kind for kind in kinds if kind in STATEFUL_LAYERS]
+    if stateful:
+        return f"its layers of type {', '.join(stateful)} keep a state outside the KV cache"
+    picked = [name for name in SPARSE_FIELDS if getattr(config, name, None)]
+    sparse = [kind for kind in kinds if kind in SPARSE_LAYERS]
+    if picked or sparse:
+        budget = "".join(f" ({name} {getattr(config, name)})" for name in picked[:1])
+        return f"its attention is sparse: an indexer picks the keys of each query{budget}, which Baton does not compute"
+    other = [kind for kind in kinds if kind not in SERVED_LAYERS]
+    return f"Baton knows no layers of type {', '.join(other)}" if other else ""
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

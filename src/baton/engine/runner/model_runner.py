@@ -21,7 +21,7 @@ from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modu
 from baton.engine.models.latent import compress
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
-from baton.engine.models.quirks import max_sequence_length
+from baton.engine.models.quirks import FUSED_MODEL_TYPES, max_sequence_length
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
@@ -67,7 +67,7 @@ def load_whole(config: EngineConfig) -> WholeModel:
         ConfigError: It cannot be loaded or not be served, or ``max_model_len`` is too much.
     """
     model = load_model(config)
-    specs, longest = probe(model, max_sequence_length(model))
+    specs, longest = probe(model, max_sequence_length(model.architecture, model.text_config))
     specs = compress(model, specs)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
@@ -126,6 +126,12 @@ class ModelRunner:
             return True
         return self._operators is not None and any(map(expert_weights, self._generic.module.modules()))
 
+    @property
+    def may_fuse(self) -> bool:
+        """Whether the model's type and the operators are those of the fused decoder."""
+        known = self._model.text_config.model_type in FUSED_MODEL_TYPES
+        return known and self._operators is not None and isinstance(self._attention, CpuPagedAttention)
+
     def use(self, path: ExecutionPath) -> str:
         """Run the model on another path from now on.
 
@@ -171,13 +177,14 @@ class ModelRunner:
         self._pools = pool_views(self.layout, torch.from_numpy(arena.blocks.reshape(-1)), self._share.specs.values())
         self._use_scratch(0)
 
-    def run(self, batch: ForwardBatch, scratch_blocks: int = 0) -> ForwardOutput:
+    def run(self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0) -> ForwardOutput:
         """Run this rank's share of one step.
 
         Args:
             batch: Its arrays must not change until this returns.
             scratch_blocks: Run over zeroed memory of so many blocks instead of the pool; consecutive steps with the
                 same number share it.
+            offset: Added to the positions that transformers' modules get, not to those in the pool: for the self-check.
 
         Returns:
             On the leader the output of the batch's R rows; elsewhere nothing of use.
@@ -200,7 +207,7 @@ class ModelRunner:
                 groups=self.layout.num_groups,
             )
         )
-        tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions + offset if offset else batch.positions)
         rows = torch.from_numpy(batch.logit_rows)
         with torch.inference_mode():
             logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools)

@@ -1,0 +1,226 @@
+"""Checks at load that every way to run a model gives the logits of transformers' own forward.
+
+Two sequences near position 0 go through a paged pool in two ragged steps (chunks of a prompt, a chunk beside a decode, in
+another order). A short one follows at each far position: where the original context ends (rope and scales of queries
+change there) and at the longest that is served. For these transformers is told that the tokens before were dropped, and
+the modules here get positions that are not the pool's, so that no long prompt is computed.
+
+The fused decoder rotates by the pool's positions. It is compared with the modules instead, at the same far positions:
+single tokens after a long context, whose block table repeats a few blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from baton.engine.models.loader import quiet_transformers
+from baton.engine.models.quirks import original_length
+from baton.engine.runner.input_batch import ForwardBatch
+from baton.engine.runner.model_runner import WholeModel
+
+LENGTHS = (37, 9)
+SPLITS = (21, 8)
+FAR_TOKENS = 9
+TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
+"""Largest |difference| / |logits| of what is checked; a wrong attention gives about 1."""
+SLACK = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+"""How much more than twice the generic path's error the fast path may have."""
+
+Forward = Callable[[ForwardBatch, int, int], torch.Tensor]
+"""Runs a step over scratch memory of so many blocks, with an offset of the modules' positions; returns its logits."""
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step, the offset of its modules' positions, and what transformers gives for each of its sequences."""
+
+    batch: ForwardBatch
+    offset: int
+    expected: list[torch.Tensor]
+
+
+class SelfCheck:
+    """What transformers computes for some sequences, and the steps that have to give the same.
+
+    Transformers' own attention runs when this is made: before the model is divided or changed.
+
+    Attributes:
+        num_blocks: Of scratch memory that the steps need.
+    """
+
+    def __init__(self, whole: WholeModel, block_size: int) -> None:
+        model, max_len = whole.model, whole.max_len
+        self._dtype = model.dtype
+        self._vocab_size = int(model.text_config.vocab_size)
+        generator = np.random.default_rng(0)
+        lengths = [min(length, max_len) for length in LENGTHS]
+        near = [generator.integers(0, self._vocab_size, length) for length in lengths]
+        self._blocks_of = _block_tables(lengths, block_size)
+        last = max_len - FAR_TOKENS
+        self._far = sorted({start for start in (original_length(model.text_config, max_len), last) if 0 < start <= last})
+        self._near, self._expected = near, [_reference(whole, tokens, 0) for tokens in near]
+        self._worst_offset = 0
+        self._steps = _near_steps(near, self._expected, self._blocks_of)
+        far_tokens = generator.integers(0, self._vocab_size, FAR_TOKENS)
+        for start in self._far:
+            batch = _batch([(far_tokens, 0, self._blocks_of[1])])
+            self._steps.append(_Step(batch, start, [_reference(whole, far_tokens, start)]))
+        self.num_blocks = sum(map(len, self._blocks_of)) + len(self._far)
+        self._far_batch = self._far_rows(far_tokens, block_size)
+        self._far_logits: torch.Tensor | None = None
+
+    def _far_rows(self, tokens: Tokens, block_size: int) -> ForwardBatch | None:
+        """Single tokens at the far positions, whose context repeats the blocks of the first sequence."""
+        filled, rows = self._blocks_of[0], []
+        own = sum(map(len, self._blocks_of))
+        for index, start in enumerate(self._far):
+            position = start + FAR_TOKENS - 1
+            before = [filled[i % len(filled)] for i in range(position // block_size)]
+            rows.append((tokens[index : index + 1], position, [*before, own + index]))
+        return _batch(rows[::-1]) if rows else None
+
+    def generic_error(self, forward: Forward) -> float:
+        """Return the error of transformers' modules over the paged pool; infinite if there are NaNs."""
+        return self._error(forward, self._steps)
+
+    def fast_error(self, forward: Forward) -> float:
+        """Return the error of a faster path near position 0."""
+        return self._error(forward, [step for step in self._steps if not step.offset])
+
+    def far_allowed(self, allowed: float) -> float:
+        """Return the error that a faster path may have at far positions, against the modules' own error there."""
+        # In 16 bits single tokens may differ by chance, and there is one at each position.
+        return 2 * allowed if self._dtype == "float32" else max(2 * allowed, TOLERANCE[self._dtype])
+
+    def explain(self, whole: WholeModel) -> str:
+        """Say why the modules' logits are others over the paged pool than by themselves; the model is of no use then."""
+        if self._worst_offset:
+            return f"over a paged KV cache its logits from position {self._worst_offset} on differ from its own"
+        whole.model.module.set_attn_implementation("eager")
+        for tokens, expected in zip(self._near, self._expected, strict=True):
+            if float(_errors(_reference(whole, tokens, 0, explicit=True), expected).median()) > TOLERANCE[self._dtype]:
+                return "it counts positions by itself, and not from 0"
+        return "over a paged KV cache its logits differ from its own"
+
+    def keep_far(self, forward: Forward) -> None:
+        """Keep what the modules compute for single tokens at far positions, for :meth:`far_error`."""
+        if self._far_batch is not None:
+            self._run_near(forward)
+            self._far_logits = forward(self._far_batch, self.num_blocks, 0).float().cpu()
+
+    def far_error(self, forward: Forward) -> float:
+        """Return how far a faster path is from what was kept."""
+        if self._far_batch is None or self._far_logits is None:
+            return 0.0
+        self._run_near(forward)
+        got = forward(self._far_batch, self.num_blocks, 0).float().cpu()
+        return float(_errors(got, self._far_logits).max())
+
+    def _run_near(self, forward: Forward) -> None:
+        """Fill the blocks that the far rows' context is made of."""
+        for step in self._steps:
+            if not step.offset:
+                forward(step.batch, self.num_blocks, 0)
+
+    def _error(self, forward: Forward, steps: Sequence[_Step]) -> float:
+        """The largest error: of a token in float32; in 16 bits of the median token of a sequence's part in a step.
+
+        There a single token may differ by chance (near ties of a mixture's router), a whole part does not.
+        """
+        worst = 0.0
+        for step in steps:
+            logits = forward(step.batch, self.num_blocks, step.offset).float().cpu()
+            starts = step.batch.query_starts
+            for row, expected in enumerate(step.expected):
+                errors = _errors(logits[starts[row] : starts[row + 1]], expected)
+                error = float(errors.max() if self._dtype == "float32" else errors.median())
+                if error > worst:
+                    worst, self._worst_offset = error, step.offset
+        return worst
+
+
+def _errors(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """|difference| / |logits| of every token of logits [tokens, vocab]; infinite where that is no number."""
+    error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
+    return error.nan_to_num(float("inf"))
+
+
+def _block_tables(lengths: list[int], block_size: int) -> list[list[int]]:
+    """Blocks of each sequence, in descending order, so that none is where its index would have it."""
+    widths = [-(-length // block_size) for length in lengths]
+    blocks = iter(reversed(range(sum(widths))))
+    return [[next(blocks) for _ in range(width)] for width in widths]
+
+
+def _near_steps(near: list[Tokens], expected: list[torch.Tensor], tables: list[list[int]]) -> list[_Step]:
+    """Chunks of both, then what is left of both in the other order."""
+    splits = [min(split, len(tokens) - 1) for split, tokens in zip(SPLITS, near, strict=True)]
+    steps = []
+    for order, part in (((0, 1), slice(0, 1)), ((1, 0), slice(1, 2))):
+        pieces, wanted = [], []
+        for row in order:
+            begin, end = [(0, splits[row]), (splits[row], len(near[row]))][part.start]
+            if end > begin:
+                pieces.append((near[row][begin:end], begin, tables[row]))
+                wanted.append(expected[row][begin:end])
+        if pieces:
+            steps.append(_Step(_batch(pieces), 0, wanted))
+    return steps
+
+
+def _batch(pieces: Sequence[tuple[Tokens, int, list[int]]]) -> ForwardBatch:
+    """Return a step of (new tokens, tokens before, blocks) per sequence that asks for all logits."""
+    counts = [len(tokens) for tokens, _, _ in pieces]
+    tables = np.zeros((len(pieces), max(len(blocks) for _, _, blocks in pieces)), dtype=np.int32)
+    for row, (_, _, blocks) in enumerate(pieces):
+        tables[row, : len(blocks)] = blocks
+    return ForwardBatch(
+        token_ids=np.concatenate([tokens for tokens, _, _ in pieces]),
+        positions=np.concatenate([np.arange(done, done + len(tokens)) for tokens, done, _ in pieces]),
+        query_starts=np.array([0, *np.cumsum(counts)], dtype=np.int32),
+        context_lens=np.array([done + len(tokens) for tokens, done, _ in pieces], dtype=np.int32),
+        block_tables=tables,
+        logit_rows=np.arange(sum(counts)),
+    )
+
+
+class _DroppedLayer(DynamicLayer):
+    """A cache layer whose tokens are all gone: models count on from them and see none."""
+
+    def __init__(self, dropped: int) -> None:
+        super().__init__()
+        self._dropped = dropped
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self._dropped
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, self._dropped
+
+
+def _reference(whole: WholeModel, tokens: Tokens, start: int, *, explicit: bool = False) -> torch.Tensor:
+    """Return the logits [length, vocab] of tokens from a position on, by the model's own attention to these alone."""
+    model = whole.model
+    ids = torch.from_numpy(tokens)[None].to(model.device)
+    options: dict[str, Any] = {}
+    if start:
+        layers = [_DroppedLayer(start) for _ in whole.specs]
+        options["past_key_values"] = Cache(layers=layers)
+    if start or explicit:
+        options["position_ids"] = torch.arange(start, start + len(tokens), device=model.device)[None]
+    with quiet_transformers(), torch.inference_mode():
+        logits: torch.Tensor = model.module(input_ids=ids, use_cache=False, **options).logits[0]
+    return logits.float().cpu()
