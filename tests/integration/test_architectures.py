@@ -1,31 +1,186 @@
-"""Every causal language model of the installed transformers: the tokens of ``generate``, or refused with the reason."""
+"""Every causal language model of the installed transformers: the tokens of ``generate``, or refused with the reason.
+
+Tiny float32 checkpoints, made from the config classes. Each that is served gives the tokens of ``generate`` alone,
+batched with its prompts in chunks, from the prefix cache, preempted, and handed over from a prefill instance, at
+positions beyond the original context too where rope scales. What is found stands in ``docs/models.md``, which
+``python scripts/gen_models_docs.py`` brings up to date (``--only NAME``: some rows of it).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import random
 from pathlib import Path
+from typing import Any
 
-from tests.support.architectures import ORIGINAL_LEN, VOCAB, make_model, save
-from tests.support.equality import hf_greedy, mixed_prompts
+import pytest
+import torch
+from tests.support.architectures import ORIGINAL_LEN, VOCAB, Case, cases, make_model, outcome
+from tests.support.servers.cluster import LocalCluster
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
+from baton.engine.executor.base import load_executor
 from baton.engine.llm import LLM
+from baton.engine.models import fused, loader
+from baton.engine.runner import model_runner
+from baton.errors import ConfigError
 from baton.types import SamplingParams
 
-NEW_TOKENS = 12
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LENGTHS = (1, 5, 17, 60, 65, 3 * ORIGINAL_LEN)
+NEW_TOKENS = 10
+GROWING = 8
+GROWING_TOKENS = 24
+DOC = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
-def test_a_type_with_the_parts_of_llama_that_is_not_listed_is_not_fused(tmp_path: Path) -> None:
-    """Ministral 3 scales its queries by their positions, which only transformers' own modules do."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL_LEN,
-        "llama_4_scaling_beta": 2.0,
-    }
-    path = save(make_model("ministral3", rope_parameters=rope), tmp_path)
-    prompts = mixed_prompts(5, VOCAB, count=8, longest=3 * ORIGINAL_LEN)
-    with LLM(EngineConfig(model=str(path), dtype="float32", kv_blocks=256, prefill_chunk=64)) as llm:
-        assert llm.core.executor.description.startswith("transformers' modules")
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
-    assert [output.token_ids for output in outputs] == hf_greedy(path, prompts, NEW_TOKENS)
+@functools.cache
+def documented() -> dict[str, tuple[str, str]]:
+    """Path, or "refused", and the reason, by the name of the case."""
+    rows = {}
+    for line in DOC.read_text().splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            rows[cells[0]] = (cells[2], cells[5] if cells[2] == "refused" else "")
+    return rows
+
+
+def engine_config(path: Path, **changes: Any) -> EngineConfig:
+    values = {"dtype": "float32", "kv_blocks": 128, "prefill_chunk": 32, "max_num_batched_tokens": 96, **changes}
+    return EngineConfig(model=str(path), **values)
+
+
+def prompts_of(model_len: int) -> list[list[int]]:
+    """Prompts of mixed lengths, two of which begin alike, as far as a model's length has room for them."""
+    rng = random.Random(7)
+    shared = [rng.randrange(8, VOCAB) for _ in range(48)]
+    prompts = []
+    for length in LENGTHS:
+        tokens = [rng.randrange(8, VOCAB) for _ in range(length)]
+        if length in {60, 65}:
+            tokens[:48] = shared
+        prompts.append(tokens[: model_len - NEW_TOKENS - 1])
+    return prompts
+
+
+def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """What transformers gives, each prompt by itself, whatever ends it meets."""
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def sampling(new_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+
+
+def check_alone_batched_and_cached(path: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    ask = sampling(NEW_TOKENS)
+    with LLM(engine_config(path)) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, ask)] == expected
+        before = llm.core.stats().prefix_hit_tokens
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert llm.generate([prompt], ask)[0].token_ids == tokens
+        assert llm.core.stats().prefix_hit_tokens - before >= sum((len(prompt) - 1) // 16 * 16 for prompt in prompts)
+        llm.core.clear_cache()
+        for prompt, tokens in zip(prompts[-2:], expected[-2:], strict=True):
+            assert llm.generate([prompt], ask)[0].token_ids == tokens
+        llm.core.check_integrity()
+
+
+def check_preempted(path: Path, model: Any) -> None:
+    rng = random.Random(8)
+    prompts = [[rng.randrange(8, VOCAB) for _ in range(5 + 2 * i)] for i in range(GROWING)]
+    expected = generate(model, prompts, GROWING_TOKENS)
+    with LLM(engine_config(path, kv_blocks=12, max_model_len=64)) as llm:
+        outputs = llm.generate(prompts, sampling(GROWING_TOKENS))
+        assert [output.token_ids for output in outputs] == expected
+        assert llm.core.stats().num_preemptions > 0
+        llm.core.check_integrity()
+
+
+async def check_handed_over(path: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    async with LocalCluster(engine_config(path), decode_pipes=[("memory",)]) as cluster:
+        calls = (cluster.generate(cluster.decode[0], prompt, sampling(NEW_TOKENS)) for prompt in prompts)
+        results = await asyncio.gather(*calls)
+        assert [result.token_ids for result in results] == expected
+        for prompt, result in zip(prompts, results, strict=True):
+            if len(prompt) > 16:
+                assert result.trace.path == common_pb2.PREFILL_PATH_REMOTE
+                assert result.trace.transferred_tokens > 0
+        await cluster.check_integrity()
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+async def test_equal_in_every_way_or_refused_with_the_reason(case: Case, tmp_path: Path) -> None:
+    found = outcome(case, tmp_path)
+    assert documented()[str(case)] == (found.path or "refused", found.refusal)
+    if found.model is None:
+        return
+    prompts = prompts_of(found.longest)
+    expected = generate(found.model, prompts, NEW_TOKENS)
+    check_alone_batched_and_cached(tmp_path, prompts, expected)
+    check_preempted(tmp_path, found.model)
+    await check_handed_over(tmp_path, prompts, expected)
+
+
+def test_the_document_has_all_of_them() -> None:
+    assert set(documented()) == {str(case) for case in cases()}
+    assert {case.model_type for case in cases()} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+SPARSE = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text")
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_sparse_attention_is_refused_before_weights_are_read(model_type: str, tmp_path: Path) -> None:
+    found = outcome(Case(model_type), tmp_path)
+    assert "an indexer picks the keys of each query" in found.refusal
+
+
+@pytest.mark.parametrize("model_type", ["hy_v4", "deepseek_v32", "minimax_m3_vl_text"])
+def test_sparse_attention_that_its_config_does_not_tell_of_is_refused_all_the_same(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the self-check, which runs the modules: with what they pass on, or what they fail for."""
+    monkeypatch.setattr(loader, "unserved_layers", lambda config: "")
+    make_model(Case(model_type, changes={"index_topk": 4} if model_type != "minimax_m3_vl_text" else {}), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"cannot be served: it(s code fails over a paged KV cache| passes)"
+    ) as refused:
+        load_executor(engine_config(tmp_path))
+    assert refused.value.field == "model"
+
+
+@pytest.mark.parametrize("model_type", ["ministral3"])
+def test_a_type_with_the_parts_of_llama_is_not_fused_for_them(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by its name, and were it on the list: the self-check sees what its queries are scaled by far out."""
+    make_model(next(case for case in cases() if str(case) == "ministral3-scaled-queries"), tmp_path)
+    assert load_executor(engine_config(tmp_path)).description.startswith("transformers' modules")
+    for module in (fused, model_runner):
+        monkeypatch.setattr(module, "FUSED_MODEL_TYPES", fused.FUSED_MODEL_TYPES | {model_type})
+    assert load_executor(engine_config(tmp_path)).description.startswith("transformers' modules")
+
+
+def test_chunks_of_attention_have_to_be_whole_blocks(tmp_path: Path) -> None:
+    make_model(Case("llama4_text", changes={"attention_chunk_size": 72}), tmp_path)
+    with pytest.raises(ConfigError, match="does not divide the 72 tokens of the chunks") as refused:
+        load_executor(engine_config(tmp_path))
+    assert refused.value.field == "block_size"

@@ -1,109 +1,84 @@
 """Tiny random checkpoints of every causal language model that the installed transformers knows, made from its configs.
 
-A config's fields are shrunk by name; what a family needs beyond that stands in :data:`OVERRIDES`.
+A config's fields are shrunk by their names; what a type needs beyond that stands in :data:`OVERRIDES`. Rope is scaled
+(yarn) where a type has rope of the usual kind, so that sequences reach beyond the original context length.
 """
 
 from __future__ import annotations
 
+import re
+import socket
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
+from safetensors.torch import save_file
+from tests.support.servers.warm import WarmStarter
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from baton.config import EngineConfig
+from baton.engine.executor import multiprocess
+from baton.engine.executor.base import load_executor
 from baton.engine.models.loader import quiet_transformers
+from baton.engine.models.quirks import unserved_layers
+from baton.errors import ConfigError
 
 VOCAB = 512
-MAX_LEN = 512
+MAX_LEN = 384
 ORIGINAL_LEN = 96
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "d_model": 64,
-    "n_embd": 64,
-    "embed_dim": 64,
-    "embedding_size": 64,
+    "vocab_size_per_layer_input": VOCAB,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "embedding_size"), 64),
     "word_embed_proj_dim": 64,
-    "intermediate_size": 96,
-    "ffn_hidden_size": 96,
-    "ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_ffn_dim": 96,
-    "n_inner": 96,
-    "dim_ff": 96,
-    "dff": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_layers": 4,
-    "n_layer": 4,
-    "n_layers": 4,
-    "decoder_layers": 4,
-    "encoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("n_inner", "dim_ff", "dff"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    "hidden_size_per_layer_input": 16,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
     "num_key_value_heads": 2,
-    "head_dim": 16,
-    "dim_head": 16,
+    **dict.fromkeys(("head_dim", "dim_head"), 16),
     "rotary_dim": 8,
     "sliding_window": 24,
-    "max_position_embeddings": MAX_LEN,
-    "n_positions": MAX_LEN,
-    "n_ctx": MAX_LEN,
-    "max_seq_len": MAX_LEN,
-    "seq_length": MAX_LEN,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), MAX_LEN),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "zero_expert_num"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     "v_head_dim": 12,
-    "index_topk": 16,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_topk": 2,
-    "zero_expert_num": 2,
-    "expert_ffn_hidden_size": 32,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size_per_layer_input": 16,
-    "emb_dim": 64,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "tie_word_embeddings": False,
     "initializer_range": 0.35,
+    "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "is_decoder": True,
 }
+"""Sizes by the names that configs have for them."""
 
 MLA_SIZES: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 """Of latent attention: as many KV heads as query heads, and ``head_dim`` is what is rotated."""
 
+CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
+DROPS_PARTS: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "num_kv_shared_layers": 4,
+}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 32}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32},
+    },
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {
         "intermediate_size": [96] * 4,
@@ -112,61 +87,218 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "laurel_rank": 8,
     },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 24},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 2},
-    "qwen4_exp_text": {"hc_lowrank": 8, "ngram_vocab_size_base": 64, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32, "indexer_compress_ratio": 4},
-    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32], "attention_head_size": 16, "attn_layers": ["local", "lsh"]},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **DROPS_PARTS}},
+    "lfm2": CONV,
+    "lfm2_moe": CONV,
+    "moshi": {"sliding_window": MAX_LEN},
+    "qwen2_moe": {"use_sliding_window": False},
     "zaya": {"num_experts_per_tok": 1},
-    "qwen2_moe": {"use_sliding_window": False, "sliding_window": None},
 }
+"""What a type needs beyond, or instead of, :data:`SMALL`."""
+
+KEEPS_ROPE = frozenset({"mimo_v2_flash", "ministral3", "phi3", "phi4_multimodal", "phimoe"})
+"""Types whose own rope is scaled already, or of another kind."""
 
 
-def model_types() -> list[str]:
-    """Return the types of all causal language models that transformers knows."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model type, maybe with fields of its config that change what it computes."""
+
+    model_type: str
+    variant: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.model_type}-{self.variant}" if self.variant else self.model_type
 
 
-def make_config(model_type: str, **changes: Any) -> Any:
-    """Return a small config of a model type."""
-    cls = CONFIG_MAPPING[model_type]
-    return cls(**small_fields(cls, {**OVERRIDES.get(model_type, {}), **changes}))
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-def small_fields(cls: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return fields for a config class, its nested configs among them."""
+_FACTOR = MAX_LEN / ORIGINAL_LEN
+_ORIGINAL: dict[str, Any] = {"factor": _FACTOR, "original_max_position_embeddings": ORIGINAL_LEN}
+VARIANTS = [
+    Case("llama", "default", _rope("default")),
+    Case("llama", "linear", _rope("linear", factor=_FACTOR)),
+    Case("llama", "dynamic", _rope("dynamic", factor=_FACTOR)),
+    Case("llama", "llama3", _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **_ORIGINAL)),
+    Case(
+        "phi3",
+        "longrope",
+        _rope("longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+        | {"original_max_position_embeddings": ORIGINAL_LEN},
+    ),
+    Case("ministral3", "scaled-queries", _rope("yarn", llama_4_scaling_beta=2.0, **_ORIGINAL)),
+    Case("llama4_text", "scaled-queries", {"floor_scale": 64, "attn_scale": 1.0}),
+    Case("llama4_text", "chunks", {"attention_chunk_size": 64}),
+    Case("granite", "multipliers", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    Case("qwen2", "windows", {"use_sliding_window": True, "max_window_layers": 2}),
+]
+"""What a type's config can ask for beside its own defaults."""
+
+
+def cases() -> list[Case]:
+    """Return a case per type of causal language model that transformers knows, and the variants."""
+    return [*(Case(kind) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)), *VARIANTS]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        model: Transformers', to be compared with; ``None`` if it is refused.
+        path: ``fused`` or ``generic``; empty if it is refused.
+        longest: Tokens of the longest sequence; 0 if it is refused.
+        refusal: Why it is refused, without figures; empty if it is served.
+    """
+
+    model: Any
+    path: str
+    longest: int
+    refusal: str
+
+
+def outcome(case: Case, folder: Path) -> Outcome:
+    """Write a checkpoint and have an engine load it; weights are made only if it comes to reading them."""
+    write_config(case, folder)
+    try:
+        load_executor(EngineConfig(model=str(folder), dtype="float32"))
+    except ConfigError as error:
+        if "missing keys" not in error.message:
+            return Outcome(None, "", 0, _reason(error, folder))
+    model = make_model(case, folder)
+    try:
+        executor = load_executor(EngineConfig(model=str(folder), dtype="float32"))
+    except ConfigError as error:
+        return Outcome(None, "", 0, _reason(error, folder))
+    path = "fused" if executor.description.startswith("fused") else "generic"
+    return Outcome(model, path, executor.max_model_len, "")
+
+
+def table_row(case: Case, folder: Path, starter: WarmStarter) -> str:
+    """Return a case's row of docs/models.md: type, class, path, tp, pp, notes."""
+    found = outcome(case, folder)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type]
+    if found.model is None:
+        return f"| `{case}` | {model_class} | refused | | | {found.refusal} |"
+    with mock.patch.object(multiprocess, "start_follower", partial(_start_follower, starter)):
+        refusals = {name: _refusal_on_two_ranks(folder, name) for name in ("tp", "pp")}
+    notes = [f"{name}: {why}" for name, why in refusals.items() if why]
+    if found.longest < MAX_LEN:
+        notes.insert(0, f"sequences up to {found.longest} of {MAX_LEN} tokens")
+    can = " | ".join("no" if why else "yes" for why in refusals.values())
+    return f"| `{case}` | {model_class} | {found.path} | {can} | {'; '.join(notes)} |"
+
+
+def _start_follower(starter: WarmStarter, line: socket.socket) -> Any:
+    return starter.start("baton.engine.executor.follower", [str(line.fileno())], keep=line.fileno())
+
+
+def _refusal_on_two_ranks(folder: Path, name: str) -> str:
+    """Say why a model cannot be divided in two over ``tp`` or ``pp``; nothing if it can."""
+    config = EngineConfig(model=str(folder), dtype="float32", executor="multiprocess", **{name: 2})  # type: ignore[arg-type]
+    try:
+        load_executor(config).close()
+    except ConfigError as error:
+        text = error.message.partition(f"divided over {name}: ")[2] or error.message.partition(" stages: ")[2]
+        text = text or error.message.partition("cannot be ")[2] or error.message
+        return re.sub(r" \(attention[^)]*\)", "", text)
+    return ""
+
+
+def _reason(error: ConfigError, folder: Path) -> str:
+    """What a refusal says behind the class's name, without paths, figures and what a package adds."""
+    text = error.message.replace(f" in {str(folder)!r}", "").partition(" cannot be served: ")[2] or error.message
+    text = re.sub(r" \((attention|index)[^)]*\)", "", text.replace(f" in {str(folder)!r}", ""))
+    return text.partition(" but it was not found")[0]
+
+
+def make_config(case: Case) -> Any:
+    """Return a small config, with scaled rope where it has rope of the usual kind."""
+    cls: Any = CONFIG_MAPPING[case.model_type]
+    changes = {**OVERRIDES.get(case.model_type, {}), **case.changes}
+    config = cls(**_small_fields(cls, changes))
+    if not case.variant and case.model_type not in KEEPS_ROPE:
+        scaled = _scaled(getattr(config, "rope_parameters", None))
+        if scaled:
+            config = cls(**_small_fields(cls, {**changes, "rope_parameters": scaled}))
+    return config
+
+
+def _scaled(rope: Any) -> dict[str, Any] | None:
+    """Return rope parameters of type "default" as yarn's, also where there are some per type of layer."""
+    if not isinstance(rope, dict):
+        return None
+    if rope.get("rope_type") == "default":
+        return {**rope, "rope_type": "yarn", **_ORIGINAL}
+    parts = {name: _scaled(value) or value for name, value in rope.items()}
+    return parts if parts != rope else None
+
+
+def _small_fields(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return fields for a config class, those of nested configs among them."""
     try:
         default = cls()
-    except Exception:
-        default = None
-    known = default.to_dict() if default is not None else {}
+    except Exception:  # its own defaults do not fit together: only what is given
+        return {name: _nested(value) for name, value in changes.items()}
+    known = default.to_dict()
     fields = {name: value for name, value in SMALL.items() if name in known}
     if "kv_lora_rank" in fields:
         fields.update({name: value for name, value in MLA_SIZES.items() if name in known})
     kinds = list(dict.fromkeys(known.get("layer_types") or ()))
-    if len(kinds) > 1 and "layer_types" not in overrides:
+    if len(kinds) > 1:
         fields["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]
-    for name, value in known.items():
-        if isinstance(value, dict) and name.endswith("config"):
-            sub = getattr(default, name)
-            if hasattr(sub, "to_dict"):
-                fields[name] = small_fields(type(sub), overrides.get(name, {}))
-    fields.update({k: v for k, v in overrides.items() if not isinstance(v, dict) or not k.endswith("config")})
-    return fields
+    for name in (name for name, value in known.items() if isinstance(value, dict)):
+        nested = getattr(default, name, None)
+        if hasattr(nested, "to_dict"):
+            fields[name] = _small_fields(type(nested), changes.get(name, {}))
+    return fields | {
+        name: value for name, value in changes.items() if name not in fields or not isinstance(fields[name], dict)
+    }
 
 
-def make_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Return a random float32 model."""
-    config = make_config(model_type, **changes)
+def _nested(value: Any) -> Any:
+    """Return a nested config that is given by its type with small fields."""
+    if not isinstance(value, dict) or "model_type" not in value:
+        return value
+    changes = {name: item for name, item in value.items() if name != "model_type"}
+    cls: Any = CONFIG_MAPPING[value["model_type"]]
+    return cls(**_small_fields(cls, changes))
+
+
+def write_config(case: Case, folder: Path) -> None:
+    """Write a checkpoint without weights, for types that are refused before any are read."""
+    try:
+        config = make_config(case)
+    except Exception:
+        # Sizes that do not fit together matter only where weights are read.
+        config = cast(Any, CONFIG_MAPPING[case.model_type])()
+        model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+        served = model_class._supports_attention_backend and not model_class._is_stateful
+        if served and not unserved_layers(config.get_text_config(decoder=True)):
+            raise
+    with quiet_transformers():
+        config.save_pretrained(folder)
+    save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_model(case: Case, folder: Path, *, seed: int = 0) -> Any:
+    """Write a checkpoint of random float32 weights without a tokenizer, and return its model in evaluation mode."""
+    config = make_config(case)
     with torch.random.fork_rng(), quiet_transformers():
         torch.manual_seed(seed)
-        model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32)
-        randomize(model)
+        model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation="eager")
+        _randomize(model)
+        model.generation_config = cast(Any, GenerationConfig)(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        model.save_pretrained(folder)
+        if AutoModelForCausalLM._model_mapping.get(type(model.config), None) is None:
+            config.save_pretrained(folder)
     return model.eval()
 
 
-def randomize(model: torch.nn.Module) -> None:
+def _randomize(model: torch.nn.Module) -> None:
     """Give every parameter values that matter: norms that are not 1, biases and sinks that are not 0."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -176,11 +308,3 @@ def randomize(model: torch.nn.Module) -> None:
                     parameter.copy_(noise * 0.35 * min(1.0, 64 / parameter.shape[-1]) ** 0.5)
                 else:
                     parameter.add_(noise * 0.2)
-
-
-def save(model: Any, folder: Path) -> Path:
-    """Write a checkpoint without a tokenizer."""
-    model.generation_config = cast(Any, GenerationConfig)(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    with quiet_transformers():
-        model.save_pretrained(folder)
-    return folder

@@ -3,6 +3,7 @@
 ``definition`` says what it is, ``torch_backend`` runs anywhere, ``cpu`` is the C++ operator.
 """
 
+from baton_kernels.paged_attention.chunks import ChunkedAttention
 from baton_kernels.paged_attention.cpu import CpuPagedAttention
 from baton_kernels.paged_attention.definition import (
     AttentionSpec,
@@ -16,6 +17,7 @@ from baton_kernels.paged_attention.torch_backend import TorchPagedAttention
 
 __all__ = [
     "AttentionSpec",
+    "ChunkedAttention",
     "CpuPagedAttention",
     "LatentProjections",
     "LayerPool",

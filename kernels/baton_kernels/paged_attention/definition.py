@@ -49,6 +49,8 @@ class AttentionSpec:
         sinks: float32 [num_heads], a logit per head that takes part in the softmax and has no value, or ``None``.
         latent: Whether keys are MLA's latents, which belong to all query heads, and values the first ``v_dim`` elements
             of them (:mod:`baton_kernels.paged_attention.latent`).
+        chunk: A query sees the keys of its own chunk of so many tokens only; 0: all before it. Backends know nothing of
+            it (:mod:`baton_kernels.paged_attention.chunks`).
     """
 
     num_heads: int
@@ -60,6 +62,7 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     latent: bool = False
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ def paged_attention_reference(
         for row in range(first, last):
             position = int(batch.positions[row])
             begin = max(0, position + 1 - spec.window) if spec.window else 0
+            begin = max(begin, position // spec.chunk * spec.chunk) if spec.chunk else begin
             for head in range(spec.num_heads):
                 scores = keys[begin : position + 1, head // group] @ q[row, head].double() * spec.scale
                 if spec.softcap:

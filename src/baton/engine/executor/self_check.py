@@ -1,9 +1,9 @@
 """Checks at load that every way to run a model gives the logits of transformers' own forward.
 
-Two sequences near position 0 go through a paged pool in two ragged steps (chunks of a prompt, a chunk beside a decode, in
+Two sequences near position 0 go through a paged pool in two ragged steps (chunks of both, then what is left of them in
 another order). A short one follows at each far position: where the original context ends (rope and scales of queries
-change there) and at the longest that is served. For these transformers is told that the tokens before were dropped, and
-the modules here get positions that are not the pool's, so that no long prompt is computed.
+change there) and at the end of the longest sequence. For these transformers is told that the tokens before were
+dropped, and the modules here get positions that are not the pool's, so that no long prompt is computed.
 
 The fused decoder rotates by the pool's positions. It is compared with the modules instead, at the same far positions:
 single tokens after a long context, whose block table repeats a few blocks.
@@ -65,7 +65,8 @@ class SelfCheck:
         near = [generator.integers(0, self._vocab_size, length) for length in lengths]
         self._blocks_of = _block_tables(lengths, block_size)
         last = max_len - FAR_TOKENS
-        self._far = sorted({start for start in (original_length(model.text_config, max_len), last) if 0 < start <= last})
+        starts = (original_length(model.text_config, max_len), last)
+        self._far = sorted({_within_chunks(start, whole) for start in starts if 0 < start <= last})
         self._near, self._expected = near, [_reference(whole, tokens, 0) for tokens in near]
         self._worst_offset = 0
         self._steps = _near_steps(near, self._expected, self._blocks_of)
@@ -101,7 +102,7 @@ class SelfCheck:
         return 2 * allowed if self._dtype == "float32" else max(2 * allowed, TOLERANCE[self._dtype])
 
     def explain(self, whole: WholeModel) -> str:
-        """Say why the modules' logits are others over the paged pool than by themselves; the model is of no use then."""
+        """Say why the modules' logits are others over the paged pool; the model is of no use afterwards."""
         if self._worst_offset:
             return f"over a paged KV cache its logits from position {self._worst_offset} on differ from its own"
         whole.model.module.set_attn_implementation("eager")
@@ -147,9 +148,16 @@ class SelfCheck:
         return worst
 
 
+def _within_chunks(start: int, whole: WholeModel) -> int:
+    """Move a far position so that the tokens there are of one chunk, where layers attend within chunks."""
+    chunks = {spec.chunk for spec in whole.specs.values() if spec.chunk}
+    crossed = any(start // chunk != (start + FAR_TOKENS - 1) // chunk for chunk in chunks)
+    return max(0, start - FAR_TOKENS) if crossed else start
+
+
 def _errors(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """|difference| / |logits| of every token of logits [tokens, vocab]; infinite where that is no number."""
-    error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
+    error: torch.Tensor = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
     return error.nan_to_num(float("inf"))
 
 
@@ -196,7 +204,7 @@ class _DroppedLayer(DynamicLayer):
     """A cache layer whose tokens are all gone: models count on from them and see none."""
 
     def __init__(self, dropped: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._dropped = dropped
 
     def update(
@@ -217,7 +225,7 @@ def _reference(whole: WholeModel, tokens: Tokens, start: int, *, explicit: bool 
     ids = torch.from_numpy(tokens)[None].to(model.device)
     options: dict[str, Any] = {}
     if start:
-        layers = [_DroppedLayer(start) for _ in whole.specs]
+        layers: list[Any] = [_DroppedLayer(start) for _ in whole.specs]
         options["past_key_values"] = Cache(layers=layers)
     if start or explicit:
         options["position_ids"] = torch.arange(start, start + len(tokens), device=model.device)[None]

@@ -5,7 +5,7 @@ name of its own whose function leads to that runner alone, so that nothing globa
 unknown keyword arguments work too. Masks are not made at all: sequences and windows are the operator's business.
 
 What a layer needs is learnt by one dense forward of a few tokens (:func:`probe`): shapes, scale, sinks and soft cap
-are what the model passes; the window is read off the mask that transformers itself would have made.
+are what the model passes; windows and chunks are read off the mask that transformers itself would have made.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.quirks import attention_sinks
@@ -65,10 +66,8 @@ def check_inputs(architecture: str, attention_mask: Any, kwargs: dict[str, Any])
     if not causal:
         unused.insert(0, "is_causal=False")
     if unused:
-        raise ConfigError(
-            f"{architecture} cannot be served: it passes {', '.join(unused)} to its attention, which Baton does not use",
-            field="model",
-        )
+        what = f"it passes {', '.join(unused)} to its attention, which Baton does not use"
+        raise ConfigError(f"{architecture} cannot be served: {what}", field="model")
 
 
 class AttentionName:
@@ -87,15 +86,28 @@ def _unregister(name: str) -> None:
     AttentionMaskInterface._global_mapping.pop(name, None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Which keys a mask shows: all before a query, those of a window, or those of the query's chunk."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def first_key(self, query: int) -> int:
+        """Return the first key that a query sees; the last one is its own."""
+        if self.chunk:
+            return query // self.chunk * self.chunk
+        return max(0, query - self.window + 1) if self.window else 0
+
+
 class _Recorder:
     """Stands in for attention and masks during the probe."""
 
     def __init__(self, architecture: str, max_len: int) -> None:
         self.architecture = architecture
         self.max_len = max_len
-        self.causal_until = max_len
         self.specs: dict[int, AttentionSpec] = {}
-        self.windows: dict[int, int] = {}
+        self._reaches: dict[int, _Reach | str] = {}
         self._masks: list[torch.Tensor] = []
 
     def refuse(self, why: str) -> ConfigError:
@@ -104,47 +116,56 @@ class _Recorder:
     def mask(
         self, *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: Any = None, **_: Any
     ) -> torch.Tensor:
-        """Stands in for a mask interface: returns a mask whose storage tells which window it means."""
-        window = self._window(mask_function)
+        """Stands in for a mask interface: returns a mask whose storage tells what it means.
+
+        One that Baton's attention cannot do is refused when a layer uses it: some models make masks for none.
+        """
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device).tril()
         self._masks.append(mask)
-        self.windows[mask.untyped_storage().data_ptr()] = window
+        try:
+            reach: _Reach | str = self._reach(mask_function)
+        except Exception:
+            log.debug("%s: a mask that cannot be evaluated", self.architecture, exc_info=True)
+            reach = "it makes an attention mask of its own"
+        self._reaches[mask.untyped_storage().data_ptr()] = reach
         return mask
 
-    def _window(self, mask_function: Callable[..., torch.Tensor]) -> int:
-        """Evaluate a mask function far out and return its window, 0 for plain causal."""
+    def _reach(self, mask_function: Callable[..., torch.Tensor]) -> _Reach | str:
+        """Evaluate a mask function far out and find what it shows, or say that it is none that is known."""
         keys = torch.arange(self.max_len)
         zero = torch.zeros((), dtype=torch.long)
 
         def visible(query: int) -> torch.Tensor:
-            try:
-                return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(self.max_len)
-            except Exception as error:
-                raise self.refuse("it makes an attention mask of its own") from error
+            return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(self.max_len)
+
+        def shows(reach: _Reach) -> bool:
+            size = reach.window or reach.chunk
+            near = {0, 1, 2, 7, size - 1, size, size + 1, 2 * size - 1, 2 * size}
+            queries = {last // 3, last // 2 + 1, last} | {query for query in near if 0 <= query <= last}
+            return all(
+                torch.equal(visible(query), (keys >= reach.first_key(query)) & (keys <= query)) for query in queries
+            )
 
         last = self.max_len - 1
         seen = int(visible(last).sum())
-        window = 0 if seen == self.max_len else seen
-        for query in {0, 1, 2, 7, last // 3, last // 2 + 1, last}:
-            first = max(0, query - window + 1) if window else 0
-            if not torch.equal(visible(query), (keys >= first) & (keys <= query)):
-                return self._chunked(visible)
-        return window
+        candidates = [
+            _Reach() if seen == self.max_len else _Reach(window=seen),
+            _Reach(chunk=self._until_hidden(visible)),
+        ]
+        return next(
+            (reach for reach in candidates if shows(reach)), "its attention mask is neither causal, a window nor chunks"
+        )
 
-    def _chunked(self, visible: Callable[[int], torch.Tensor]) -> int:
-        """A mask that is causal up to some length only: serve that far."""
+    def _until_hidden(self, visible: Callable[[int], torch.Tensor]) -> int:
+        """Return the first query that does not see the first key, or the longest sequence."""
         low, high = 1, self.max_len
         while low < high:
-            middle = (low + high + 1) // 2
-            rows = visible(middle - 1)
-            if bool(rows[:middle].all()) and not bool(rows[middle:].any()):
-                low = middle
+            middle = (low + high) // 2
+            if bool(visible(middle)[0]):
+                low = middle + 1
             else:
-                high = middle - 1
-        if low < 256:
-            raise self.refuse("its attention mask is neither causal nor a sliding window")
-        self.causal_until = min(self.causal_until, low)
-        return 0
+                high = middle
+        return low
 
     def attention(
         self,
@@ -162,13 +183,12 @@ class _Recorder:
             raise self.refuse("its attention is not causal")
         check_inputs(self.architecture, None, kwargs)
         window = kwargs.get("sliding_window") or 0
+        reach: _Reach | str = _Reach(window=int(window) if window < self.max_len else 0)
         if attention_mask is not None:
-            known = self.windows.get(attention_mask.untyped_storage().data_ptr())
-            if known is None:
-                raise self.refuse("it makes an attention mask of its own")
-            window = known
-        elif window >= self.max_len:
-            window = 0
+            own = "it makes an attention mask of its own"
+            reach = self._reaches.get(attention_mask.untyped_storage().data_ptr(), own)
+        if isinstance(reach, str):
+            raise self.refuse(reach)
         scaling, sinks = kwargs.get("scaling"), attention_sinks(module, kwargs.get("s_aux"))
         self.specs[id(module)] = AttentionSpec(
             num_heads=query.shape[1],
@@ -176,7 +196,8 @@ class _Recorder:
             k_dim=key.shape[3],
             v_dim=value.shape[3],
             scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
-            window=int(window),
+            window=reach.window,
+            chunk=reach.chunk,
             softcap=float(kwargs.get("softcap") or 0.0),
             sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )
@@ -189,10 +210,10 @@ def probe(model: LoadedModel, max_len: int) -> tuple[dict[int, AttentionSpec], i
 
     Returns:
         The attention of each layer by the id of its module, in the order of the forward, and the longest sequence for
-        which that is right: at most ``max_len``, less where a chunked mask is causal up to its chunk only.
+        which that is right: at most ``max_len``, less where ``generate`` drops keys that the model's own masks show.
 
     Raises:
-        ConfigError: The model's attention is more than a causal or sliding mask, or layers have none.
+        ConfigError: The model's attention is more than a causal or sliding mask or chunks, or layers have none.
     """
     recorder = _Recorder(model.architecture, max_len)
     name = AttentionName(recorder.attention, recorder.mask)
@@ -214,4 +235,20 @@ def probe(model: LoadedModel, max_len: int) -> tuple[dict[int, AttentionSpec], i
     layers = getattr(model.text_config, "num_hidden_layers", len(recorder.specs))
     if len(recorder.specs) != layers:
         raise recorder.refuse(f"{len(recorder.specs)} of its {layers} layers use the replaceable attention function")
-    return recorder.specs, recorder.causal_until
+    return recorder.specs, _consistent_length(model, list(recorder.specs.values()), max_len)
+
+
+def _consistent_length(model: LoadedModel, specs: list[AttentionSpec], max_len: int) -> int:
+    """Return the longest sequence for which transformers' cache keeps all keys that the masks show.
+
+    Moshi makes causal masks and has a cache for ``sliding_window`` tokens: what it computes beyond depends on chunks.
+    """
+    layers = DynamicCache(config=model.text_config).layers
+    if len(layers) != len(specs):
+        return max_len
+    for layer, spec in zip(layers, specs, strict=True):
+        kept = getattr(layer, "sliding_window", None)
+        if kept and not spec.window and not spec.chunk and kept < max_len:
+            max_len = int(kept)
+            log.warning("%s: serving sequences up to %d tokens: its cache keeps no more", model.architecture, max_len)
+    return max_len

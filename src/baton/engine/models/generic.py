@@ -15,6 +15,7 @@ from baton.engine.models.attention_hook import AttentionName, check_inputs
 from baton.engine.models.experts import PackedExperts, pack_experts
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
+from baton.engine.models.quirks import COUNTS_ON_FROM_CACHE
 from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PlainLinear
@@ -41,6 +42,7 @@ class GenericDecoder:
         self._attention = attention
         self._device = model.device
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model.module).forward).parameters
+        self._counts_on = model.text_config.model_type in COUNTS_ON_FROM_CACHE
         self._step: tuple[Any, list[LayerPool]] | None = None
         self._hidden: torch.Tensor | None = None
         self._name = AttentionName(_weakly(self._attend))
@@ -64,7 +66,9 @@ class GenericDecoder:
             ``None`` if this rank, or the architecture, has none to show.
         """
         tokens, positions, rows = (tensor.to(self._device) for tensor in (tokens, positions, rows))
-        options = {"logits_to_keep": rows} if self._keeps_logits else {}
+        options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
+        if self._counts_on:
+            options["past_key_values"] = _SeenTokens(positions - torch.arange(len(positions), device=self._device))
         self._step = (plan, pools)
         try:
             output = self.module(
@@ -114,6 +118,27 @@ class GenericDecoder:
     def _keep_hidden(self, _: Any, __: Any, output: Any) -> None:
         """Keep what the stack below the head returns."""
         self._hidden = getattr(output, "last_hidden_state", None)
+
+
+class _SeenTokens:
+    """Stands in for the cache of a model that takes positions from its length: as many tokens before each token.
+
+    Args:
+        before: int64 [T], the positions less the indices of the step's tokens.
+    """
+
+    def __init__(self, before: torch.Tensor) -> None:
+        self._before = before
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return what is added to a token's index, one for each token."""
+        return self._before
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as they are: the pool keeps them."""
+        return key_states, value_states
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

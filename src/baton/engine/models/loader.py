@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from baton.config import EngineConfig
 from baton.engine.models.checkpoint import WeightFile, weight_files
-from baton.engine.models.quirks import unserved_layers
+from baton.engine.models.quirks import DRAFT_MODELS, unserved_layers
 from baton.errors import ConfigError
 from baton.tokenizer.model_files import model_directory, read_json
 
@@ -113,7 +113,8 @@ def _model_class(hf_config: Any, raw: dict[str, Any]) -> Any:
     name = model_class.__name__
     if getattr(hf_config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder: Baton serves decoders", field="model")
-    reason = unserved_layers(hf_config.get_text_config(decoder=True))
+    reason = "it drafts for another model, over that one's KV" if hf_config.model_type in DRAFT_MODELS else ""
+    reason = reason or unserved_layers(hf_config.get_text_config(decoder=True))
     if not reason and model_class._is_stateful:
         reason = "it keeps recurrent state outside the KV cache"
     if not reason and not model_class._supports_attention_backend:

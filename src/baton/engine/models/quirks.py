@@ -91,13 +91,23 @@ Ministral 3, for one, has Llama's parts and scales its queries by their position
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 
+COUNTS_ON_FROM_CACHE = frozenset({"llama4_text"})
+"""Model types that scale queries by positions, which they count on from the length of their cache."""
+
 # Types of layers, as transformers' configs name them (`layer_types`)
 
 SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 """Of attention that Baton computes, and MLPs."""
+DRAFT_MODELS = {"gemma4_assistant", "gemma4_unified_assistant"}
+"""Model types that attend over the KV of another model, whose next tokens they guess."""
 STATEFUL_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
 """Recurrent ones and convolutions over tokens."""
-SPARSE_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention", "indexed_attention", "minimax_m3_sparse"}
+SPARSE_LAYERS = {
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "indexed_attention",
+    "minimax_m3_sparse",
+}
 SPARSE_FIELDS = ("index_topk", "index_topk_blocks", "indexer_budget")
 """Fields of configs whose attention picks keys by an indexer with a cache of its own (DeepSeek-V3.2 and its kin)."""
 

@@ -29,7 +29,14 @@ from baton.kv_cache.layer_groups import group_layers
 from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
 from baton.kv_cache.shards import KVGeometry, shard_layout
 from baton_kernels.linear import PlainLinear
-from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool, PagedAttention, RaggedBatch
+from baton_kernels.paged_attention import (
+    AttentionSpec,
+    ChunkedAttention,
+    CpuPagedAttention,
+    LayerPool,
+    PagedAttention,
+    RaggedBatch,
+)
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +81,13 @@ def load_whole(config: EngineConfig) -> WholeModel:
             f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",
             field="max_model_len",
         )
+    for spec in specs.values():
+        if spec.chunk % config.block_size:
+            raise ConfigError(
+                f"block_size {config.block_size} does not divide the {spec.chunk} tokens of the chunks within which "
+                f"{model.architecture} attends",
+                field="block_size",
+            )
     shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim) for spec in specs.values())
     latents = frozenset(index for index, spec in enumerate(specs.values()) if spec.latent)
     may_group = config.layer_groups and config.pp == 1 and config.attention_backend in {"auto", *BUILTIN_BACKENDS}
@@ -108,6 +122,8 @@ class ModelRunner:
         self._operators = cpu_operators(config, whole.model.device)
         context = AttentionContext(whole.model.device, self._operators)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
+        if any(spec.chunk for spec in self._share.specs.values()):
+            self._attention = ChunkedAttention(self._attention, self._share.specs.values())
         self.attention_backend = self._attention.name
         self.attention_is_foreign = config.attention_backend not in {"auto", *BUILTIN_BACKENDS}
         self.linears, self._make = choose_linear(config, whole.model, self._operators)
@@ -207,8 +223,8 @@ class ModelRunner:
                 groups=self.layout.num_groups,
             )
         )
-        tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions + offset if offset else batch.positions)
-        rows = torch.from_numpy(batch.logit_rows)
+        tokens, rows = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows)
+        positions = torch.from_numpy(batch.positions + offset if offset else batch.positions)
         with torch.inference_mode():
             logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools)
             logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
