@@ -90,6 +90,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **DROPS_PARTS}},
     "lfm2": CONV,
     "lfm2_moe": CONV,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
     "moshi": {"sliding_window": MAX_LEN},
     "qwen2_moe": {"use_sliding_window": False},
     "zaya": {"num_experts_per_tok": 1},

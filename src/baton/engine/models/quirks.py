@@ -108,7 +108,7 @@ SPARSE_LAYERS = {
     "indexed_attention",
     "minimax_m3_sparse",
 }
-SPARSE_FIELDS = ("index_topk", "index_topk_blocks", "indexer_budget")
+SPARSE_FIELDS = ("index_topk", "indexer_budget")
 """Fields of configs whose attention picks keys by an indexer with a cache of its own (DeepSeek-V3.2 and its kin)."""
 
 # Projections of an attention module by what a rank keeps of them; those with ``_a_`` and ``_b_`` are DeepSeek's MLA

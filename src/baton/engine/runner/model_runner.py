@@ -21,7 +21,7 @@ from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modu
 from baton.engine.models.latent import compress
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
-from baton.engine.models.quirks import FUSED_MODEL_TYPES, max_sequence_length
+from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
@@ -145,7 +145,7 @@ class ModelRunner:
     @property
     def may_fuse(self) -> bool:
         """Whether the model's type and the operators are those of the fused decoder."""
-        known = self._model.text_config.model_type in FUSED_MODEL_TYPES
+        known = self._model.text_config.model_type in FUSED_FAMILIES
         return known and self._operators is not None and isinstance(self._attention, CpuPagedAttention)
 
     def use(self, path: ExecutionPath) -> str:
