@@ -19,7 +19,7 @@ def cut_into_chunks(batch: RaggedBatch, chunk: int) -> RaggedBatch:
     """Return a batch with a sequence per chunk of ``chunk`` tokens in which a sequence has new ones.
 
     Args:
-        batch: Whose sequences' new tokens are their last ones.
+        batch: Whose sequences' new tokens are their last ones; with one block table each (no layer groups).
         chunk: A multiple of the block size.
     """
     blocks = chunk // batch.block_size

@@ -91,6 +91,7 @@ def load_whole(config: EngineConfig) -> WholeModel:
     shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim) for spec in specs.values())
     latents = frozenset(index for index, spec in enumerate(specs.values()) if spec.latent)
     may_group = config.layer_groups and config.pp == 1 and config.attention_backend in {"auto", *BUILTIN_BACKENDS}
+    may_group = may_group and not any(spec.chunk for spec in specs.values())
     groups = group_layers([spec.window for spec in specs.values()], shapes) if may_group else ()
     geometry = KVGeometry(shapes, model.dtype, latents)
     return WholeModel(model, specs, config.max_model_len or longest, geometry, groups)
