@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tests.support.checkpoints import ARCHITECTURES
-from tests.support.equality import References, mixed_prompts
+from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.equality import References, hf_greedy, mixed_prompts
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM
@@ -36,3 +38,12 @@ def test_fused_families_equal_generate_and_the_generic_path(references: Referenc
     path, generic = generated(references, name, prompts, packed_linears=False)
     assert path.startswith("transformers' modules")
     assert tokens == generic
+
+
+def test_latent_attention_without_a_query_latent_and_with_halves_turned(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "deepseek_v3", q_lora_rank=None, rope_interleave=False)
+    prompts = mixed_prompts(8, 512, count=4, longest=100)
+    with LLM(EngineConfig(model=str(path), dtype="float32", kv_blocks=64, prefill_chunk=64)) as llm:
+        assert llm.core.executor.description.startswith("fused decoder")
+        outputs = llm.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == hf_greedy(path, prompts, NEW_TOKENS)

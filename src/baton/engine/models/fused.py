@@ -1,10 +1,10 @@
 """The fast path: decoder stacks of well-known shapes, run by hand over fused and packed operators.
 
 Taken for the model types that are listed in :mod:`quirks <baton.engine.models.quirks>`, if their parts are those that
-are expected. Per layer: norm, QKV in one linear, attention (which norms heads, rotates, writes the KV and attends),
-output with residual, norm, gate and up in one linear, their product, down with residual; or the experts of a mixture.
-Where a norm follows attention or MLP (Gemma, OLMo, GLM 4), it adds the residual. The runner uses this path only after
-it gave the same logits as transformers' own code.
+are expected. Per layer: norm, QKV in one linear, attention (which norms heads, rotates, writes the KV and attends; or
+works over latents), output with residual, norm, gate and up in one linear, their product, down with residual; or the
+experts of a mixture. Where a norm follows attention or MLP (Gemma, OLMo, GLM 4), it adds the residual. The runner uses
+this path only after it gave the same logits as transformers' own code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
-from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, LayerPool
+from baton_kernels.paged_attention import CpuPagedAttention, LayerPool
 from baton_kernels.paged_attention.cpu import CpuPlan
 from baton_kernels.row_wise import CpuRmsNorm
 
@@ -51,7 +51,7 @@ class FusedDecoder:
         ranks = share.communicator
         stack, layers, family = known_stack(model, share)
         self.on_layer: Callable[[int], None] | None = None
-        self._specs, self._attention = list(share.specs.values()), attention
+        self._attention = attention
         self._communicator, self._first_layer = ranks, share.first_layer
         self._dtype = TORCH_DTYPES[model.dtype]
         self._embedding = stack.embed_tokens.weight.detach() if ranks.is_first_stage else None
@@ -79,19 +79,14 @@ class FusedDecoder:
                 hidden = hidden * self._embedding_scale
         else:
             hidden = ranks.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
-        attention, on_layer, add = self._attention, self.on_layer, self._add
+        backend, on_layer, add = self._attention, self.on_layer, self._add
         splits_heads = ranks.splits_heads
-        for index, (layer, spec, pool) in enumerate(
-            zip(self._layers, self._specs, pools, strict=True), self._first_layer
-        ):
-            qkv = layer.qkv(hidden if layer.attention_norm is None else layer.attention_norm(hidden))
-            q, k, v = _split(qkv, spec)
-            if layer.spanning_norms is not None:
-                q, k = layer.spanning_norms(q, k)
-            out = attention.run_rotated(plan, spec, pool, (q, k, v), layer.rotation)
+        for index, (layer, pool) in enumerate(zip(self._layers, pools, strict=True), self._first_layer):
+            inner = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
+            out = layer.attention(backend, plan, pool, inner, positions)
             if on_layer is not None and not splits_heads:
                 on_layer(index)
-            hidden = add(layer.output, out.view(len(tokens), -1), hidden, layer.attention_out_norm)
+            hidden = add(layer.output, out, hidden, layer.attention_out_norm)
             if on_layer is not None and splits_heads:
                 on_layer(index)
             inner = hidden if layer.mlp_norm is None else layer.mlp_norm(hidden)
@@ -120,14 +115,3 @@ class FusedDecoder:
             return ranks.all_reduce(out) if ranks.splits_heads else out
         out = part(x, None)
         return norm(ranks.all_reduce(out) if ranks.splits_heads else out, hidden)
-
-
-def _split(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of [T, width]: queries [T, heads, k_dim], keys and values [T, kv_heads, dim]."""
-    rows, width = qkv.shape
-    queries, keys = spec.num_heads * spec.k_dim, spec.kv_heads * spec.k_dim
-    return (
-        qkv.as_strided((rows, spec.num_heads, spec.k_dim), (width, spec.k_dim, 1)),
-        qkv.as_strided((rows, spec.kv_heads, spec.k_dim), (width, spec.k_dim, 1), queries),
-        qkv.as_strided((rows, spec.kv_heads, spec.v_dim), (width, spec.v_dim, 1), queries + keys),
-    )

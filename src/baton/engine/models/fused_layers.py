@@ -14,11 +14,17 @@ from baton.engine.models.experts import Mixture, gated_activation, make_mixture,
 from baton.engine.models.generic import MakeLinear
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share, SpanningNorm, unreduced
-from baton.engine.models.quirks import ATTENTION_PARTS, FUSED_FAMILIES, MLP_PARTS, Family
+from baton.engine.models.quirks import ATTENTION_PARTS, FUSED_FAMILIES, LATENT_ATTENTION_PARTS, MLP_PARTS, Family
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
-from baton_kernels.paged_attention import AttentionSpec
-from baton_kernels.paged_attention.cpu import Rotation
+from baton_kernels.paged_attention import (
+    AttentionSpec,
+    CpuPagedAttention,
+    LatentProjections,
+    LayerPool,
+    attend_latent,
+)
+from baton_kernels.paged_attention.cpu import CpuPlan, Rotation
 from baton_kernels.row_wise import CpuGatedMul, CpuRmsNorm
 
 SpanningNorms = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -40,14 +46,82 @@ class GatedMlp:
         return self._down(self._product(self._gate_up(x)), residual)
 
 
+class HeadAttention:
+    """Queries, keys and values in one linear, then attention, which norms heads and rotates on its way."""
+
+    def __init__(
+        self, spec: AttentionSpec, qkv: PackedLinear, spanning_norms: SpanningNorms | None, rotation: Rotation
+    ) -> None:
+        self._spec, self._qkv, self._spanning_norms, self._rotation = spec, qkv, spanning_norms, rotation
+
+    def __call__(
+        self, backend: CpuPagedAttention, plan: CpuPlan, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Take x [T, hidden] and positions int64 [T], those of ``plan``; return [T, heads * v_dim]."""
+        q, k, v = _split(self._qkv(x), self._spec)
+        if self._spanning_norms is not None:
+            q, k = self._spanning_norms(q, k)
+        return backend.run_rotated(plan, self._spec, pool, (q, k, v), self._rotation).view(len(x), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (:mod:`baton_kernels.paged_attention.latent`).
+
+    Attributes:
+        spec: Over latents.
+        projections: From latents to heads.
+        down: From the input to queries, or what they are made of, and to latents and rotary keys behind these.
+        q_norm: Of what queries are made of, and ``q_up`` from there to queries; or ``None``.
+        kv_norm: Of latents.
+        cos: float32 [positions, rotary / 2]; ``sin`` likewise.
+        interleaved: Whether neighbours are turned against each other. The results stand in halves in any case.
+    """
+
+    spec: AttentionSpec
+    projections: LatentProjections
+    down: PackedLinear
+    q_norm: CpuRmsNorm | None
+    q_up: PackedLinear | None
+    kv_norm: CpuRmsNorm
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+
+    def __call__(
+        self, backend: CpuPagedAttention, plan: CpuPlan, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """See :class:`HeadAttention`."""
+        spec = self.spec
+        made = self.down(x)
+        queries, latents, rotary = made.split_with_sizes(
+            [made.shape[1] - spec.k_dim, spec.v_dim, spec.k_dim - spec.v_dim], dim=1
+        )
+        if self.q_norm is not None and self.q_up is not None:
+            queries = self.q_up(self.q_norm(queries))
+        q = queries.view(len(x), spec.num_heads, -1)
+        q, keys = self._rotated(q, rotary, positions)
+        rows = torch.cat([self.kv_norm(latents), keys], dim=1)
+        return attend_latent(backend, plan, spec, pool, self.projections, (q, rows)).view(len(x), -1)
+
+    def _rotated(
+        self, q: torch.Tensor, rotary: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate the last elements of queries [T, H, dim], and rotary keys [T, rope]."""
+        rope = rotary.shape[1]
+        both = torch.cat([q[..., -rope:], rotary[:, None]], dim=1).float()
+        first, second = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, dim=-1)
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(q.dtype)
+        return torch.cat([q[..., :-rope], turned[:, :-1]], dim=-1), turned[:, -1]
+
+
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
     """The operators of one layer; norms that it does not have are ``None``."""
 
     attention_norm: CpuRmsNorm | None
-    qkv: PackedLinear
-    spanning_norms: SpanningNorms | None
-    rotation: Rotation
+    attention: HeadAttention | LatentAttention
     output: PackedLinear
     attention_out_norm: CpuRmsNorm | None
     mlp_norm: CpuRmsNorm | None
@@ -77,7 +151,8 @@ def known_stack(model: LoadedModel, share: Share) -> tuple[Any, list[Any], Famil
     layers = list(stack.layers)[share.first_layer : share.first_layer + len(share.specs)]
     for layer in layers:
         need(_working_parts(layer) == {"self_attn", "mlp"} | family.norms.names(), "other parts in a layer")
-        need(_working_parts(layer.self_attn) <= ATTENTION_PARTS, "other parts in attention")
+        known = LATENT_ATTENTION_PARTS if id(layer.self_attn) in share.latents else ATTENTION_PARTS
+        need(_working_parts(layer.self_attn) <= known, "other parts in attention")
     return stack, layers, family
 
 
@@ -107,7 +182,8 @@ class LayerMaker:
     ) -> None:
         self._family, self._library, self._make = family, library, make
         self._dtype = TORCH_DTYPES[model.dtype]
-        self._specs, self._first_layer = list(share.specs.values()), share.first_layer
+        self._specs, self._latents = list(share.specs.values()), share.latents
+        self._first_layer = share.first_layer
         self._layer_types: list[str] | None = getattr(model.text_config, "layer_types", None)
         rotary: Any = model.module.model.rotary_emb
         self._by_type = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -128,23 +204,47 @@ class LayerMaker:
         Raises:
             NotFusableError: It has another shape.
         """
-        norms, attention, spec = self._family.norms, layer.self_attn, self._specs[index]
-        spans = _spanning_norms(attention, spec)
+        norms, attention = self._family.norms, layer.self_attn
+        latent = self._latents.get(id(attention))
         made = FusedLayer(
             attention_norm=self._named_norm(layer, norms.before_attention),
-            qkv=self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            spanning_norms=self._spanning(attention) if spans else None,
-            rotation=self._rotation(index, attention, spec, normed=not spans),
+            attention=self._heads(index, attention) if latent is None else self._latent(index, attention, latent),
             output=self.linear(attention.o_proj),
             attention_out_norm=self._named_norm(layer, norms.after_attention),
             mlp_norm=self._named_norm(layer, norms.before_mlp),
             mlp=self._mlp(layer.mlp),
             mlp_out_norm=self._named_norm(layer, norms.after_mlp),
         )
-        width = spec.num_heads * spec.k_dim + spec.kv_heads * (spec.k_dim + spec.v_dim)
-        need(made.qkv.out_features == width, "another split of queries, keys and values")
-        need(made.output.in_features == spec.num_heads * spec.v_dim, "another output projection")
+        spec = self._specs[index]
+        values = spec.num_heads * (spec.v_dim if latent is None else attention.v_head_dim)
+        need(made.output.in_features == values, "another output projection")
         return made
+
+    def _heads(self, index: int, attention: Any) -> HeadAttention:
+        spec = self._specs[index]
+        spans = _spanning_norms(attention, spec)
+        qkv = self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        width = spec.num_heads * spec.k_dim + spec.kv_heads * (spec.k_dim + spec.v_dim)
+        need(qkv.out_features == width, "another split of queries, keys and values")
+        rotation = self._rotation(index, attention, spec, normed=not spans)
+        return HeadAttention(spec, qkv, self._spanning(attention) if spans else None, rotation)
+
+    def _latent(self, index: int, attention: Any, projections: LatentProjections) -> LatentAttention:
+        direct = getattr(attention, "q_proj", None) is not None
+        cos, sin = self._tables[self._layer_type(index)]
+        spec = self._specs[index]
+        need(2 * cos.shape[1] == spec.k_dim - spec.v_dim, "another rotary embedding")
+        return LatentAttention(
+            spec,
+            projections,
+            self._join([attention.q_proj if direct else attention.q_a_proj, attention.kv_a_proj_with_mqa]),
+            None if direct else self.norm(attention.q_a_layernorm),
+            None if direct else self.linear(attention.q_b_proj),
+            self.norm(attention.kv_a_layernorm),
+            cos,
+            sin,
+            bool(attention.config.rope_interleave),
+        )
 
     def norm(self, module: Any) -> CpuRmsNorm:
         """Make an RMS norm."""
@@ -163,7 +263,10 @@ class LayerMaker:
         if hasattr(module, joined):
             return self.linear(getattr(module, joined))
         need(all(hasattr(module, name) for name in names), f"no {names[0]}")
-        weights, biases = zip(*(_weights(getattr(module, name)) for name in names), strict=True)
+        return self._join([getattr(module, name) for name in names])
+
+    def _join(self, modules: list[Any]) -> PackedLinear:
+        weights, biases = zip(*map(_weights, modules), strict=True)
         present = [bias for bias in biases if bias is not None]
         need(len(present) in {0, len(biases)}, "some projections have a bias and some none")
         return self._make(torch.cat(weights), torch.cat(present) if present else None)
@@ -269,3 +372,14 @@ def _rotary_table(
         need(all(2 * kept <= spec.k_dim for spec in specs), "another rotary embedding")
         cos, sin = (table[0, :, :kept].float().contiguous() for table in full)
     return cos, sin
+
+
+def _split(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of [T, width]: queries [T, heads, k_dim], keys and values [T, kv_heads, dim]."""
+    rows, width = qkv.shape
+    queries, keys = spec.num_heads * spec.k_dim, spec.kv_heads * spec.k_dim
+    return (
+        qkv.as_strided((rows, spec.num_heads, spec.k_dim), (width, spec.k_dim, 1)),
+        qkv.as_strided((rows, spec.kv_heads, spec.k_dim), (width, spec.k_dim, 1), queries),
+        qkv.as_strided((rows, spec.kv_heads, spec.v_dim), (width, spec.v_dim, 1), queries + keys),
+    )

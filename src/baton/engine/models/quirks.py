@@ -66,6 +66,7 @@ class Family:
 
 FUSED_FAMILIES = {
     "cwm": Family(),
+    "deepseek_v3": Family(scoring=Scoring.SIGMOID),
     "gemma2": Family(norms=SANDWICH_NORMS, norm_offset=1.0),
     "gemma3_text": Family(norms=SANDWICH_NORMS, norm_offset=1.0),
     "glm4": Family(norms=GLM_SANDWICH_NORMS, rotates_pairs=True),
@@ -89,6 +90,15 @@ FUSED_FAMILIES = {
 Ministral 3, for one, has Llama's parts and scales its queries by their positions.
 """
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+LATENT_ATTENTION_PARTS = {
+    "q_proj",
+    "q_a_proj",
+    "q_a_layernorm",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "o_proj",
+}
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 
 COUNTS_ON_FROM_CACHE = frozenset({"llama4_text"})
