@@ -37,12 +37,14 @@ RUN scripts/install_requirements.sh /opt/baton/bin/python base
 
 FROM dependencies AS light
 COPY --from=wheel /wheels /wheels
-RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check
+RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check && \
+    ln -s "$(/opt/baton/bin/python -c 'import baton; print(baton.__path__[0])')/_models" /opt/baton/models
 
 FROM dependencies AS engine
 RUN scripts/install_requirements.sh /opt/baton/bin/python engine torch
 COPY --from=wheel /wheels /wheels
-RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check
+RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check && \
+    ln -s "$(/opt/baton/bin/python -c 'import baton; print(baton.__path__[0])')/_models" /opt/baton/models
 
 FROM checked AS base
 RUN groupadd --gid 10001 baton && useradd --uid 10001 --gid 10001 --create-home baton

@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/tools
 FUZZ := $(VENV)/fuzz
+SCAN := $(VENV)/scan
 PYTEST_FLAGS ?=
 
-.PHONY: help install native wheel-check demo up check test chaos fuzz test-clients lint format protos lock audit sbom bench test-gpu clean
+.PHONY: help install native wheel-check demo up check test helm-test chaos fuzz test-clients lint format protos lock audit sbom bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -38,10 +39,18 @@ up: native ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
 check: native lint ## the inner loop: lint and unit tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_FLAGS)
 
-test: native ## the whole test suite
+test: native $(SCAN)/.installed ## the whole test suite
 	@scripts/install_browser.sh
 	@scripts/install_redis.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+helm-test: native $(SCAN)/.installed ## the chart: linted, rendered, validated, scanned, run as local processes (part of make test)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/helm $(PYTEST_FLAGS)
+
+$(SCAN)/.installed: requirements/scan.txt
+	@test -x $(SCAN)/bin/python || $(PYTHON) -m venv $(SCAN)
+	@scripts/install_requirements.sh $(SCAN)/bin/python scan
+	@touch $@
 
 SEEDS ?= 0-999
 chaos: native ## faults by the thousand against whole deployments; SEEDS="0-9999", or one that failed: SEEDS=4711
@@ -69,6 +78,7 @@ lint: native ## ruff, mypy strict, import contracts, generated code up to date
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/gen_protos.py --check
+	$(BIN)/python scripts/gen_helm.py --check
 
 format: $(STAMP) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

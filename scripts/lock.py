@@ -18,6 +18,8 @@ SETS: dict[str, tuple[str, ...]] = {"base": (), "engine": ("engine", "nixl"), "d
 """By file the extras; each file has what those before it have not."""
 OWN = ("build", "fuzz", "tools")
 """Environments of their own, each from what its ``.in`` asks for."""
+FREE = ("scan",)
+"""Likewise, but not in the versions of ``constraints.txt``: what they run does not work with those."""
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 """What only torch's build for CUDA needs."""
 HEAD = "# Made by `make lock` from {source}; do not edit.\n"
@@ -29,10 +31,11 @@ def entries(text: str) -> dict[str, str]:
     return {re.split(r"[=\s;\[]", block, maxsplit=1)[0]: block.rstrip() + "\n" for block in blocks}
 
 
-def resolve(uv: str, source: str, extras: tuple[str, ...] = ()) -> dict[str, str]:
+def resolve(uv: str, source: str, extras: tuple[str, ...] = (), *, free: bool = False) -> dict[str, str]:
     """Return what uv resolves for all platforms and all Pythons that Baton runs with."""
     command = [uv, "pip", "compile", source, "--universal", "--python-version", "3.11", "--generate-hashes"]
-    command += ["--constraints", "constraints.txt", "--no-header", "--no-annotate", "--quiet"]
+    command += ["--no-header", "--no-annotate", "--quiet"]
+    command += [] if free else ["--constraints", "constraints.txt"]
     command += [word for extra in extras for word in ("--extra", extra)]
     return entries(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
@@ -62,6 +65,8 @@ def main() -> int:
         write("torch", f"{project}, and torch-cpu.in", {"torch": known["torch"].rstrip() + f" \\\n    {cpu}\n"})
         for name in OWN:
             write(name, f"{name}.in and constraints.txt", resolve(args.uv, f"requirements/{name}.in"))
+        for name in FREE:
+            write(name, f"{name}.in", resolve(args.uv, f"requirements/{name}.in", free=True))
     except subprocess.CalledProcessError as error:
         print(error.stderr, file=sys.stderr)
         return 1

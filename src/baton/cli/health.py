@@ -17,6 +17,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("health", help="ask a service whether it serves; exit status 0 if it does")
     parser.add_argument("address", metavar="HOST:PORT", help="its gRPC address")
     parser.add_argument("--timeout-s", type=float, default=2.0, help="seconds to wait for an answer (default: 2)")
+    parser.add_argument(
+        "--service", default="", help="one of its services; liveness: the process, draining or not (default: all)"
+    )
     add_flags(parser, AccessConfig, skip=frozenset({"token_file"}))
     parser.set_defaults(run=run)
 
@@ -31,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
     if not host or not port.isdigit() or not args.timeout_s > 0:
         raise ConfigError("give HOST:PORT and a --timeout-s above 0", field="address")
     tls = read_tls(from_flags(AccessConfig, args))
-    serving = asyncio.run(check_health(args.address, timeout_s=args.timeout_s, tls=tls))
+    serving = asyncio.run(check_health(args.address, service=args.service, timeout_s=args.timeout_s, tls=tls))
     print(f"{args.address} {'is serving' if serving else 'is not serving or does not answer'}")
     return 0 if serving else 1

@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: frozenset[str
         text = item.metadata.get("help")
         if text is None or item.name in skip:
             continue
-        kind = _base_type(hints[item.name])
+        kind = base_type(hints[item.name])
         default = None if item.default is dataclasses.MISSING else item.default
         suffix = "" if default in (None, "", ()) else f" (default: {default})"
         flag = "--" + item.name.replace("_", "-")
@@ -73,7 +73,7 @@ def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str]
             continue
         variable = ENV_PREFIX + item.name.upper()
         if item.metadata.get("help") is not None and variable in source:
-            value = _parse(source[variable], _base_type(hints[item.name]), variable)
+            value = _parse(source[variable], base_type(hints[item.name]), variable)
             choices = item.metadata.get("choices")
             if choices and value not in choices:
                 raise ConfigError(f"{variable} must be one of {', '.join(choices)}, got {value!r}", field=variable)
@@ -128,7 +128,7 @@ def _parse(text: str, kind: type, variable: str) -> Any:
         raise ConfigError(f"{variable} must be {kind.__name__}, got {text!r}", field=variable) from error
 
 
-def _base_type(hint: Any) -> Any:
+def base_type(hint: Any) -> Any:
     """``int | None`` -> ``int``; ``tuple[str, ...]`` -> ``tuple``."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))

@@ -70,12 +70,12 @@ class Backoff:
         return pause * (0.5 + 0.5 * self._rng.random())
 
 
-async def check_health(address: str, *, timeout_s: float = 1.0, tls: Tls | None = None) -> bool:
-    """Whether the server at ``address`` answers its health check with SERVING."""
+async def check_health(address: str, *, service: str = "", timeout_s: float = 1.0, tls: Tls | None = None) -> bool:
+    """Whether the server at ``address`` answers its health check, of all or one of its services, with SERVING."""
     async with open_channel(address, tls=tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

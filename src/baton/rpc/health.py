@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import QueueFullError
 
+LIVENESS = "liveness"
+"""Service that serves as long as the process answers, draining or not: for probes after which it is started again."""
 _MAX_WATCHERS, _MAX_WATCHERS_PER_PEER = 128, 32
 """Streams of ``Watch``: of all clients, and from one address."""
 
@@ -24,7 +26,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Tells whether services serve. Its watchers are bounded in number, and know nothing of each other."""
 
     def __init__(self) -> None:
-        self._statuses: dict[str, Any] = {}
+        self._statuses: dict[str, Any] = {LIVENESS: health_pb2.HealthCheckResponse.SERVING}
         self._changed = asyncio.Event()
         self._watching: Counter[str] = Counter()
 

@@ -34,6 +34,7 @@ async def test_what_the_service_says(serving, status, capsys):
     try:
         await server.set_serving(serving)
         assert await asyncio.to_thread(main, ["health", f"127.0.0.1:{port}"]) == status
+        assert await asyncio.to_thread(main, ["health", f"127.0.0.1:{port}", "--service", "liveness"]) == 0
     finally:
         await server.stop(0)
-    assert ("not serving" in capsys.readouterr().out) is not serving
+    assert ("not serving" in capsys.readouterr().out.splitlines()[0]) is not serving

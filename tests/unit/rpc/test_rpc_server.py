@@ -178,6 +178,7 @@ async def test_health_follows_set_serving(server):
     assert await check_health(address)
     await made.set_serving(False)
     assert not await check_health(address)
+    assert await check_health(address, service="liveness")
 
 
 async def test_who_watches_health_is_bounded(server):
