@@ -221,24 +221,33 @@ def test_heads_that_do_not_come_keep_nobody_out(noted: type[Noted]) -> None:
 def test_idle_connections_give_way_and_where_there_are_none_the_client_is_told(noted: type[Noted]) -> None:
     with Served(protocol=noted, max_connections=6) as api, contextlib.ExitStack() as stack:
         generate_much(api)
-        busy = [stack.enter_context(connect(api, buffer=4096)) for _ in range(5)]
-        for at, client in enumerate(busy):
+
+        def begin_stream() -> socket.socket:
+            at, client = len(noted.made), stack.enter_context(connect(api, buffer=4096))
             client.sendall(post({"prompt": "def", "stream": True, "max_tokens": 10**5}))
-            api.wait_until(lambda at=at: len(noted.made) > at and noted.made[at].flow.write_paused)
-        idle = stack.enter_context(connect(api))
-        idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        api.wait_until(lambda: len(noted.made) > 5 and noted.made[5].idle_since is not None)
-        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
-        sixth = stack.enter_context(connect(api, buffer=4096))
-        sixth.sendall(post({"prompt": "def", "stream": True, "max_tokens": 10**5}))
-        api.wait_until(lambda: len(noted.made) > 6 and noted.made[6].flow.write_paused)
-        assert not idle.recv(4096)
+            api.wait_until(lambda: len(noted.made) > at and noted.made[at].flow.write_paused)
+            return client
+
+        def begin_idle() -> socket.socket:
+            at, client = len(noted.made), stack.enter_context(connect(api))
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            api.wait_until(lambda: len(noted.made) > at and noted.made[at].idle_since is not None)
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+            return client
+
+        busy = [begin_stream() for _ in range(4)]
+        longest, other = begin_idle(), begin_idle()
+        begin_stream()
+        assert not longest.recv(4096)
+        assert not noted.made[5].transport.is_closing()
+        begin_stream()
+        assert not other.recv(4096)
         answer = httpx.get(f"{api.url}/health", timeout=20)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["error"]["code"] == "overloaded"
-        for reason in ("idle", "full"):
+        for reason, count in (("idle", 2), ("full", 1)):
             name = "baton_http_turned_away_connections_total"
-            assert api.registry.get_sample_value(name, {"reason": reason}) == 1
+            assert api.registry.get_sample_value(name, {"reason": reason}) == count
         busy[0].close()
         api.wait_until(lambda: len(noted.made[1].connections) < 6)
         assert httpx.get(f"{api.url}/health", timeout=20).status_code == 200
