@@ -42,7 +42,7 @@ def test_logprobs_and_texts(server: Server, tmp_path: Path) -> None:
         generation_kwargs={"until": ["\n\n\n\n\n\n\n\n"], "do_sample": False, "max_gen_toks": NEW_TOKENS},
         metric_list=[{"metric": "exact_match"}],
     )  # fmt: skip
-    where = f"base_url={server.url}/v1/completions,tokenizer={server.tokenizer},num_concurrent=4"
+    where = f"base_url={server.url}/v1/completions,num_concurrent=4"  # its tokenizer is the server's, /tokenizer_info
     client.run(
         "lm_eval", "run", "--model", "local-completions", "--model_args", f"model={server.model},{where}",
         "--tasks", "baton_choice", "baton_text", "--include_path", str(tmp_path), "--log_samples",
