@@ -264,12 +264,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _head_without_upgrade(self) -> bytes:
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)]
-        for name, value in self.headers:
-            if name == b"connection":
-                tokens = [token.strip().lower() for token in value.split(b",")]
-                value = b", ".join(token for token in tokens if token not in _UPGRADE_HEADERS)
-            if value and name not in _UPGRADE_HEADERS:
-                lines.append(b"%s: %s\r\n" % (name, value))
+        lines += [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name not in _UPGRADE_HEADERS]
         return b"".join(lines) + b"\r\n"
 
     def on_message_begin(self) -> None:
