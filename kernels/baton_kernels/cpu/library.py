@@ -92,6 +92,7 @@ class CpuLibrary:
         self.linear = LinearOperator.of(library, "baton_linear")
         self.linear_amx = LinearOperator.of(library, "baton_linear_amx")
         self.rms_norm = _function(library, "baton_rms_norm", None, 1)
+        self.sample = _function(library, "baton_sample", None, 1)
         self.gated_mul = _function(library, "baton_gated_mul", None, 1)
         self.experts = ExpertsOperator.of(library)
         self.route = _function(library, "baton_route", None, 1)

@@ -15,6 +15,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import Executor, load_executor
+from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
 from baton.errors import ConfigError
 from baton.kv_cache.arena import HostArena, arena_bytes
 from baton.kv_cache.layout import KVLayout
@@ -165,7 +166,7 @@ def _activation_bytes(config: EngineConfig, executor: Executor) -> int:
     more = min(config.max_num_batched_tokens, executor.max_model_len, int(TRIAL_SECONDS / per_token))
     if more > tokens:
         tokens, peak = more, _peak_of(executor, more)
-    logits = config.max_num_seqs * executor.vocab_size * 4 * 3
+    logits = (config.max_num_seqs + PROMPT_LOGPROB_ROWS) * executor.vocab_size * 4 * 3
     return int(peak * config.max_num_batched_tokens / tokens) + logits
 
 

@@ -47,6 +47,9 @@ PASSES = 16
 LOOKAHEAD = 8
 """How many behind it are looked at in a step."""
 
+PROMPT_LOGPROB_ROWS = 64
+"""Prompt tokens of a step whose log probabilities are computed: each takes a row of logits."""
+
 _by_key = attrgetter("key")
 _MAY_ROLL_BACK = {SequenceState.WAITING, SequenceState.LOADED, SequenceState.RUNNING}
 
@@ -63,11 +66,13 @@ class StepPlan:
     Attributes:
         counts: Per sequence, how many of its own tokens are computed, from ``num_computed`` on.
         drafts: Draft tokens per sequence, of those that have some; the sequence's own tokens are all computed then.
+        num_scored: Prompt tokens at most whose log probabilities are computed.
         work: What the step computes, for the estimate of its time; ``None``: nobody asks.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
+    num_scored: int = 0
     work: StepWork | None = None
 
     def __len__(self) -> int:
@@ -154,18 +159,24 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> int:
         for sequence in [other for other in self.running if other not in plan.counts]:
-            count = self._chunk_of(sequence, budget, room)
+            count = self._chunk_of(plan, sequence, budget, room)
             if count and self._make_room(sequence, sequence.num_computed + count, plan):
                 budget -= self._plan_chunk(plan, sequence, count, room)
         return budget
 
-    def _chunk_of(self, sequence: Sequence, budget: int, room: PrefillRoom | None) -> int:
+    def _chunk_of(self, plan: StepPlan, sequence: Sequence, budget: int, room: PrefillRoom | None) -> int:
         """Return how many tokens of a prefilling sequence fit into a step."""
         count = min(sequence.num_missing, self._chunk, budget)
+        if sequence.wants_prompt_logprobs:
+            count = min(count, PROMPT_LOGPROB_ROWS - plan.num_scored)
         return count if room is None else room.fit(count, sequence.num_computed)
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int, room: PrefillRoom | None) -> int:
         plan.counts[sequence] = count
+        if sequence.wants_prompt_logprobs:
+            plan.num_scored += count
+            if plan.work is not None:
+                plan.work.rows += count
         if room is not None:
             room.take(count, sequence.num_computed)
         return count
@@ -208,7 +219,7 @@ class Scheduler:
             if too_big is not None:
                 too_big.num_passed += 1
             forecast.add(sequence)
-            if sequence.state is SequenceState.RUNNING and (count := self._chunk_of(sequence, budget, room)):
+            if sequence.state is SequenceState.RUNNING and (count := self._chunk_of(plan, sequence, budget, room)):
                 budget -= self._plan_chunk(plan, sequence, count, room)
             if too_big is not None and too_big.num_passed >= PASSES:
                 return

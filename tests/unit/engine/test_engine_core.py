@@ -9,6 +9,8 @@ from tests.support.toy_runner import ToyRunner
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, SequenceOutput
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
+from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
 from baton.errors import ConfigError, InvalidRequestError
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from baton.seeds import sequence_seed
@@ -449,3 +451,33 @@ def test_requests_with_different_adapters_never_share_blocks() -> None:
     assert hits == [0, 0, 0, 20, 20, 20]
     stored = [event.hashes[0] for event in engine.events if isinstance(event, BlocksStored) and event.parent is None]
     assert len(set(stored)) == 3
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_log_probabilities_of_a_long_prompt_are_computed_in_pieces(others: int) -> None:
+    """A step never has more rows of logits than the memory profile counts."""
+    rows: list[int] = []
+
+    class CountingRunner(ToyRunner):
+        def forward(self, batch: ForwardBatch) -> ForwardOutput:
+            rows.append(len(batch.logit_rows))
+            return super().forward(batch)
+
+    runner = CountingRunner(max_model_len=512)
+    core = EngineCore(EngineConfig(block_size=4, max_num_seqs=4), runner, runner.make_arena(512))
+    prompts = [[2 + (i * i + 7 * k) % 60 for i in range(300)] for k in range(1 + others)]
+    for k, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1)
+        core.add_request(EngineRequest(RequestId(str(k)), prompt, params))
+    outputs: dict[str, list[SequenceOutput]] = {}
+    while core.has_work():
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    assert max(rows) <= 4 + PROMPT_LOGPROB_ROWS
+    for k, prompt in enumerate(prompts):
+        tokens = [token for output in outputs[str(k)] for token in output.token_ids]
+        assert tokens == runner.greedy(prompt, 3)
+        scores = outputs[str(k)][0].prompt_logprobs
+        assert scores is not None
+        assert [score.token_id for score in scores[1:] if score is not None] == prompt[1:]
+    core.check_integrity()

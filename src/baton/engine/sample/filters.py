@@ -1,25 +1,19 @@
 """Temperature, top-k, top-p and min-p: which tokens may be drawn, and with what probability.
 
-Tokens equal to the last one kept are kept too. On a CPU, sorting the vocabulary for every row would cost more than a
-small model's whole step, so each row's threshold is found among few candidates, exactly:
-
-* top-k: of the maxima of V/128 chunks, the k-th greatest is a lower bound of the k-th greatest logit;
-* top-p: tokens below (1 - p) / V have less than 1 - p together, so none of them is needed to reach p.
+Tokens equal to the last one kept are kept too. This is the definition, in plain torch, with sorts over whole rows. On a
+CPU an operator does the same: there, sorting a vocabulary for each row would cost more than a small model's whole step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.types import SamplingParams
 
-CHUNK = 128
-_LEAST_TEMPERATURE = 1e-30
-Row = npt.NDArray[np.float32]
+LEAST_TEMPERATURE = 1e-30
+"""Below it a row's greatest logit wins as it does here."""
 
 
 def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -31,57 +25,12 @@ def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
     """
     if any(p.temperature != 1.0 for p in params):
         # From the maximum down: a temperature next to 0 gives 0 and -inf, not inf.
-        temperature = [max(p.temperature, _LEAST_TEMPERATURE) for p in params]
+        temperature = [max(p.temperature, LEAST_TEMPERATURE) for p in params]
         scale = torch.tensor(temperature, dtype=torch.float32, device=logits.device)[:, None]
         logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(scale)
     if all(p.top_k <= 0 and p.top_p >= 1.0 and p.min_p <= 0.0 for p in params):
         return torch.softmax(logits, dim=-1)
-    return _by_row(logits, params) if logits.device.type == "cpu" else filter_batch(logits, params)
-
-
-# Row by row, on a CPU
-
-
-def _by_row(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    vocab = logits.shape[-1]
-    if any(0 < p.top_k < vocab for p in params):
-        logits = logits.clone()
-        for row, p in zip(logits.numpy(), params, strict=True):
-            if 0 < p.top_k < vocab:
-                row[row < kth_greatest(row, p.top_k)] = -np.inf
-    probs = torch.softmax(logits, dim=-1)
-    for row, p in zip(probs.numpy(), params, strict=True):
-        if p.top_p < 1.0:
-            row[row < nucleus_threshold(row, p.top_p)] = 0.0
-        if p.min_p > 0.0:
-            row[row < row.max() * np.float32(p.min_p)] = 0.0
-    return probs
-
-
-def kth_greatest(row: Row, k: int) -> np.float32:
-    """Return the k-th greatest value of a row, k from 1 to its length."""
-    chunks = len(row) // CHUNK
-    candidates = row
-    if k <= chunks:
-        maxima = row[: chunks * CHUNK].reshape(chunks, CHUNK).max(axis=1)
-        candidates = row[row >= np.partition(maxima, chunks - k)[chunks - k]]
-    value: np.float32 = np.partition(candidates, len(candidates) - k)[len(candidates) - k]
-    return value
-
-
-def nucleus_threshold(probs: Row, top_p: float) -> np.float32:
-    """Return the least probability among the fewest greatest ones whose sum reaches ``top_p``."""
-    # Half the bound: the probabilities' sum is 1 but for rounding.
-    candidates = probs[probs >= 0.5 * (1.0 - top_p) / len(probs)]
-    candidates.sort()
-    descending = candidates[::-1]
-    before = np.cumsum(descending, dtype=np.float64) - descending
-    kept = max(1, int(np.searchsorted(before, top_p, side="left")))
-    value: np.float32 = descending[kept - 1]
-    return value
-
-
-# All rows at once, on other devices
+    return filter_batch(logits, params)
 
 
 def filter_batch(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 Order of operations (that of Hugging Face's logits processors): logit bias, banned stop tokens before ``min_tokens``,
 repetition, frequency and presence penalty, the row's mask; here log probabilities are taken; then temperature,
-top-k, top-p, min-p. From what is left a token is drawn as the winner of an exponential race: token ``t`` arrives at
-``E_t / p_t``, each ``E_t`` exponentially distributed with mean 1, and the first one wins (the Gumbel-max trick: Gumbel,
-1954; Maddison, Tarlow and Minka, "A* Sampling", 2014). Rounding changes the winner only where the first two arrive
+top-k, top-p, min-p (on a CPU these and the draw by an operator, ``baton_kernels.sampling``: here is its definition).
+From what is left a token is drawn as the winner of an exponential race: token ``t`` arrives at ``E_t / p_t``, each
+``E_t`` exponentially distributed with mean 1, and the first one wins (the Gumbel-max trick: Gumbel, 1954; Maddison,
+Tarlow and Minka, "A* Sampling", 2014). Rounding changes the winner only where the first two arrive
 within a rounding error of each other: once in some 10^6 draws in float32, whatever the vocabulary. By inverse CDF every
 token has a border to be missed by, and 3 of 4000 draws from a vocabulary of 4096 changed with the batch.
 
@@ -24,12 +25,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.sample.filters import CHUNK, filtered_probs
+from baton.engine.sample.filters import LEAST_TEMPERATURE, filtered_probs
+from baton.engine.sample.native import cpu_sampler
 from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
 from baton.types import SamplingParams, TokenLogprob
+from baton_kernels.sampling import RowFilter
 
-_ROWS_AT_ONCE = 256
-"""Rows of one pass of log probabilities: bounds the float32 copy that a long prompt chunk would need."""
+CHUNK = 128
+"""Tokens of a race's first round."""
+_ROWS_AT_ONCE = 64
+"""Rows of one pass of log probabilities: bounds the float32 copies."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -43,12 +48,13 @@ class SamplerRow:
 
     Attributes:
         params: Its parameters.
+        filter: Those of them that the operator takes.
         seed: Seed of this sequence.
         position: Output tokens so far, resumed ones included.
         mask: Tokens that may be chosen next, bool [vocab]; ``None``: all. Set anew before a step by who constrains it.
     """
 
-    __slots__ = ("counts", "edits", "mask", "params", "position", "seed", "simple")
+    __slots__ = ("counts", "edits", "filter", "mask", "params", "position", "seed")
 
     def __init__(
         self,
@@ -71,7 +77,8 @@ class SamplerRow:
         self.params = params
         self.seed = seed
         self.edits = LogitEdits(params, stop_ids) if LogitEdits.needed(params) else None
-        self.simple = params.greedy and self.edits is None and params.logprobs is None
+        temperature = 0.0 if params.greedy else max(params.temperature, LEAST_TEMPERATURE)
+        self.filter = RowFilter(temperature, max(0, params.top_k), params.top_p, params.min_p)
         self.counts: TokenCounts | None = None
         self.mask: npt.NDArray[np.bool_] | None = None
         self.restart(prompt, output)
@@ -112,23 +119,28 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
         logits: [R, vocab] in any float dtype, on any device; may be changed.
         rows: R rows.
     """
-    logits = logits.detach().float()
+    logits = logits.detach()
     masked = [i for i, row in enumerate(rows) if row.mask is not None]
-    if not masked and all(row.simple for row in rows):
-        tokens, bad = _argmax(logits)
-        return SamplerOutput(tokens, bad_rows=bad)
     edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
+    if edited or masked:
+        logits = logits.float()
     if edited:
         apply_edits(logits, edited)
     if masked:
         apply_mask(logits, dense_mask(rows, logits.shape[-1]))
-    tokens, bad = _argmax(logits)
-    drawn = [i for i, row in enumerate(rows) if not row.params.greedy and i not in bad]
-    if drawn:
-        subset = logits if len(drawn) == len(rows) else logits[drawn]
-        for i, token in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
-            tokens[i] = token
-    return SamplerOutput(tokens, _logprobs(logits, rows, tokens), bad)
+    operator = cpu_sampler() if logits.device.type == "cpu" else None
+    if operator is not None:
+        found = operator(logits, [row.filter for row in rows], _keys(rows))
+        tokens, bad = found.tolist(), tuple(np.flatnonzero(found < 0).tolist())
+    else:
+        logits = logits.float()
+        tokens, bad = _argmax(logits)
+        drawn = [i for i, row in enumerate(rows) if not row.params.greedy and i not in bad]
+        if drawn:
+            subset = logits if len(drawn) == len(rows) else logits[drawn]
+            for i, token in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
+                tokens[i] = token
+    return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
 
 
 def dense_mask(rows: Sequence[SamplerRow], vocab: int) -> torch.Tensor:
@@ -160,10 +172,13 @@ def _argmax(logits: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:
     return tokens, () if finite.all() else tuple(np.flatnonzero(~finite).tolist())
 
 
-def _logprobs(logits: torch.Tensor, rows: Sequence[SamplerRow], tokens: list[int]) -> list[TokenLogprob | None] | None:
+def _logprobs(
+    logits: torch.Tensor, rows: Sequence[SamplerRow], tokens: list[int], bad: Sequence[int]
+) -> list[TokenLogprob | None] | None:
     wanted = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
         return None
+    wanted = [(i, count) for i, count in wanted if i not in bad]
     index = [i for i, _ in wanted]
     subset = logits if len(index) == len(rows) else logits[index]
     found: list[TokenLogprob | None] = [None] * len(rows)
@@ -177,9 +192,12 @@ def _logprobs(logits: torch.Tensor, rows: Sequence[SamplerRow], tokens: list[int
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     """Draw one token per row [R, vocab]."""
+    return draw(filtered_probs(logits, [row.params for row in rows]), _keys(rows))
+
+
+def _keys(rows: Sequence[SamplerRow]) -> npt.NDArray[np.uint64]:
     seeds = np.array([row.seed for row in rows], np.uint64)
-    positions = np.array([row.position for row in rows], np.uint64)
-    return draw(filtered_probs(logits, [row.params for row in rows]), draw_keys(seeds, positions))
+    return draw_keys(seeds, np.array([row.position for row in rows], np.uint64))
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

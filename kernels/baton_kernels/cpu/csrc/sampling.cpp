@@ -1,0 +1,343 @@
+// From logits to a token per row: temperature, top-k, top-p and min-p, then a draw by an exponential race, in two rounds
+// (chunks of CHUNK tokens, then the tokens of the chunk that won). The definition is baton/engine/sample; the random
+// numbers are the same, SplitMix64 keyed by seed and position.
+#include <algorithm>
+#include <functional>
+
+#include "team.h"
+#include "vec.h"
+
+namespace baton {
+namespace {
+
+constexpr long CHUNK = 128;
+constexpr long SAMPLE = 256, MARGIN = 20;  // elements that bracket a threshold, and how many of them on each side
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, TOKENS = 1ull << 32;
+
+struct SampleOp {
+  const void* logits;                           // [rows][vocab], rows `stride` elements apart
+  const float *temperature, *top_p, *min_p;     // [rows]; temperature 0: the first of the greatest
+  const int64_t* top_k;                         // [rows]; 0: all
+  const uint64_t* keys;                         // [rows], of the draws
+  int64_t* tokens;                              // [rows] out; -1: the logits are not finite
+  int64_t rows, vocab, stride;
+  int32_t dtype, threads;
+};
+
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// Exponentially distributed with mean 1, the i-th number of a draw.
+inline double exponential(uint64_t key, uint64_t i) {
+  return -std::log(((double)(mix(key + (i + 1) * GOLDEN) >> 11) + 0.5) * 0x1p-53);
+}
+
+inline bool any(vi mask) {
+#if defined(BATON_AVX512)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+  int32_t found = 0;
+  for (int i = 0; i < VL; ++i) found |= mask[i];
+  return found;
+#endif
+}
+
+// Append the lanes of x that a mask has to `out`, which has room for VL more; returns the new end.
+inline float* append(float* out, vf x, vi mask) {
+#if defined(BATON_AVX512)
+  const __mmask16 bits = _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+  _mm512_storeu_ps(out, _mm512_maskz_compress_ps(bits, (__m512)x));
+  return out + __builtin_popcount(bits);
+#else
+  if (any(mask))
+    for (int i = 0; i < VL; ++i) {
+      *out = x[i];
+      out += mask[i] != 0;
+    }
+  return out;
+#endif
+}
+
+// Sums of many floats: lanes are emptied into a double before they lose digits.
+class Sum {
+ public:
+  void add(vf x) {
+    lanes_ += x;
+    if (++count_ == 64) flush();
+  }
+  double value() {
+    flush();
+    return total_;
+  }
+
+ private:
+  void flush() {
+    total_ += sum(lanes_);
+    lanes_ = vf{};
+    count_ = 0;
+  }
+  vf lanes_{};
+  double total_ = 0;
+  int count_ = 0;
+};
+
+// A row while it is sampled, padded to whole chunks. Memory of one thread.
+struct Row {
+  float *values, *maxima, *sums, *spare, *other;  // [padded], [chunks], [chunks], twice [padded + VL]
+  long vocab, chunks;
+};
+
+// Read a row: values, maxima of chunks (padded with -inf); returns the maximum, NaN if there is any.
+template <class T>
+float read(const T* logits, Row& row) {
+  vf all = splat(NEG_INF), odd = vf{};
+  for (long c = 0; c < row.chunks; ++c) {
+    vf most = splat(NEG_INF);
+    const long begin = c * CHUNK;
+    for (long d = begin; d < begin + CHUNK; d += VL) {
+      vf x;
+      if (d + VL <= row.vocab) {
+        x = load(logits + d);
+      } else {
+        x = splat(NEG_INF);
+        for (long i = d; i < row.vocab; ++i) x[i - d] = load_part(logits + i, 1)[0];
+      }
+      store(row.values + d, x);
+      most = vmax(most, x);
+      odd += select(x != x, splat(1.0f), vf{});
+    }
+    row.maxima[c] = largest(most);
+    all = vmax(all, most);
+  }
+  return sum(odd) > 0 ? NAN : largest(all);
+}
+
+long first_of(const Row& row, float value) {
+  long c = 0;
+  while (row.maxima[c] != value) ++c;
+  long i = c * CHUNK;
+  while (row.values[i] != value) ++i;
+  return i;
+}
+
+// The k-th greatest value. Of the chunks' maxima the k-th greatest is a bound: few values are above it.
+float kth_greatest(Row& row, long k) {
+  float* end = row.spare;
+  float bound = NEG_INF;
+  if (k <= row.chunks) {
+    std::copy(row.maxima, row.maxima + row.chunks, row.spare);
+    std::nth_element(row.spare, row.spare + (k - 1), row.spare + row.chunks, std::greater<float>());
+    bound = row.spare[k - 1];
+  }
+  for (long c = 0; c < row.chunks; ++c) {
+    if (row.maxima[c] < bound) continue;
+    for (long d = c * CHUNK; d < (c + 1) * CHUNK; d += VL) {
+      const vf x = load(row.values + d);
+      end = append(end, x, x >= splat(bound));
+    }
+  }
+  std::nth_element(row.spare, row.spare + (k - 1), end, std::greater<float>());
+  return row.spare[k - 1];
+}
+
+// Weights divided by two bounds: those in [low, high) were appended from `begin` to `end`; sums of them and of those above.
+struct Division {
+  float *begin, *end;
+  double between, above;
+};
+
+class Divider {
+ public:
+  Divider(float low, float high, float* out) : low_(splat(low)), high_(splat(high)), begin_(out), end_(out) {}
+  void add(vf x) {
+    const vi over = x >= high_, inside = (x >= low_) & ~over & (x > vf{});
+    above_.add(select(over, x, vf{}));
+    between_.add(select(inside, x, vf{}));
+    end_ = append(end_, x, inside);
+  }
+  Division result() { return {begin_, end_, between_.value(), above_.value()}; }
+
+ private:
+  vf low_, high_;
+  float *begin_, *end_;
+  Sum between_, above_;
+};
+
+Division divide(const Row& row, float low, float high) {
+  Divider divider(low, high, row.spare);
+  for (long c = 0; c < row.chunks; ++c)
+    if (row.sums[c] > 0.0f)
+      for (long d = c * CHUNK; d < (c + 1) * CHUNK; d += VL) divider.add(load(row.values + d));
+  return divider.result();
+}
+Division divide(const float* values, long n, float low, float high, float* out) {
+  Divider divider(low, high, out);
+  for (long d = 0; d < n; d += VL) divider.add(load_upto(values + d, n - d));  // zeros behind the end are in no part
+  return divider.result();
+}
+
+// A sample of a row's weights, sorted down, in which each stands for the same part of their sum.
+void sample_by_weight(const Row& row, double total, float* sample) {
+  long c = 0;
+  double before = 0;  // of the chunks before this one
+  for (long i = 0; i < SAMPLE; ++i) {
+    const double want = (i + 0.5) * total / SAMPLE;
+    while (c + 1 < row.chunks && before + row.sums[c] < want) before += row.sums[c++];
+    const float* at = row.values + c * CHUNK;
+    const float* const last = at + CHUNK - VL;
+    double seen = before;
+    for (; at < last; at += VL) {
+      const float more = sum(load(at));
+      if (seen + more >= want) break;
+      seen += more;
+    }
+    long lane = 0;
+    while (lane + 1 < VL && (seen += at[lane]) < want) ++lane;
+    sample[i] = at[lane];
+  }
+  std::sort(sample, sample + SAMPLE, std::greater<float>());
+}
+
+// The least of the fewest greatest weights whose sum reaches `target`. A sample brackets it; what lies in the bracket is
+// looked at again, until it is few. The weights are left as they are.
+float nucleus(Row& row, double total, double target) {
+  const float inf = std::numeric_limits<float>::infinity();
+  float sample[SAMPLE];
+  sample_by_weight(row, total, sample);
+  long at = std::min<long>(SAMPLE - 1, (long)(target / total * SAMPLE));
+  float high = at > MARGIN ? sample[at - MARGIN] : inf, low = at + MARGIN < SAMPLE ? sample[at + MARGIN] : 0.0f;
+  Division part = divide(row, low, high);
+  double done = 0;  // the sum of the weights above all that are looked at
+  if (part.above >= target) {  // the sample misled: it is above the bracket ...
+    part = divide(row, high, inf);
+  } else if (part.above + part.between < target) {  // ... or below
+    done = part.above + part.between;
+    part = divide(row, 0.0f, low);
+  } else {
+    done = part.above;
+  }
+  for (long n; (n = part.end - part.begin) > SAMPLE;) {
+    const float* const values = part.begin;
+    float* const to = values == row.spare ? row.other : row.spare;
+    // Those left are much alike: a sample by number does.
+    for (long i = 0; i < SAMPLE; ++i) sample[i] = values[i * n / SAMPLE];
+    std::sort(sample, sample + SAMPLE, std::greater<float>());
+    double seen = done;
+    for (at = 0; at < SAMPLE; ++at)
+      if ((seen += (double)sample[at] * n / SAMPLE) >= target) break;
+    high = at > MARGIN ? sample[at - MARGIN] : inf, low = at + MARGIN < SAMPLE ? sample[at + MARGIN] : 0.0f;
+    part = divide(values, n, low, high, to);
+    if (done + part.above >= target) {
+      part = divide(values, n, high, inf, to);
+    } else if (done + part.above + part.between < target) {
+      done += part.above + part.between;
+      part = divide(values, n, 0.0f, low, to);
+    } else {
+      done += part.above;
+    }
+    if (part.end - part.begin == n) break;  // so many are equal
+  }
+  if (part.begin == part.end) return low;  // rounding: all of them together do not reach it
+  std::sort(part.begin, part.end, std::greater<float>());
+  const float* last = part.begin;
+  for (double before = done; last < part.end && before < target; ++last) before += *last;
+  return last == part.begin ? *last : last[-1];
+}
+
+// Replace the values by weights, exp((x - greatest) / temperature), 0 below `bound`; returns their sum.
+double weigh(Row& row, float greatest, float scale, float bound) {
+  Sum total;
+  const vf top = splat(greatest), factor = splat(scale * LOG2E), least = splat(bound);
+  for (long c = 0; c < row.chunks; ++c) {
+    float* const at = row.values + c * CHUNK;
+    vf all = vf{};
+    if (row.maxima[c] < bound || row.maxima[c] == NEG_INF) {
+      for (long d = 0; d < CHUNK; d += VL) store(at + d, vf{});
+    } else {
+      for (long d = 0; d < CHUNK; d += VL) {
+        const vf x = load(at + d);
+        const vf w = select(x >= least, exp2v<false>((x - top) * factor), vf{});
+        store(at + d, w);
+        all += w;
+      }
+    }
+    row.sums[c] = sum(all);
+    total.add(all);
+  }
+  return total.value();
+}
+
+// Drop the weights below `least`.
+void drop(Row& row, float least) {
+  for (long c = 0; c < row.chunks; ++c) {
+    if (row.sums[c] == 0.0f) continue;
+    float* const at = row.values + c * CHUNK;
+    vf all = vf{};
+    for (long d = 0; d < CHUNK; d += VL) {
+      const vf x = load(at + d), w = select(x >= splat(least), x, vf{});
+      store(at + d, w);
+      all += w;
+    }
+    row.sums[c] = sum(all);
+  }
+}
+
+// Which of n weights arrives first; those of 0 never do.
+long race(const float* weights, long n, uint64_t key, uint64_t first_number) {
+  double soonest = std::numeric_limits<double>::infinity();
+  long winner = 0;
+  for (long i = 0; i < n; ++i) {
+    if (!(weights[i] > 0.0f)) continue;
+    const double arrival = exponential(key, first_number + i) / weights[i];
+    if (arrival < soonest) soonest = arrival, winner = i;
+  }
+  return winner;
+}
+
+template <class T>
+int64_t sample_row(const SampleOp& a, long r, Row& row) {
+  const float greatest = read((const T*)a.logits + r * a.stride, row);
+  if (!std::isfinite(greatest)) return -1;
+  const float temperature = a.temperature[r];
+  if (temperature == 0.0f) return first_of(row, greatest);
+  const long k = a.top_k[r];
+  const float bound = k > 0 && k < a.vocab ? kth_greatest(row, k) : NEG_INF;
+  const double total = weigh(row, greatest, 1.0f / temperature, bound);
+  float least = a.min_p[r];
+  if (a.top_p[r] < 1.0f) least = std::max(least, nucleus(row, total, a.top_p[r] * total));
+  if (least > 0.0f) drop(row, least);
+  const long chunk = race(row.sums, row.chunks, a.keys[r], 0);
+  const long token = chunk * CHUNK + race(row.values + chunk * CHUNK, CHUNK, a.keys[r], TOKENS + chunk * CHUNK);
+  return std::min<long>(token, a.vocab - 1);
+}
+
+template <class T>
+void sample_rows(const SampleOp& a) {
+  const long chunks = (a.vocab + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
+  std::atomic<long> next{0};
+  parallel((int)std::max<long>(1, std::min<long>(a.threads, a.rows)), [&](const Team&) {
+    static thread_local Scratch scratch;
+    float* const memory = scratch.get<float>(3 * padded + 2 * round_up(chunks, VL) + 2 * VL);
+    Row row;
+    row.values = memory, row.spare = memory + padded, row.other = row.spare + padded + VL;
+    row.maxima = row.other + padded + VL;
+    row.sums = row.maxima + round_up(chunks, VL), row.vocab = a.vocab, row.chunks = chunks;
+    take(next, a.rows, [&](long r) { a.tokens[r] = sample_row<T>(a, r, row); });
+  });
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+extern "C" void baton_sample(const SampleOp* a) {
+  switch (a->dtype) {
+    case 0: return sample_rows<float>(*a);
+    case 1: return sample_rows<bf16>(*a);
+    case 2: return sample_rows<f16>(*a);
+  }
+}

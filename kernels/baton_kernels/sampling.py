@@ -1,0 +1,67 @@
+"""Chooses a token per row of logits on a CPU: temperature, top-k, top-p, min-p and the draw in one pass over each row.
+
+The definition is ``baton.engine.sample``: ``filters.filter_batch`` and ``sampler.draw``, with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+
+
+class SampleCall(ctypes.Structure):
+    """The C structure ``SampleOp``; see ``csrc/sampling.cpp``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys", "tokens")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride")),
+        *((name, ctypes.c_int32) for name in ("dtype", "threads")),
+    ]
+
+
+class RowFilter(NamedTuple):
+    """How a row's token is chosen: temperature (0: the first of the greatest), top-k (0: all), top-p and min-p."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+class CpuSampler:
+    """The C++ operator."""
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._run = library.sample
+
+    def __call__(
+        self, logits: torch.Tensor, filters: Sequence[RowFilter], keys: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]:
+        """Return a token per row, -1 where the logits hold NaN or their greatest is infinite.
+
+        Args:
+            logits: [R, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
+            filters: R of them.
+            keys: [R], what the random numbers of the draws come from.
+        """
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        numbers = np.array(filters, np.float64).reshape(len(filters), 4)
+        temperature, top_p, min_p = np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32))
+        top_k = numbers[:, 1].astype(np.int64)
+        keys = np.ascontiguousarray(keys, np.uint64)
+        tokens = np.empty(len(filters), np.int64)
+        call = SampleCall(
+            logits.data_ptr(),
+            *(array.ctypes.data for array in (temperature, top_p, min_p, top_k, keys, tokens)),
+            *(len(filters), logits.shape[1], logits.stride(0), DTYPE_CODES[logits.dtype], torch.get_num_threads()),
+        )
+        self._run(ctypes.byref(call))
+        return tokens

@@ -1,0 +1,137 @@
+"""The sampling operator against its definition in torch: the same tokens for the same seeds."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.sample.filters import LEAST_TEMPERATURE, filter_batch
+from baton.engine.sample.sampler import SamplerRow, draw, draw_keys, sample
+from baton.types import SamplingParams
+from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
+from baton_kernels.sampling import CpuSampler, RowFilter
+
+FILTERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1e-300),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=0.01),
+    SamplingParams(top_p=0.9999, temperature=1.7),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=50),
+    SamplingParams(top_k=4000, top_p=0.5),
+    SamplingParams(top_k=20, top_p=0.8, temperature=0.7, min_p=0.05),
+    SamplingParams(min_p=0.1, temperature=1.5),
+    SamplingParams(min_p=1.0),
+]
+
+
+def filter_of(params: SamplingParams) -> RowFilter:
+    return SamplerRow(params, 0, stop_ids=(), prompt=(), output=()).filter
+
+
+def keys_of(rows: int, seed: int = 0) -> np.ndarray:
+    return draw_keys(np.arange(rows, dtype=np.uint64) + np.uint64(seed), np.arange(rows, dtype=np.uint64))
+
+
+def defined(logits: torch.Tensor, params: list[SamplingParams], keys: np.ndarray) -> list[int]:
+    """Each row by itself: what stands beside it does not matter."""
+    tokens = []
+    for row, one, key in zip(logits.float(), params, keys, strict=True):
+        if one.greedy:
+            tokens.append(int(row.numpy().argmax()))
+            continue
+        scaled = (row - row.max()) / max(one.temperature, LEAST_TEMPERATURE)
+        tokens += draw(filter_batch(scaled[None], [one]), np.array([key]))
+    return tokens
+
+
+@functools.cache
+def case(vocab: int, dtype: torch.dtype, scale: float) -> tuple[torch.Tensor, np.ndarray, list[int]]:
+    """Logits, keys and the tokens that are right."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(len(FILTERS), vocab + 3, generator=generator) * scale).to(dtype)[:, :vocab]
+    keys = keys_of(len(FILTERS), vocab)
+    return logits, keys, defined(logits, FILTERS, keys)
+
+
+@pytest.mark.parametrize("variant", runnable_variants(), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("vocab", [1, 97, 128, 5003, 32000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def test_tokens_are_those_of_the_definition(variant: object, vocab: int, dtype: torch.dtype, threads: int) -> None:
+    operator = CpuSampler(load_library(variant))  # type: ignore[arg-type]
+    for scale in (0.0, 1.0, 8.0):
+        logits, keys, tokens = case(vocab, dtype, scale)
+        assert operator(logits, [filter_of(one) for one in FILTERS], keys).tolist() == tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(1, 3000),
+    levels=st.integers(1, 40),
+    temperature=st.sampled_from([0.2, 1.0, 3.0]),
+    top_k=st.integers(0, 3000),
+    top_p=st.sampled_from([0.001, 0.3, 0.5, 0.75, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5]),
+    forbidden=st.floats(0.0, 0.99),
+)
+def test_ties_and_forbidden_tokens(
+    library: CpuLibrary, seed: int, vocab: int, levels: int, temperature: float, top_k: int, top_p: float, min_p: float,
+    forbidden: float,
+) -> None:  # fmt: skip
+    """Few different logits, so that many are equal at every threshold, and some tokens that may not be drawn."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, levels, (4, vocab)).astype(np.float32) / 8
+    values[rng.random((4, vocab)) < forbidden] = -np.inf
+    values[:, rng.integers(vocab)] = 1.0
+    logits = torch.from_numpy(values)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    keys = keys_of(4, seed)
+    got = CpuSampler(library)(logits, [filter_of(params)] * 4, keys).tolist()
+    # Equal weights reach a top-p in steps: where it falls on one, rounding decides.
+    if top_p in (0.5, 0.75):
+        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+        allowed = filter_batch(scaled, [params.replace(top_p=top_p + 1e-6)]) > 0
+        assert all(allowed[i, token] for i, token in enumerate(got))
+    else:
+        assert got == defined(logits, [params] * 4, keys)
+    assert np.isfinite(values[np.arange(4), got]).all()
+
+
+def test_a_row_that_is_not_finite_is_bad_alone(library: CpuLibrary) -> None:
+    logits = torch.randn(6, 1000)
+    logits[1, 999] = float("nan")
+    logits[2, 0] = float("inf")
+    logits[3] = float("-inf")
+    params = [FILTERS[0], FILTERS[1], FILTERS[3], FILTERS[7], FILTERS[0], FILTERS[1]]
+    keys = keys_of(6)
+    got = CpuSampler(library)(logits, [filter_of(one) for one in params], keys).tolist()
+    assert got[1:4] == [-1, -1, -1]
+    good = [0, 4, 5]
+    assert [got[i] for i in good] == defined(logits[good], [params[i] for i in good], keys[good])
+    rows = [SamplerRow(one.replace(logprobs=2), i, stop_ids=(), prompt=(), output=()) for i, one in enumerate(params)]
+    found = sample(logits, rows)
+    assert found.bad_rows == (1, 2, 3)
+    assert found.logprobs is not None
+    assert [one is None for one in found.logprobs] == [False, True, True, True, False, False]
+
+
+def test_draws_follow_the_probabilities(library: CpuLibrary) -> None:
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
+    logits = torch.full((1, 300), float("-inf"))
+    at = [0, 130, 131, 250, 299]  # in several chunks
+    logits[0, at] = probs.log()
+    count = 20000
+    tokens = CpuSampler(library)(logits.expand(count, -1), [filter_of(SamplingParams())] * count, keys_of(count, 7))
+    seen = Counter(tokens.tolist())
+    for token, expected in zip(at, probs.tolist(), strict=True):
+        assert abs(seen[token] / count - expected) < 5 * (expected * (1 - expected) / count) ** 0.5
+    assert set(seen) <= set(at)
