@@ -70,7 +70,8 @@ class ConnectorBridge:
         if self._connector is None:
             return False
         try:
-            self._connector.start_load(self._load_request(sequence), num_local, tuple(sequence.block_ids))
+            blocks = sequence.blocks_to_load(self._block_size)
+            self._connector.start_load(self._load_request(sequence), num_local, blocks)
         except Exception as error:
             self._note_failure(sequence, error)
             return False

@@ -366,9 +366,14 @@ class EngineCore:
         # Without the next token the last one is computed again, for its logits.
         most = sequence.num_tokens if first is not None else sequence.num_tokens - 1
         local = sequence.num_computed
-        valid = max(local, min(update.num_valid_tokens, most))
-        sequence.num_transferred = max(0, min(update.num_valid_tokens, sequence.num_tokens) - local)
+        came = update.num_valid_tokens
+        if sequence.windows and came < sequence.num_tokens - 1:
+            came = local  # of windows only what is seen after all tokens was loaded
+        valid = max(local, min(came, most))
+        sequence.num_transferred = max(0, min(came, sequence.num_tokens) - local)
         sequence.skip_to(valid)
+        if valid > local:
+            self._scheduler.give_back(sequence)  # first, as these were not loaded: they must not be found
         self._scheduler.commit(sequence)
         if sequence.pinned:
             self._bridge.progress(sequence)

@@ -353,6 +353,10 @@ class Scheduler:
         """Register the blocks that became full in the prefix cache, and give back those that no window reaches now."""
         if self._caching:
             self._register(sequence)
+        self.give_back(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Release the blocks that no window reaches any more, but for those that others may be reading."""
         if sequence.pinned:
             return
         for table in sequence.windows:

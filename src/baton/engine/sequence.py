@@ -216,6 +216,14 @@ class Sequence:
         """The blocks of all layer groups."""
         return [*self.block_ids, *(block for table in self.windows for block in table.block_ids)]
 
+    def blocks_to_load(self, block_size: int) -> tuple[BlockId, ...]:
+        """Return the blocks for the KV of all its tokens, group by group; -1: what no token after them will see."""
+        found = list(self.block_ids)
+        for table in self.windows:
+            first = max(table.first, table.first_needed(self.num_tokens - 1, block_size))
+            found += [BlockId(-1)] * first + table.block_ids[first - table.first :]
+        return tuple(found)
+
     def append_blocks(self, block_ids: SequenceOf[BlockId]) -> None:
         """Add blocks at the end of its table, and as many to each of the other layer groups'."""
         if self.windows:

@@ -176,7 +176,8 @@ class SchedulerSide:
         Args:
             request: The request.
             num_local_tokens: Leading tokens already there; blocks before them must not be written.
-            block_ids: All blocks of the request, from its first token on.
+            block_ids: All blocks of the request, from its first token on; for each layer group, one after the other,
+                where -1 stands for blocks that no later token will see.
         """
         raise InternalError(f"{type(self).__name__} plans loads and does not say how one starts")
 

@@ -14,7 +14,7 @@ from baton.kv_cache.layout import LAYOUT_NAME, KVLayout, LayerShape
 from baton.kv_cache.reshard import ReshardPlan, ShardGrid, reshard
 from baton.kv_cache.shards import KVGeometry
 
-SHAPE_FIELDS = frozenset({"tp_size", "pp_size", "block_size", "block_bytes"})
+SHAPE_FIELDS = frozenset({"tp_size", "pp_size", "block_size", "block_bytes", "layer_groups"})
 """What may differ between instances that exchange blocks: how the same KV is cut up."""
 DTYPE_FIELDS = frozenset({"kv_dtype", "kv_cast"})
 """What may differ too where the reader converts."""
@@ -28,6 +28,7 @@ class Fingerprint:
     Attributes:
         layer_shapes: Of the whole model, undivided; so are ``block_bytes``.
         unsplit_layers: Layers whose heads every rank holds, in rising order.
+        layer_groups: Per layer the number of the group whose blocks it lies in; empty: a block holds all layers.
         kv_cast: Whether the instance takes KV of other dtypes and converts it. What it holds may then have been
             computed in another dtype, so it is not the KV of instances that hold their own alone.
     """
@@ -47,6 +48,7 @@ class Fingerprint:
     hash_scheme: str = HASH_SCHEME
     unsplit_layers: tuple[int, ...] = ()
     kv_cast: bool = False
+    layer_groups: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         # Looked up with every call of a store: the layers, which are most of it, are left to the comparison.
@@ -78,7 +80,7 @@ class Fingerprint:
 
     def undivided(self) -> Fingerprint:
         """Return the fingerprint of the same KV on a single rank."""
-        return dataclasses.replace(self, tp_size=1, pp_size=1)
+        return dataclasses.replace(self, tp_size=1, pp_size=1, layer_groups=())
 
     @property
     def geometry(self) -> KVGeometry:
@@ -88,7 +90,7 @@ class Fingerprint:
     @property
     def grid(self) -> ShardGrid:
         """How it is cut up."""
-        return ShardGrid(self.tp_size, self.pp_size, self.block_size)
+        return ShardGrid(self.tp_size, self.pp_size, self.block_size, self.layer_groups)
 
     def plan_from(self, source: Fingerprint, *, who: str = "source") -> ReshardPlan:
         """Map another instance's blocks to this one's; bytes are those of the source's dtype on both sides.
@@ -184,6 +186,8 @@ def _digest(fingerprint: Fingerprint) -> bytes:
     del values["model"]
     if not values["kv_cast"]:
         del values["kv_cast"]  # what was stored before there was such a thing keeps its name
+    if not values["layer_groups"]:
+        del values["layer_groups"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 

@@ -9,6 +9,7 @@ share (MLA), its layer has one head whose K is the latent and the rotary key, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,6 +46,14 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     window: int = 0
+
+
+def groups_of(numbers: Sequence[int]) -> tuple[LayerGroup, ...]:
+    """Return the groups that layers lie in, given the number of each layer's; none: there are no groups."""
+    return tuple(
+        LayerGroup(tuple(layer for layer, number in enumerate(numbers) if number == group))
+        for group in range(max(numbers, default=-1) + 1)
+    )
 
 
 @dataclass(frozen=True)

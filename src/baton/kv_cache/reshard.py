@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import FingerprintMismatchError
+from baton.kv_cache.layout import groups_of
 from baton.kv_cache.shards import KVGeometry, ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
 
 MAX_TP = 256
@@ -28,11 +29,12 @@ Segments = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """The shape of an instance: ranks and tokens per block."""
+    """The shape of an instance: ranks and tokens per block; ``layer_groups`` as in the fingerprint."""
 
     tp_size: int
     pp_size: int
     block_size: int
+    layer_groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class ShardCopy:
     segments: Segments
     layers: npt.NDArray[np.int64]
     """Per segment the layer of the whole model that it ends in."""
+    group: int = 0
+    """Whose blocks these are at the target, of its layer groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +99,12 @@ def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> Resha
     """Map an instance's blocks to another's.
 
     Raises:
-        FingerprintMismatchError: One of the shapes does not fit the model, or the block sizes do not fit each other;
-            names ``tp_size``, ``pp_size`` or ``block_size``.
+        FingerprintMismatchError: One of the shapes does not fit the model, the block sizes do not fit each other, or
+            the source's blocks hold groups of layers; names ``tp_size``, ``pp_size``, ``block_size`` or
+            ``layer_groups``.
     """
+    if source.layer_groups:
+        raise FingerprintMismatchError("blocks of layer groups are not read by others", field="layer_groups")
     for grid in (source, target):
         _check(geometry, grid)
     if (source.block_size + target.block_size) // math.gcd(source.block_size, target.block_size) > MAX_PIECES:
@@ -110,9 +117,11 @@ def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> Resha
     for to in shard_specs(target.tp_size, target.pp_size):
         for by in shard_specs(source.tp_size, source.pp_size):
             for piece in pieces:
-                rows = _segments(geometry, (by, source.block_size), (to, target.block_size), piece)
-                if len(rows):
-                    copies.append(ShardCopy(by, to, piece, rows[:, :3].copy(), rows[:, 3].copy()))
+                rows = _segments(geometry, (by, source), (to, target), piece)
+                groups = np.array(target.layer_groups)[rows[:, 3]] if target.layer_groups else np.zeros(len(rows))
+                for group in np.unique(groups):
+                    some = rows[groups == group]
+                    copies.append(ShardCopy(by, to, piece, some[:, :3].copy(), some[:, 3].copy(), int(group)))
     return ReshardPlan(
         source_period=math.lcm(source.block_size, target.block_size) // source.block_size,
         target_period=math.lcm(source.block_size, target.block_size) // target.block_size,
@@ -135,6 +144,10 @@ def merge_segments(segments: Segments) -> Segments:
 
 
 def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
+    if grid.layer_groups and (
+        len(grid.layer_groups) != len(geometry.layers) or min(grid.layer_groups) < 0 or grid.pp_size > 1
+    ):
+        raise FingerprintMismatchError("layer_groups must name a group per layer, of one stage", field="layer_groups")
     for field, size in (("tp_size", grid.tp_size), ("pp_size", grid.pp_size), ("block_size", grid.block_size)):
         if size < 1:
             raise FingerprintMismatchError(f"{field} must be at least 1, got {size}", field=field)
@@ -151,13 +164,14 @@ def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
 
 
 def _segments(
-    geometry: KVGeometry, source: tuple[ShardSpec, int], target: tuple[ShardSpec, int], piece: TokenPiece
+    geometry: KVGeometry, source: tuple[ShardSpec, ShardGrid], target: tuple[ShardSpec, ShardGrid], piece: TokenPiece
 ) -> Segments:
     """Segments with the layer as a fourth column, in the order of both sides' memory; joined within a layer."""
-    (by, by_size), (to, to_size) = source, target
+    (by, by_size), (to, to_size) = (source[0], source[1].block_size), (target[0], target[1].block_size)
     by_layers = layer_range(len(geometry.layers), by.pp_size, by.pp_rank)
     to_layers = layer_range(len(geometry.layers), to.pp_size, to.pp_rank)
-    by_layout, to_layout = shard_layout(geometry, by, by_size), shard_layout(geometry, to, to_size)
+    by_layout = shard_layout(geometry, by, by_size)
+    to_layout = shard_layout(geometry, to, to_size, groups_of(target[1].layer_groups))
     size, rows = by_layout.dtype_bytes, []
     for layer in range(max(by_layers.start, to_layers.start), min(by_layers.stop, to_layers.stop)):
         mine, yours = shard_heads(geometry, to, layer), shard_heads(geometry, by, layer)

@@ -215,7 +215,12 @@ def fingerprint_to_pb(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
     """Fingerprint to the wire."""
     shapes = [n for s in fingerprint.layer_shapes for n in (s.kv_heads, s.k_dim, s.v_dim)]
     plain = {name: getattr(fingerprint, name) for name in _FINGERPRINT_PLAIN}
-    return common_pb2.Fingerprint(layer_shapes=shapes, unsplit_layers=fingerprint.unsplit_layers, **plain)
+    return common_pb2.Fingerprint(
+        layer_shapes=shapes,
+        unsplit_layers=fingerprint.unsplit_layers,
+        layer_groups=fingerprint.layer_groups,
+        **plain,
+    )
 
 
 def fingerprint_from_pb(message: common_pb2.Fingerprint) -> Fingerprint:
@@ -229,4 +234,9 @@ def fingerprint_from_pb(message: common_pb2.Fingerprint) -> Fingerprint:
         raise InvalidRequestError("layer_shapes must be triples", field="fingerprint.layer_shapes")
     shapes = tuple(LayerShape(*flat[i : i + 3]) for i in range(0, len(flat), 3))
     plain = {name: getattr(message, name) for name in _FINGERPRINT_PLAIN}
-    return Fingerprint(layer_shapes=shapes, unsplit_layers=tuple(message.unsplit_layers), **plain)
+    return Fingerprint(
+        layer_shapes=shapes,
+        unsplit_layers=tuple(message.unsplit_layers),
+        layer_groups=tuple(message.layer_groups),
+        **plain,
+    )

@@ -52,7 +52,13 @@ class DecodeRole(InstanceRole):
         config = context.config
         self._dialer = _PrefillDialer(context.executor.fingerprint, context.token, context.tls)
         self.connector = P2PConsumer(
-            pool=OwnPool(context.fetcher, context.arena, context.engine_config.block_size, context.source),
+            pool=OwnPool(
+                context.fetcher,
+                context.arena,
+                context.engine_config.block_size,
+                context.source,
+                context.executor.layout.num_groups,
+            ),
             dialer=self._dialer,
             loop=context.loop,
             wake=context.wake,

@@ -15,7 +15,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.build import make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
-from baton.errors import BusyError
+from baton.errors import BusyError, InvalidRequestError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.rpc.auth import require_clear_pipes, require_safe_bind
@@ -112,7 +112,10 @@ class WorkerInstance:
         require_free_port(config.host, config.port)
         require_free_port(config.host, config.kv_port, field="kv_port")
         require_free_port(config.host, config.metrics_port, field="metrics_port")
-        executor = load_executor(dataclasses.replace(self._engine_config, layer_groups=False))
+        # Blocks of layer groups can be filled from others' whole blocks, and are not read or kept by anybody else.
+        alone = self._first_role is Role.DECODE and not config.kvstore and not config.kv_connectors
+        grouped = self._engine_config.layer_groups and alone
+        executor = load_executor(dataclasses.replace(self._engine_config, layer_groups=grouped))
         self._stack.callback(executor.close)
         shards = make_arena(self._engine_config, executor)
         self._stack.callback(shards.close)
@@ -221,7 +224,7 @@ class WorkerInstance:
             role.role,
             context.instance_id,
             self.address,
-            context.arena.num_blocks,
+            context.arena.num_blocks // context.executor.layout.num_groups,
             context.engine_config.block_size,
             context.executor.attention_backend,
             ",".join(endpoint.kind for endpoint in context.block_server.endpoints),
@@ -234,7 +237,14 @@ class WorkerInstance:
 
         Raises:
             BusyError: Requests run, or blocks are kept for others.
+            InvalidRequestError: Its blocks hold groups of layers, which others cannot read.
         """
+        if role is not self.role and self.context.executor.layout.groups:
+            raise InvalidRequestError(
+                "this decode instance has layer groups, whose blocks others cannot read: start it with "
+                "--no-layer-groups to change its role",
+                field="role",
+            )
         async with self._changing:
             context, before = self.context, self._role
             assert before is not None  # it was started

@@ -118,7 +118,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             role=role_to_pb(self.role.role),
             epoch=worker.arena.epoch,
             fingerprint=fingerprint_to_pb(worker.executor.fingerprint),
-            num_blocks=worker.arena.num_blocks,
+            num_blocks=worker.arena.num_blocks // worker.executor.layout.num_groups,
             max_model_len=worker.engine.core.max_model_len,
             max_num_seqs=worker.engine_config.max_num_seqs,
             endpoints=[common_pb2.KvEndpoint(kind=e.kind, address=e.address) for e in worker.block_server.endpoints],

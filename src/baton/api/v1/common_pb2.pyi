@@ -317,6 +317,7 @@ class Fingerprint(_message.Message):
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     UNSPLIT_LAYERS_FIELD_NUMBER: _builtins.int
     KV_CAST_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """name, for people"""
     model_digest: _builtins.str
@@ -351,6 +352,10 @@ class Fingerprint(_message.Message):
     def unsplit_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """layers whose heads every rank of a stage holds"""
 
+    @_builtins.property
+    def layer_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """per layer the group whose blocks it lies in; empty: a block holds all layers"""
+
     def __init__(
         self,
         *,
@@ -369,10 +374,11 @@ class Fingerprint(_message.Message):
         hash_scheme: _builtins.str = ...,
         unsplit_layers: _abc.Iterable[_builtins.int] | None = ...,
         kv_cast: _builtins.bool = ...,
+        layer_groups: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "kv_cast", b"kv_cast", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_size", b"pp_size", "rope", b"rope", "tp_size", b"tp_size", "unsplit_layers", b"unsplit_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "kv_cast", b"kv_cast", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_groups", b"layer_groups", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_size", b"pp_size", "rope", b"rope", "tp_size", b"tp_size", "unsplit_layers", b"unsplit_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBu
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.layout import KVLayout
+from baton.kv_cache.layout import KVLayout, LayerGroup
 from baton.kv_cache.shards import KVShards, shard_specs
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class InProcessExecutor:
         self.vocab_size = int(model.text_config.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
-        self.fingerprint = self._fingerprint(model)
+        self.fingerprint = self._fingerprint(model, whole.groups)
         check = SelfCheck(whole, config.block_size)
         self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
@@ -66,14 +66,15 @@ class InProcessExecutor:
     def _join(self) -> None:
         """Wait for the other ranks; called before anything is run."""
 
-    def _fingerprint(self, model: LoadedModel) -> Fingerprint:
+    def _fingerprint(self, model: LoadedModel, groups: tuple[LayerGroup, ...]) -> Fingerprint:
         """Identity of the whole instance's KV: block_bytes are those of an undivided block."""
         config = self.config
+        layout = KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype)
         found = Fingerprint.of(
             model=config.model_name,
             model_digest=model_digest(model.folder, model.files),
             rope=rope_digest(model.text_config.to_dict()),
-            layout=KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype),
+            layout=layout,
         )
         return dataclasses.replace(
             found,
@@ -81,6 +82,7 @@ class InProcessExecutor:
             pp_size=config.pp,
             kv_cast=config.kv_cast,
             unsplit_layers=tuple(sorted(self.geometry.unsplit)),
+            layer_groups=dataclasses.replace(layout, groups=groups).group_of if groups else (),
         )
 
     def _choose_path(self, whole: WholeModel, check: SelfCheck) -> None:

@@ -364,7 +364,8 @@ def _await_progress(
 def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> None:
     """Refuse ids outside the two pools."""
     require_below(blocks.remote_ids, num_remote, "remote_ids")
-    require_below(blocks.local_ids, num_local, "local_ids")
+    local = blocks.local_ids.reshape(-1)
+    require_below(local[local >= 0] if len(blocks.local_ids) > 1 else local, num_local, "local_ids")
     if not blocks.paired and bounds(blocks.positions)[0] < 0:
         raise InvalidRequestError("positions must not be negative", field="positions")
 

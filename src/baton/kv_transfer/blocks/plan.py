@@ -22,7 +22,8 @@ class SequenceBlocks:
         remote_ids: Blocks in the source's arenas, [n].
         generations: The generation each had when it was offered, [n].
         positions: Place of each in the sequence, counted in blocks of the source, [n].
-        local_ids: The sequence's blocks here from its first token on, all different, [w].
+        local_ids: The sequence's blocks here from its first token on, all different, for each layer group, [G, w]; -1:
+            none, nothing is fetched for it.
         writable: Which of them may be written, bool [w]; others have their KV already.
         paired: Blocks go one to one, all of them.
         ready: Progress of the source before its first layer, if it is still computing them: layer i is there at
@@ -47,7 +48,7 @@ class SequenceBlocks:
         reads = BlockReads.of(remote_ids, generations, local_ids)
         count = len(reads)
         every = np.ones(count, dtype=np.bool_)
-        return cls(reads.remote_ids, reads.generations, np.arange(count), reads.local_ids, every, paired=True)
+        return cls(reads.remote_ids, reads.generations, np.arange(count), reads.local_ids[None], every, paired=True)
 
     @classmethod
     def of(
@@ -61,7 +62,7 @@ class SequenceBlocks:
 
         Args:
             offered: Remote ids, generations and positions.
-            local_ids: See the class.
+            local_ids: See the class; [w] where there are no layer groups.
             writable: See the class.
             ready: See the class.
 
@@ -69,18 +70,20 @@ class SequenceBlocks:
             InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
         """
         ids, gens = integers(offered[0], "remote_ids"), integers(offered[1], "generations")
-        places, local = integers(offered[2], "positions"), integers(local_ids, "local_ids")
+        groups = np.atleast_2d(np.asarray(local_ids))
+        places, local = integers(offered[2], "positions"), integers(groups.reshape(-1), "local_ids")
         free = np.asarray(writable, dtype=np.bool_)
         for name, array, count in (
             ("generations", gens, len(ids)),
             ("positions", places, len(ids)),
-            ("writable", free, len(local)),
+            ("writable", free, groups.shape[1]),
         ):
             if len(array) != count:
                 raise InvalidRequestError(f"{name} has {len(array)} entries for {count} blocks", field=name)
         local = local.astype(np.int64)
-        require_different(local)
-        return cls(ids.astype(np.int64), gens.astype(np.uint64), places.astype(np.int64), local, free, ready)
+        require_different(local[local >= 0] if len(groups) > 1 else local)
+        by_group = local.reshape(groups.shape)
+        return cls(ids.astype(np.int64), gens.astype(np.uint64), places.astype(np.int64), by_group, free, ready)
 
     def __len__(self) -> int:
         return len(self.remote_ids)
@@ -144,11 +147,12 @@ def _part(
     """The read that makes a copy, if there is anything to copy."""
     turn, place = np.divmod(wanted.positions, plan.source_period)
     target = turn * plan.target_period + copy.piece.target_block
-    (mine,) = ((place == copy.piece.source_block) & (target < len(wanted.local_ids))).nonzero()
-    mine = mine[wanted.writable[target[mine]]]
+    ours = wanted.local_ids[copy.group]
+    (mine,) = ((place == copy.piece.source_block) & (target < len(ours))).nonzero()
+    mine = mine[wanted.writable[target[mine]] & (ours[target[mine]] >= 0)]
     if len(mine) and len(segments):
         mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
-        local = wanted.local_ids[target[mine]]
+        local = ours[target[mine]]
         reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, segments, copy.source.index, steps)
         yield Part(reads, copy.target.index, mine)
 
@@ -158,11 +162,11 @@ def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
     if wanted.paired:
         mine = wanted.remote_ids.argsort(kind="stable")
     else:
-        (mine,) = (wanted.positions < len(wanted.local_ids)).nonzero()
+        (mine,) = (wanted.positions < wanted.local_ids.shape[1]).nonzero()
         mine = mine[wanted.writable[wanted.positions[mine]]]
         mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
     if len(mine):
-        local = wanted.local_ids[wanted.positions[mine]]
+        local = wanted.local_ids[0, wanted.positions[mine]]
         for copy in plan.copies:
             reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, source_shard=copy.source.index)
             yield Part(reads, copy.target.index, mine)

@@ -24,6 +24,7 @@ from baton.errors import (
 )
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import groups_of
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.pipes.base import (
     MemoryNetwork,
@@ -369,8 +370,9 @@ def check_shards(fingerprint: Fingerprint, shards: KVShards) -> None:
         raise ConfigError(
             f"the fingerprint says {len(specs)} ranks, there are arenas of {len(shards.arenas)}", field="tp_size"
         )
+    groups = groups_of(fingerprint.layer_groups)
     for spec, arena in zip(specs, shards.arenas, strict=True):
-        expected = shard_layout(fingerprint.geometry, spec, fingerprint.block_size).block_bytes
+        expected = shard_layout(fingerprint.geometry, spec, fingerprint.block_size, groups).block_bytes
         if arena.block_bytes != expected:
             raise ConfigError(
                 f"the fingerprint says {expected} bytes per block on rank {spec.index}, its arena has "

@@ -18,6 +18,7 @@ from typing import ClassVar
 from baton.errors import ConfigError, FingerprintMismatchError, PipeClosedError, UnauthenticatedError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.layout import groups_of
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.copy.block_copy import BlockCaster, BlockReader, Cast, Line
 from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeOptions, Served, SocketPipeServer
@@ -202,8 +203,9 @@ def recv_descriptors(stream: Stream, count: int, wait: Wait) -> list[int]:
 def _attach_all(fds: list[int], theirs: Fingerprint, facts: Facts) -> KVShards:
     arenas: list[HostArena] = []
     try:
+        groups = groups_of(theirs.layer_groups)
         for spec, fd in zip(shard_specs(theirs.tp_size, theirs.pp_size), fds, strict=True):
-            block_bytes = shard_layout(theirs.geometry, spec, theirs.block_size).block_bytes
+            block_bytes = shard_layout(theirs.geometry, spec, theirs.block_size, groups).block_bytes
             arenas.append(_attach(fd, facts.num_blocks, block_bytes))
     finally:
         for fd in fds[len(arenas) :]:

@@ -171,10 +171,11 @@ def fingerprint_from_fields(fields: object) -> Fingerprint:
     ):
         raise BadFrameError("the peer's fingerprint is malformed in layer_shapes", field="layer_shapes")
     values["layer_shapes"] = tuple(LayerShape(**shape) for shape in shapes)
-    unsplit = values["unsplit_layers"]
-    if not isinstance(unsplit, list) or not all(type(layer) is int and _is_plain(layer) for layer in unsplit):
-        raise BadFrameError("the peer's fingerprint is malformed in unsplit_layers", field="unsplit_layers")
-    values["unsplit_layers"] = tuple(unsplit)
+    for name in ("unsplit_layers", "layer_groups"):
+        numbers = values[name]
+        if not isinstance(numbers, list) or not all(type(number) is int and _is_plain(number) for number in numbers):
+            raise BadFrameError(f"the peer's fingerprint is malformed in {name}", field=name)
+        values[name] = tuple(numbers)
     return Fingerprint(**values)
 
 

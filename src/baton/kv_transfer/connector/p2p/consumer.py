@@ -42,6 +42,7 @@ class _Load:
     num_local_tokens: int
     block_ids: tuple[BlockId, ...]
     valid: np.ndarray
+    groups: int = 1
     cancelled: threading.Event = field(default_factory=threading.Event)
     failures: list[str] = field(default_factory=list)
     kv_bytes: int = 0
@@ -82,7 +83,8 @@ class _Attempt:
             [offer.first_block + i for i in wanted],
         )
         load = self._load
-        return SequenceBlocks.of(offered, load.block_ids[: len(load.valid)], ~load.valid, offer.ready)
+        local_ids = np.array(load.block_ids).reshape(load.groups, -1)[:, : len(load.valid)]
+        return SequenceBlocks.of(offered, local_ids, ~load.valid, offer.ready)
 
     def came(self, offer: Offer, wanted: list[int], valid: Valid) -> None:
         """Note what a fetch brought."""
@@ -109,6 +111,7 @@ class OwnPool:
 
     Attributes:
         fetcher: Copies blocks into it.
+        groups: Layer groups that have blocks of their own.
         arena: For the generations of the blocks that are there.
         block_size: Tokens per block.
         source: Returns where its blocks can be read.
@@ -118,6 +121,7 @@ class OwnPool:
     arena: Arena
     block_size: int
     source: Callable[[], BlockSource]
+    groups: int = 1
 
 
 class P2PConsumer(LoadingConnector):
@@ -178,7 +182,7 @@ class P2PConsumer(LoadingConnector):
         num_held = num_local_tokens // self._block_size
         valid = np.zeros(-(-len(request.token_ids) // self._block_size), dtype=bool)
         valid[:num_held] = True
-        load = _Load(request, num_held * self._block_size, tuple(block_ids), valid)
+        load = _Load(request, num_held * self._block_size, tuple(block_ids), valid, self._pool.groups)
         self._loads.start(
             request.request_id, lambda cancelled: self._run(load, cancelled), lambda ended: self._report(load, ended)
         )
@@ -299,7 +303,8 @@ class P2PConsumer(LoadingConnector):
         )
 
     def _held(self, load: _Load, num_tokens: int) -> HeldBlocks:
-        ids = load.block_ids[: num_tokens // self._block_size]
+        # Blocks of layer groups are not read by others.
+        ids = load.block_ids[: num_tokens // self._block_size] if load.groups == 1 else ()
         return HeldBlocks(self._pool.source(), ids, tuple(int(g) for g in self._pool.arena.generations[list(ids)]))
 
     def _leading_tokens(self, load: _Load) -> int:
