@@ -21,6 +21,10 @@ from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 
+_POSITIVE = (
+    *("prefill_stall_s", "prefill_wait_s", "lease_s", "max_leases"),
+    *("load_interval_ms", "kv_streams", "fetch_threads"),
+)
 MAX_RANKS = 64
 """Processes of one engine; all of them run on one host."""
 
@@ -179,7 +183,16 @@ class WorkerConfig:
     )
     kv_connector_options: tuple[str, ...] = option((), "their options, as connector.key=value")
     remote_prefill_threshold: int = option(64, "missing prompt tokens from which decode asks a prefill instance")
-    prefill_stall_s: float = option(30.0, "seconds without progress after which a prefill instance is given up")
+    prefill_stall_s: float = option(
+        30.0,
+        "seconds without a word after which a prefill instance is given up; one that computes, whosever prompts, says "
+        "so every second",
+    )
+    prefill_wait_s: float = option(
+        60.0,
+        "decode: a prompt that would still wait so many seconds in a prefill instance's queue, as that expects it, is "
+        "given to the next one or computed here; one that is being computed stays",
+    )
     lease_s: float = option(120.0, "seconds that finished blocks are kept for a reader that does not come")
     max_leases: int = option(256, "prompts that may be computed or kept for readers at once; more are refused with 429")
     unclaimed_share: float = option(
@@ -196,7 +209,7 @@ class WorkerConfig:
         for name in ("port", "kv_port", "metrics_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
-        for name in ("prefill_stall_s", "lease_s", "max_leases", "load_interval_ms", "kv_streams", "fetch_threads"):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", field=name)
         if not 0.0 < self.unclaimed_share <= 1.0:

@@ -249,6 +249,24 @@ class EngineCore:
             prefix_query_tokens=scheduler.prefix_query_tokens,
         )
 
+    @property
+    def num_prefilled(self) -> int:
+        """Prompt tokens computed since start."""
+        return self._prefill_tokens
+
+    def prompt_queue(self) -> dict[RequestId, tuple[int, bool]]:
+        """Return, per request whose prompt is being computed or waits, how many tokens are computed until it is.
+
+        The request's own are included; the second value says whether it waits no more.
+        """
+        scheduler, found, ahead = self._scheduler, dict[RequestId, tuple[int, bool]](), 0
+        loading = [each for each in self._bridge.loading.values() if each.state is SequenceState.LOADING]
+        for sequence in sorted([*scheduler.running, *scheduler.all_waiting(), *loading], key=lambda each: each.key):
+            if sequence.num_missing > 1 or not sequence.num_computed:
+                ahead += sequence.num_missing
+                found[sequence.group.request.request_id] = ahead, sequence.state is SequenceState.RUNNING
+        return found
+
     def snapshot(self) -> list[BlocksStored]:
         """Return what is in the prefix cache, parents before children."""
         return self._pool.snapshot()

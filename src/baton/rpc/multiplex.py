@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import grpc
@@ -184,6 +184,7 @@ class CallStream:
         """Which took something that is not sent yet."""
         self._next = 0
         self._cancels: list[int] = []
+        self._silent: Collection[str] | None = None
         self._later: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
         self._filled = asyncio.Event()
         open_stream: Any = channel.stream_stream(
@@ -213,6 +214,11 @@ class CallStream:
         if self._calls.pop(key, None) is not None:
             self._cancels.append(key)
             self._filled.set()
+
+    def tell_silent(self, addresses: Collection[str]) -> None:
+        """Tell the instance which prefill instances do not answer; replaces what was told before."""
+        self._silent = addresses
+        self._filled.set()
 
     async def _run(self) -> None:
         """Hand out what comes until the stream breaks, then fail what still runs."""
@@ -254,7 +260,7 @@ class CallStream:
             self._stream.cancel()
 
     def _gather(self) -> worker_pb2.GenerateManyRequest | None:
-        """Return starts and cancellations, as many as one message may have; ``None``: there are none."""
+        """Return what is to be said, as much as one message may have; ``None``: nothing."""
         message, size = worker_pb2.GenerateManyRequest(), 0
         while self._later and size < _MAX_BATCH_BYTES:
             key, request = self._later.popleft()
@@ -264,7 +270,11 @@ class CallStream:
         if self._cancels:
             message.cancels.extend(self._cancels)
             self._cancels.clear()
-        return message if message.starts or message.cancels else None
+        if self._silent is not None:
+            message.silent.addresses.extend(sorted(self._silent))
+            message.silent.SetInParent()
+            self._silent = None
+        return message if message.starts or message.cancels or message.HasField("silent") else None
 
     def _take(self, message: worker_pb2.GenerateManyResponse | None) -> None:
         """Keep what a message brings, to hand it on with what others bring.

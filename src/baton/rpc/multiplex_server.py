@@ -34,7 +34,10 @@ _TOKEN_BYTES = 8
 
 
 async def generate_many(
-    generate: Generate, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
+    generate: Generate,
+    requests: AsyncIterator[worker_pb2.GenerateManyRequest],
+    context: Any,
+    on_silent: Callable[[frozenset[str]], None] = lambda addresses: None,
 ) -> AsyncGenerator[worker_pb2.GenerateManyResponse, None]:
     """Serve ``GenerateMany`` with what serves ``Generate``.
 
@@ -42,8 +45,9 @@ async def generate_many(
         generate: Serves one call; whatever it raises ends that call alone.
         requests: What the caller sends; when that ends, running calls still go to their end.
         context: The stream's context, handed on.
+        on_silent: Told which prefill instances do not answer the caller, whenever that changes.
     """
-    calls = _ServerCalls(generate, context)
+    calls = _ServerCalls(generate, context, on_silent)
     reader = asyncio.create_task(calls.read(requests))
     try:
         while (message := await calls.outbox.next()) is not None:
@@ -154,8 +158,8 @@ class Outbox:
 class _ServerCalls:
     """The calls of one stream, as the server has them."""
 
-    def __init__(self, generate: Generate, context: Any) -> None:
-        self._generate, self._context = generate, context
+    def __init__(self, generate: Generate, context: Any, on_silent: Callable[[frozenset[str]], None]) -> None:
+        self._generate, self._context, self._on_silent = generate, context, on_silent
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._reading = True
         self.outbox = Outbox(self._cancel)
@@ -164,6 +168,8 @@ class _ServerCalls:
         """Start and cancel calls as they are told, until the caller has nothing more to say or cannot be read."""
         try:
             async for message in requests:
+                if message.HasField("silent"):
+                    self._on_silent(frozenset(message.silent.addresses))
                 for start in message.starts:
                     self._start(start.call, start.request)
                 for call in message.cancels:

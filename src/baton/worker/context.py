@@ -179,6 +179,9 @@ class InstanceRole:
         """Drop a prompt that waits under this id; ``False``: there is none."""
         return False
 
+    def silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
+        """Hear which prefill instances do not answer a router now; replaces what it said before."""
+
     def num_kept(self) -> int:
         """Prompts whose blocks are kept for others."""
         return 0

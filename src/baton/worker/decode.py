@@ -14,7 +14,7 @@ from baton.errors import InternalError, TransferError, UnavailableError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
-from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Finished, Offer, PrefillEvent
+from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Finished, Offer, PrefillEvent, Queued
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
 from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
@@ -64,7 +64,12 @@ class DecodeRole(InstanceRole):
             wake=context.wake,
             threshold=config.remote_prefill_threshold,
             stall_s=config.prefill_stall_s,
+            wait_s=config.prefill_wait_s,
         )
+
+    def silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
+        """Have what waits in vain for an instance that a router does not hear either go on elsewhere."""
+        self.connector.watch.tell(router, addresses)
 
     async def close(self) -> None:
         """Close the connections to prefill instances."""
@@ -246,6 +251,9 @@ async def _events(
                 ready = offer.ready if offer.HasField("ready") else None
                 ids, generations = tuple(offer.block_ids), tuple(offer.generations)
                 yield Offer(offer.first_block, ids, generations, offer.num_tokens, ready)
+            elif kind == "queue":
+                queue = response.queue
+                yield Queued(queue.tokens_ahead, queue.tokens_per_s, queue.running)
             elif kind == "result":
                 result = response.result
                 first = logprob_from_pb(result.logprob) if result.HasField("logprob") else None

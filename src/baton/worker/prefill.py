@@ -23,6 +23,7 @@ from baton.token_ids import unpack_ids
 from baton.types import FinishReason, RequestId, Role
 from baton.worker.context import InstanceRole, WorkerContext, require_request
 from baton.worker.engine_thread import RequestStream
+from baton.worker.prefill_queue import PrefillQueue, QueueState
 
 Prompts: TypeAlias = UnclaimedPrompts[worker_pb2.PrefillResult]
 
@@ -64,6 +65,7 @@ class PrefillRole(InstanceRole):
             timeout_s=config.prefill_stall_s,
         )
         self.connector = MultiConnector([self._reuser, producer])
+        self._queue = PrefillQueue(context.engine)
         self.next_step = (lambda: producer.next_step) if config.layerwise else None
 
     async def prefill(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
@@ -93,9 +95,13 @@ class PrefillRole(InstanceRole):
             try:
                 yield self._accepted()
                 computation = _Computation(self._producer, lease, stream)
-                async with aclosing(computation.offers()) as offers:
-                    async for offer in offers:
-                        yield worker_pb2.PrefillResponse(offer=_offer_to_pb(lease, offer))
+                with self._queue.follow():
+                    async with aclosing(computation.offers(self._queue)) as offers:
+                        async for offer in offers:
+                            if isinstance(offer, Offer):
+                                yield worker_pb2.PrefillResponse(offer=_offer_to_pb(lease, offer))
+                            elif (queue := offer.of(engine_request.request_id)) is not None:
+                                yield queue
                 yield worker_pb2.PrefillResponse(result=await computation.result())
                 await self._wait_for_reader()
             finally:
@@ -147,7 +153,7 @@ class PrefillRole(InstanceRole):
         try:
             computation = _Computation(self._producer, lease, stream)
             async with aclosing(computation.offers()) as offers:
-                found = [offer async for offer in offers]
+                found = [offer async for offer in offers if isinstance(offer, Offer)]
             result = await computation.result()
         except BaseException:
             stream.close()
@@ -229,16 +235,26 @@ class _Computation:
         self._started = time.perf_counter()
         self._output = asyncio.ensure_future(_first_output(stream))
 
-    async def offers(self) -> AsyncGenerator[Offer]:
-        """Yield the lease's offers; stop with the request's own error if it fails before the last one."""
+    async def offers(self, queue: PrefillQueue | None = None) -> AsyncGenerator[Offer | QueueState]:
+        """Yield the lease's offers; stop with the request's own error if it fails before the last one.
+
+        Args:
+            queue: Whose states are yielded between them.
+        """
         offers, output = self._producer.offers(self._lease), self._output
         try:
             while True:
                 offer: asyncio.Future[Offer | None] = asyncio.ensure_future(_next(offers))
                 try:
                     waits: list[asyncio.Future[Any]] = [offer, output]
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                    if not offer.done() and output.done():
+                    if queue is not None:
+                        waits.append(queue.next())
+                    while not (offer.done() or output.done()):
+                        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                        if queue is not None and waits[-1].done():
+                            yield waits[-1].result()
+                            waits[-1] = queue.next()
+                    if not offer.done():
                         _result(output.result())  # raises if the request failed; else its last offer is on the way
                     item = await offer
                 finally:

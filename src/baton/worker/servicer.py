@@ -74,9 +74,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
     ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
         """Generate for many requests on one stream, which routers open: what runs on it needs no ticket."""
-        async with aclosing(generate_many(self._generate, requests, context)) as messages:
-            async for message in messages:
-                yield message
+        router = object()
+        messages = generate_many(
+            self._generate, requests, context, lambda addresses: self.role.silent_prefills(router, addresses)
+        )
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    yield message
+        finally:
+            self.role.silent_prefills(router, frozenset())
 
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any

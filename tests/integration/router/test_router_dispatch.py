@@ -435,6 +435,37 @@ async def test_a_hung_instance_is_found_out_by_probes(world: World) -> None:
     router.assert_nothing_held()
 
 
+async def test_decode_instances_hear_which_prefill_instances_are_silent(world: World) -> None:
+    (decode,), prefills = await world.decodes(1), await world.prefills(2)
+    proxy = await world.proxy(prefills[0])
+    hung, well = f"127.0.0.1:{proxy.port}", prefills[1].address
+    router = await world.router(
+        prefill=(hung, well), decode=(decode.address,), probe_interval_s=0.2, probe_timeout_s=60.0
+    )
+    await router.ready(decode, *prefills)
+    request = make_request()
+    assert_right(await run(router, request), request)
+    proxy.freeze()
+    async with asyncio.timeout(60):
+        while decode.state.silent_prefills != {hung}:
+            await asyncio.sleep(0.01)
+    # No new prompt is sent there, as long as there is another; a stream that is opened now hears of it too.
+    assert [x.address for x in router.registry.ready(Role.PREFILL)] == [well]
+    await decode.restart()
+    decode.state.silent_prefills = frozenset()
+    request = make_request("again", prompt=[*range(30)])
+    assert_right(await run(router, request), request)
+    async with asyncio.timeout(60):
+        while decode.state.silent_prefills != {hung}:
+            await asyncio.sleep(0.01)
+    proxy.thaw()
+    async with asyncio.timeout(60):
+        while decode.state.silent_prefills:
+            await asyncio.sleep(0.01)
+    assert {x.address for x in router.registry.ready(Role.PREFILL)} == {hung, well}
+    router.assert_nothing_held()
+
+
 @pytest.mark.parametrize("error", [InternalError("engine failed"), UnavailableError("shutting down")])
 async def test_an_instance_that_gives_up_a_stream_is_replaced(world: World, error: Exception) -> None:
     decodes = await world.decodes(2)

@@ -63,6 +63,7 @@ class FakeWorkerState:
         peak: Most that ran at a time.
         running, finished, cancelled: Their ids by what became of them.
         event_subscriptions: ``from_sequence`` of every StreamKvEvents call.
+        silent_prefills: Prefill instances that do not answer the router, as it said last.
         event_position: Sequence of the batch that was sent (or lost) last; whoever has a batch sees its number here.
     """
 
@@ -87,6 +88,7 @@ class FakeWorkerState:
     cancelled: list[str] = field(default_factory=list)
     event_subscriptions: list[int] = field(default_factory=list)
     event_position: int = 0
+    silent_prefills: frozenset[str] = frozenset()
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -124,6 +126,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._sequence = 0
         self.cached: dict[BlockHash, None] = {}
         self._server: GrpcServer | None = None
+
+    def _hear_silent(self, addresses: frozenset[str]) -> None:
+        self.state.silent_prefills = addresses
+        self.changed()
 
     @property
     def address(self) -> str:
@@ -347,7 +353,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
     ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
         """Generate for many requests on one stream."""
-        async with aclosing(generate_many(self._run, requests, context)) as messages:
+        async with aclosing(generate_many(self._run, requests, context, self._hear_silent)) as messages:
             async for message in messages:
                 yield message
                 if self.state.break_after is not None:

@@ -79,6 +79,7 @@ async def test_no_copy_runs_any_more_when_a_load_has_ended(events: Sequence[Offe
         wake=lambda: None,
         threshold=1,
         stall_s=WAIT_S,
+        wait_s=WAIT_S,
     )
     request = LoadRequest(RequestId("r"), list(range(2 * BS)), 0, SamplingParams(), (), candidates=("p0:1",))
     loader.start_load(request, 0, [BlockId(0), BlockId(1)])

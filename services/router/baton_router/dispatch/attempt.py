@@ -53,8 +53,15 @@ class WorkerStreams:
 
     def __init__(self, steps: TurnBatcher) -> None:
         self._streams: WeakKeyDictionary[Instance, CallStream] = WeakKeyDictionary()
+        self._silent: frozenset[str] = frozenset()
         self._deliver = functools.partial(steps.later, TAKE, CallStream.flush)
         self._deliver_end = functools.partial(steps.later, END, Call.tell_end)
+
+    def tell_silent(self, addresses: frozenset[str]) -> None:
+        """Tell all decode instances which prefill instances do not answer now."""
+        self._silent = addresses
+        for stream in self._streams.values():
+            stream.tell_silent(addresses)
 
     def start(self, instance: Instance, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
         """Begin a call on an instance; see :meth:`CallStream.start`. A stream that broke is opened again."""
@@ -63,6 +70,8 @@ class WorkerStreams:
             stream = self._streams[instance] = CallStream(
                 instance.channel, instance.instance_id, self._deliver, self._deliver_end
             )
+            if self._silent:
+                stream.tell_silent(self._silent)
         return stream.start(request, reader)
 
 

@@ -130,6 +130,7 @@ class PlacingDispatcher:
             prefill_first=PrefillFirstCalls(self.metrics.prefill_first),
             slow=estimates.slow,
         )
+        registry.on_silent = self._context.streams.tell_silent
         self._running: set[RequestRun] = set()
         self._cut_off = False
         self.num_in_flight = 0

@@ -113,6 +113,8 @@ class Instance:
         self.reason = ""
         self.admitted = False
         """Whether a session is open with an instance that is what it should be."""
+        self.silent = False
+        """Whether it lets a probe wait: it may hang, and gets new requests only where there is no other."""
         self.generation = 0
         self._running: set[Lost] = set()
         self._idle = asyncio.Event()

@@ -35,6 +35,10 @@ Admit = Callable[[Instance, InstanceInfo], None]
 """Checks an instance's identity; raises a BatonError that names what does not fit."""
 
 
+_SILENT_S = 1.0
+"""A probe without an answer for so long makes its instance silent; live ones answer in milliseconds."""
+
+
 class ConnectionLostError(Exception):
     """A session ended; the message says why."""
 
@@ -118,7 +122,7 @@ class InstanceMonitor:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
             self._set(Status.DOWN, "; ".join(_reason(task.exception()) for task in done))
         finally:
-            instance.admitted = False
+            instance.admitted = instance.silent = False
             for task in (events, *watchers):
                 task.cancel()
             await asyncio.gather(events, *watchers, return_exceptions=True)
@@ -169,20 +173,35 @@ class InstanceMonitor:
             await asyncio.sleep(self._config.probe_interval_s)
             if heard != self._instance.events.num_heard:
                 missed, heard = 0, self._instance.events.num_heard
+                self._heard(True)
                 continue
+            slow = asyncio.get_running_loop().call_later(_SILENT_S, self._heard, False)
             try:
                 info = await self._get_info(wait_for_ready=False)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
+                self._heard(False)
                 missed += 1
                 if missed >= failures:
                     self._instance.lose()
                     raise ConnectionLostError(f"it missed {missed} probes") from error
                 continue
+            finally:
+                slow.cancel()
+            self._heard(True)
             missed = 0
             if info.epoch != epoch:
                 raise ConnectionLostError("it restarted")
+
+    def _heard(self, heard: bool) -> None:
+        instance = self._instance
+        if instance.silent == heard:
+            instance.silent = not heard
+            if instance.status is Status.READY:
+                level = logging.INFO if heard else logging.WARNING
+                log.log(level, "%s is %s", instance.instance_id, "heard again" if heard else "silent")
+            self._changed()
 
     async def _follow_events(self, epoch: Epoch) -> None:
         """Keep the event stream open; returns only if the instance has no such stream."""

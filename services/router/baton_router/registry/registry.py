@@ -158,6 +158,9 @@ class Registry:
         self._monitors: dict[str, tuple[InstanceMonitor, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._found: dict[str, frozenset[str]] = {}
+        self._silent: frozenset[str] = frozenset()
+        self.on_silent: Callable[[frozenset[str]], None] = lambda addresses: None
+        """Told whenever :attr:`silent_prefills` has changed."""
         tokenizer = tokenizer_digest(config.model) if config.model else ""
         self._identity = IdentityCheck(tokenizer, config.block_size)
         self._ticker: asyncio.Task[None] | None = None
@@ -193,12 +196,20 @@ class Registry:
     def ready(self, role: Role) -> list[Instance]:
         """Return the instances of a role that take new requests; callers must not change the list.
 
+        Those that are silent are among them only where all are.
         It is the same list object until some instance becomes more or less usable.
         """
         ready = self._ready.get(role)
         if ready is None:
-            ready = self._ready[role] = [x for x in self._instances.values() if x.role is role and x.ready]
+            usable = [x for x in self._instances.values() if x.role is role and x.ready]
+            ready = self._ready[role] = [x for x in usable if not x.silent] or usable
         return ready
+
+    @property
+    def silent_prefills(self) -> frozenset[str]:
+        """Addresses of prefill instances that answered once and do not now."""
+        known = [x for x in self._instances.values() if x.role is Role.PREFILL and x.info is not None]
+        return frozenset(x.address for x in known if x.silent or x.status is Status.DOWN)
 
     def model_info(self) -> ModelInfo:
         """Return what the instances serve; ``max_model_len`` is the least of the decode instances', who own requests.
@@ -234,6 +245,10 @@ class Registry:
     def _changed(self) -> None:
         self._model = None
         self._ready.clear()
+        silent = self.silent_prefills
+        if silent != self._silent:
+            self._silent = silent
+            self.on_silent(silent)
         self.waiters.wake_all()
 
     # --- discovery ---

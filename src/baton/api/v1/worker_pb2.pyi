@@ -287,25 +287,55 @@ class GenerateManyRequest(_message.Message):
 
     STARTS_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallStart]: ...
     @_builtins.property
     def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """calls to abort; unknown ones are no error"""
 
+    @_builtins.property
+    def silent(self) -> Global___SilentInstances:
+        """set: what changed; it holds for all calls until the next word, or the stream's end"""
+
     def __init__(
         self,
         *,
         starts: _abc.Iterable[Global___CallStart] | None = ...,
         cancels: _abc.Iterable[_builtins.int] | None = ...,
+        silent: Global___SilentInstances | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["silent", b"silent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "starts", b"starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "silent", b"silent", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateManyRequest: _TypeAlias = GenerateManyRequest  # noqa: Y015
+
+@_typing.final
+class SilentInstances(_message.Message):
+    """Prefill instances that do not answer the caller just now: what waits for one of them, and hears nothing of it either, goes on elsewhere."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port, as in prefill_candidates; empty: all answer"""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SilentInstances: _TypeAlias = SilentInstances  # noqa: Y015
 
 @_typing.final
 class CallStart(_message.Message):
@@ -721,6 +751,7 @@ class PrefillResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___PrefillAccepted:
         """once, first"""
@@ -733,22 +764,57 @@ class PrefillResponse(_message.Message):
     def result(self) -> Global___PrefillResult:
         """once, last; the blocks stay until the caller closes the stream"""
 
+    @_builtins.property
+    def queue(self) -> Global___PrefillQueue:
+        """every second in which the instance computed something, until the result"""
+
     def __init__(
         self,
         *,
         accepted: Global___PrefillAccepted | None = ...,
         offer: _common_pb2.KvOffer | None = ...,
         result: Global___PrefillResult | None = ...,
+        queue: Global___PrefillQueue | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "offer", b"offer", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "offer", b"offer", "queue", b"queue", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "offer", b"offer", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "offer", b"offer", "queue", b"queue", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "offer", "result"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "offer", "result", "queue"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class PrefillQueue(_message.Message):
+    """How long a prompt still takes. An instance that gets on says so: silence means that it hangs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_AHEAD_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    tokens_ahead: _builtins.int
+    """tokens to compute until the prompt is, its own included"""
+    tokens_per_s: _builtins.float
+    """how fast the instance computes prompts now"""
+    running: _builtins.bool
+    """the prompt waits no more"""
+    def __init__(
+        self,
+        *,
+        tokens_ahead: _builtins.int = ...,
+        tokens_per_s: _builtins.float = ...,
+        running: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running", b"running", "tokens_ahead", b"tokens_ahead", "tokens_per_s", b"tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillQueue: _TypeAlias = PrefillQueue  # noqa: Y015
 
 @_typing.final
 class PrefillAccepted(_message.Message):

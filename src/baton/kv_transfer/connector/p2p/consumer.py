@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from baton.errors import BatonError, DeadlineError, NotFoundError, StaleBlockError
+from baton.errors import BatonError, NotFoundError, QueueFullError, StaleBlockError, UnavailableError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome, settle
-from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent
+from baton.kv_transfer.connector.p2p.candidate_watch import CandidateWatch
+from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent, Queued
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
 from baton.kv_transfer.types import Valid
 from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
@@ -133,7 +134,11 @@ class P2PConsumer(LoadingConnector):
         loop: Where loads run.
         wake: Makes the engine poll.
         threshold: Missing prompt tokens from which a remote prefill is used.
-        stall_s: Seconds without progress after which a candidate is given up.
+        stall_s: Seconds without a word after which a candidate is given up.
+        wait_s: Seconds that a prompt may have to wait in a candidate's queue, as the candidate expects it.
+
+    Attributes:
+        watch: Knows which candidates are silent.
     """
 
     def __init__(
@@ -145,10 +150,12 @@ class P2PConsumer(LoadingConnector):
         wake: Callable[[], None],
         threshold: int,
         stall_s: float,
+        wait_s: float,
     ) -> None:
         self._pool, self._dialer, self._loop = pool, dialer, loop
         self._fetcher, self._block_size = pool.fetcher, pool.block_size
-        self._threshold, self._stall_s = threshold, stall_s
+        self._threshold, self._stall_s, self._wait_s = threshold, stall_s, wait_s
+        self.watch = CandidateWatch(stall_s)
         self._loads: BackgroundLoads[str | None] = BackgroundLoads(loop, wake)
         self._local_reasons: dict[RequestId, str] = {}
 
@@ -207,10 +214,13 @@ class P2PConsumer(LoadingConnector):
     async def _failure(self, load: _Load, address: str, *, claim: str | None = None) -> BatonError | None:
         """Try a candidate; ``None``: it did it."""
         try:
+            if self.watch.is_silent(address):
+                raise UnavailableError("it does not answer a router")
             await self._try(load, address, claim)
             return None
         except BatonError as failure:
             load.failures.append(f"{address}: {failure.message}")
+            load.local_reason = "prefill_busy" if isinstance(failure, QueueFullError) else "prefill_failed"
             log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
             return failure
 
@@ -225,8 +235,10 @@ class P2PConsumer(LoadingConnector):
             async with self._dialer.open(address, load.request, self._held(load, held), claim) as events:
                 attempt: _Attempt | None = None
                 while True:
-                    event = await self._next(events, state.fetches)
-                    if isinstance(event, Accepted):
+                    event = await self._next(address, events, state.fetches)
+                    if isinstance(event, Queued):
+                        self._require_soon(event, state)
+                    elif isinstance(event, Accepted):
                         attempt = _Attempt(load, event.source, self._block_size)
                     elif isinstance(event, Offer):
                         if attempt is None:
@@ -235,7 +247,7 @@ class P2PConsumer(LoadingConnector):
                         self._take(load, attempt, event, state)
                     else:
                         # Every fetch has to end while the stream, the lease, is open.
-                        await asyncio.gather(*state.fetches)
+                        await self.watch.wait(address, asyncio.gather(*state.fetches))
                         break
             if not load.valid.all() or state.num_ready_tokens != len(load.request.token_ids):
                 raise StaleBlockError("the prefill instance did not offer every block")
@@ -247,6 +259,8 @@ class P2PConsumer(LoadingConnector):
             tasks: list[asyncio.Task[Any]] = [*state.fetches, *state.early.values()]
             if any(not task.done() for task in tasks):
                 load.cancelled.set()
+                for task in tasks:
+                    task.cancel()  # what no thread is at ends at once
                 await settle(tasks)
                 if not _being_cancelled():
                     load.cancelled.clear()
@@ -267,15 +281,24 @@ class P2PConsumer(LoadingConnector):
             early = state.early.pop(offer.key, None)
             state.fetches.append(self._loop.create_task(self._complete(load, attempt, offer, wanted, early)))
 
-    async def _next(self, events: AsyncIterator[PrefillEvent], fetches: list[asyncio.Task[None]]) -> PrefillEvent:
+    def _require_soon(self, queued: Queued, state: _Events) -> None:
+        """Leave a candidate that will take too long, unless it has begun.
+
+        Raises:
+            QueueFullError: It will.
+        """
+        begun = queued.running or state.early or state.fetches
+        if not begun and queued.expected_s > self._wait_s:
+            raise QueueFullError(f"its queue takes {queued.expected_s:.0f} s, longer than {self._wait_s:g} s")
+
+    async def _next(
+        self, address: str, events: AsyncIterator[PrefillEvent], fetches: list[asyncio.Task[None]]
+    ) -> PrefillEvent:
         for task in fetches:
             if task.done():
                 task.result()
         try:
-            async with asyncio.timeout(self._stall_s):
-                return await anext(events)
-        except TimeoutError:
-            raise DeadlineError(f"no progress for {self._stall_s:g} s") from None
+            return await self.watch.wait(address, anext(events))
         except StopAsyncIteration:
             raise StaleBlockError("the stream ended before the prompt was computed") from None
 

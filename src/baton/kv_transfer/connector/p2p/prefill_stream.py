@@ -54,7 +54,27 @@ class Finished:
     prefix_hit_tokens: int
 
 
-PrefillEvent = Accepted | Offer | Finished
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The prefill instance gets on, and the prompt is not computed yet.
+
+    Attributes:
+        tokens_ahead: Tokens to compute until it is, its own included.
+        tokens_per_s: How fast the instance computes now; 0: unknown.
+        running: The prompt waits no more.
+    """
+
+    tokens_ahead: int
+    tokens_per_s: float
+    running: bool
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds until the prompt is computed; 0: unknown."""
+        return self.tokens_ahead / self.tokens_per_s if self.tokens_per_s > 0 else 0.0
+
+
+PrefillEvent = Accepted | Queued | Offer | Finished
 
 
 class PrefillDialer(Protocol):
