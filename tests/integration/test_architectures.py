@@ -9,6 +9,7 @@ positions beyond the original context too where rope scales. What is found stand
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from tests.support.architectures import ORIGINAL_LEN, VOCAB, Case, cases, make_model, outcome
+from tests.support.preemption import expect_short_outputs
 from tests.support.servers.cluster import LocalCluster
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
@@ -32,6 +35,20 @@ LENGTHS = (1, 5, 17, 60, 65, 3 * ORIGINAL_LEN)
 NEW_TOKENS = 10
 GROWING = 8
 GROWING_TOKENS = 24
+
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+
+@functools.cache
+def documented() -> dict[str, tuple[str, str]]:
+    """Path, or "refused", and the reason, by the name of the case."""
+    rows = {}
+    for line in DOC.read_text().splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            rows[cells[0]] = (cells[2], cells[5] if cells[2] == "refused" else "")
+    return rows
 
 
 def engine_config(path: Path, **changes: Any) -> EngineConfig:
@@ -93,6 +110,7 @@ def check_preempted(path: Path, model: Any) -> None:
     prompts = [[rng.randrange(8, VOCAB) for _ in range(5 + 2 * i)] for i in range(GROWING)]
     expected = generate(model, prompts, GROWING_TOKENS)
     with LLM(engine_config(path, kv_blocks=12, max_model_len=64)) as llm:
+        expect_short_outputs(llm.core)
         outputs = llm.generate(prompts, sampling(GROWING_TOKENS))
         assert [output.token_ids for output in outputs] == expected
         assert llm.core.stats().num_preemptions > 0
@@ -114,7 +132,7 @@ async def check_handed_over(path: Path, prompts: list[list[int]], expected: list
 @pytest.mark.parametrize("case", cases(), ids=str)
 async def test_equal_in_every_way_or_refused_with_the_reason(case: Case, tmp_path: Path) -> None:
     found = outcome(case, tmp_path)
-    # DOC-CHECK
+    assert documented()[str(case)] == (found.path or "refused", found.refusal)
     if found.model is None:
         return
     prompts = prompts_of(found.longest)
@@ -122,6 +140,11 @@ async def test_equal_in_every_way_or_refused_with_the_reason(case: Case, tmp_pat
     check_alone_batched_and_cached(tmp_path, prompts, expected)
     check_preempted(tmp_path, found.model)
     await check_handed_over(tmp_path, prompts, expected)
+
+
+def test_the_document_has_all_of_them() -> None:
+    assert set(documented()) == {str(case) for case in cases()}
+    assert {case.model_type for case in cases()} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 SPARSE = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text")

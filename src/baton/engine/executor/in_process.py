@@ -92,11 +92,12 @@ class InProcessExecutor:
         """
         model, error = whole.model, self._generic_error(check)
         if not error < TOLERANCE[model.dtype]:
-            raise ConfigError(
-                f"{model.architecture} cannot be served: {check.explain(whole)} "
-                f"(attention {self.attention_backend}, relative error {error:.2g})",
-                field=self._refused_field,
-            )
+            field, figures = self._refused_field, f"attention {self.attention_backend}, relative error {error:.2g}"
+            if len(self.shards) > 1:
+                why = f"cannot be divided over {field}: its logits differ from those of the whole"
+            else:
+                why = f"cannot be served: {check.explain(whole)}"
+            raise ConfigError(f"{model.architecture} {why} ({figures})", field=field)
         allowed = 2 * error + SLACK[model.dtype]
         linears, path = self._runner.linears, "transformers' modules"
         if self.config.packed_linears and self._try(ExecutionPath.FUSED, check, allowed):
@@ -123,9 +124,9 @@ class InProcessExecutor:
         except Exception as failure:
             reason = str(failure).strip().partition("\n")[0] or type(failure).__name__
             if len(self.shards) > 1:  # its code counts on the sizes of the whole
-                raise ConfigError(
-                    f"{self.architecture} cannot be divided: {reason}", field=self._refused_field
-                ) from failure
+                field = self._refused_field
+                why = f"cannot be divided over {field}: its code counts on the whole ({reason})"
+                raise ConfigError(f"{self.architecture} {why}", field=field) from failure
             raise ConfigError(
                 f"{self.architecture} cannot be served: its code fails over a paged KV cache, for which no masks are "
                 f"made ({type(failure).__name__}: {reason})",

@@ -75,12 +75,18 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
     # Ids of the other layers' modules, which end here, may be given to new objects.
     whole = {module: spec for index, (module, spec) in enumerate(attention.items()) if index in layers}
     specs = {module: rank_attention(spec, shard) for module, spec in whole.items()}
+    stack = getattr(model.module.base_model, "layers", ())
+    if shard.pp_size > 1 and isinstance(stack, nn.ModuleList) and len(stack) != len(attention):
+        why = f"its {len(stack)} layers attend {len(attention)} times"
+        raise ConfigError(f"{model.architecture} cannot be divided into pp stages: {why}", field="pp")
     try:
         keep_stage(model, layers, communicator)
         split_tensors(model, whole, shard, communicator.all_reduce)
-    except (AttributeError, NotImplementedError, TypeError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:
         field = "pp" if shard.tp_size == 1 else "tp"
-        reason = f"its modules are not as others' are ({type(error).__name__}: {error})"
+        reason = f"its modules are not put together as others' are ({type(error).__name__}: {error})"
         raise ConfigError(f"{model.architecture} cannot be divided over {field}: {reason}", field=field) from error
     return Share(specs, layers.start, communicator, absorb(model, specs))
 
