@@ -30,7 +30,7 @@ def feed_drafts(core: EngineCore, prompt: list[int], known: list[int], widths: l
     for width in widths:
         draft = tuple(known[at + 1 : at + width])
         need = -(-(sequence.num_tokens + len(draft)) // block_size) - len(sequence.block_ids)
-        sequence.append_blocks(core._pool.allocate(need) or ())
+        sequence.append_blocks(core._pool.allocate(need * core.executor.layout.num_groups) or ())
         plan = StepPlan({sequence: 1}, {sequence: draft} if draft else {})
         assert (len(plan), plan.num_tokens) == (1, width)
         batch = build_batch(plan, block_size)

@@ -21,13 +21,15 @@ class LatentProjections:
     """The maps from latents to the keys and values of H heads.
 
     Args:
-        weight: [H * (nope + v_dim), rank], head by head first the rows of K_h, then those of V_h; it is not copied.
+        weight: [H * (nope + v_dim), rank], head by head first the rows of K_h, then those of V_h; it is copied, in the
+            order in which batched products read fastest.
         num_heads: H.
         v_dim: Elements of a head's value.
     """
 
     def __init__(self, weight: torch.Tensor, num_heads: int, v_dim: int) -> None:
-        self._key, self._value = weight.view(num_heads, -1, weight.shape[1]).tensor_split([-v_dim], dim=1)
+        key, value = weight.view(num_heads, -1, weight.shape[1]).tensor_split([-v_dim], dim=1)
+        self._key, self._value = key.clone(), value.mT.contiguous()
         self.rank = weight.shape[1]
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
@@ -40,13 +42,13 @@ class LatentProjections:
 
     def outputs(self, latents: torch.Tensor) -> torch.Tensor:
         """Take weighted sums of latents [T, H, rank], return those of values: contiguous [T, H, v_dim]."""
-        return torch.bmm(latents.transpose(0, 1), self._value.mT).transpose(0, 1).contiguous()
+        return torch.bmm(latents.transpose(0, 1), self._value).transpose(0, 1).contiguous()
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys [T, H, nope + rope] and values [T, H, v_dim] of latents and rotary keys [T, rank + rope]."""
         latents, rotary = rows.tensor_split([self.rank], dim=1)
         keys = torch.einsum("tr,hnr->thn", latents, self._key)
-        values = torch.einsum("tr,hvr->thv", latents, self._value)
+        values = torch.einsum("tr,hrv->thv", latents, self._value)
         return torch.cat([keys, rotary[:, None].expand(-1, keys.shape[1], -1)], dim=2), values
 
 
