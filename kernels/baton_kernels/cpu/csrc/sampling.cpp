@@ -11,7 +11,7 @@ namespace baton {
 namespace {
 
 constexpr long CHUNK = 128;
-constexpr long SAMPLE = 256, MARGIN = 20;  // elements that bracket a threshold, and how many of them on each side
+constexpr long SAMPLE = 128, MARGIN = 14;  // weights that bracket a threshold, and how many of them on each side
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, TOKENS = 1ull << 32;
 
 struct SampleOp {
@@ -208,7 +208,10 @@ float nucleus(Row& row, double total, double target) {
   float sample[SAMPLE];
   sample_by_weight(row, total, sample);
   long at = std::min<long>(SAMPLE - 1, (long)(target / total * SAMPLE));
-  float high = at > MARGIN ? sample[at - MARGIN] : inf, low = at + MARGIN < SAMPLE ? sample[at + MARGIN] : 0.0f;
+  const long margin = 2 + (long)(2.5 * std::sqrt(at * (1.0 - (double)at / SAMPLE)));
+  // All weights below the second bound have less together than what may be left out.
+  const float needless = (float)(0.5 * (total - target) / (row.chunks * CHUNK));
+  float high = at > margin ? sample[at - margin] : inf, low = at + margin < SAMPLE ? sample[at + margin] : needless;
   Division part = divide(row, low, high);
   double done = 0;  // the sum of the weights above all that are looked at
   if (part.above >= target) {  // the sample misled: it is above the bracket ...
