@@ -75,7 +75,7 @@ class EngineConfig:
     layer_groups: bool = option(
         True,
         "models with sliding-window layers beside others: blocks per group of layers, so that those are given back "
-        "that no window reaches any more",
+        "that no window reaches any more; on decode instances without a KV store or other connectors, and in LLM",
     )
     tenant_cache_share: float = option(
         0.5,

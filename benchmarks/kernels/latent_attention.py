@@ -1,0 +1,140 @@
+"""One layer of multi-head latent attention: absorbed over the latents in the pool, or over heads expanded into it.
+
+DeepSeek-V2-Lite's shape: 16 heads of 128 + 64 (rotary) and values of 128, rank 512; bfloat16, random numbers. Both
+ways begin with rotated queries and latents of the new tokens and end with heads' outputs: absorbed includes the
+projections of queries and outputs, expanded that of new tokens' keys and values. They take turns; medians in ms, and
+the bytes that a token takes in the pool.
+
+    python benchmarks/kernels/latent_attention.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton_kernels.cpu import load_library, runnable_variants
+from baton_kernels.paged_attention import (
+    AttentionSpec,
+    CpuPagedAttention,
+    LatentProjections,
+    LayerPool,
+    RaggedBatch,
+    attend_latent,
+)
+
+RESULT = Path(__file__).parents[1] / "results" / "latent_attention.json"
+HEADS, NOPE, ROPE, V_DIM, RANK, BLOCK = 16, 128, 64, 128, 512, 16
+ROW = RANK + ROPE
+SCALE = (NOPE + ROPE) ** -0.5
+WORKLOADS = {
+    "decode_1": ((2048, 1),),
+    "decode_8": ((2048, 1),) * 8,
+    "prefill_512": ((512, 512),),
+    "chunk_512_of_2048": ((2048, 512),),
+}
+"""(context, new tokens) of each sequence."""
+
+
+def make_batch(sequences: tuple[tuple[int, int], ...]) -> tuple[RaggedBatch, int]:
+    """Return a batch of some sequences, and the blocks that they take."""
+    widths = [-(-context // BLOCK) for context, _ in sequences]
+    tables = np.zeros((len(sequences), max(widths)), np.int32)
+    order, at = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32), 0
+    for row, width in enumerate(widths):
+        tables[row, :width] = order[at : at + width]
+        at += width
+    starts = np.concatenate([[0], np.cumsum([new for _, new in sequences])]).astype(np.int32)
+    positions = np.concatenate([np.arange(context - new, context) for context, new in sequences])
+    return RaggedBatch(positions, starts, np.array([c for c, _ in sequences], np.int32), tables, BLOCK), at
+
+
+def ways(backend: CpuPagedAttention, sequences: tuple[tuple[int, int], ...]) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return both ways to compute a layer's attention for some sequences."""
+    batch, blocks = make_batch(sequences)
+    total = int(batch.query_starts[-1])
+
+    def normal(*dims: int) -> torch.Tensor:
+        return torch.randn(*dims).bfloat16()
+
+    weight = normal(HEADS * (NOPE + V_DIM), RANK) * RANK**-0.5
+    projections = LatentProjections(weight, HEADS, V_DIM)
+    q, rows = normal(total, HEADS, NOPE + ROPE), normal(total, ROW)
+    latents = normal(blocks, 1, BLOCK, ROW)
+    latent_pool = LayerPool(latents, latents[..., :RANK])
+    heads = normal(blocks, HEADS * BLOCK * (NOPE + ROPE + V_DIM))
+    keys, values = heads.tensor_split([HEADS * BLOCK * (NOPE + ROPE)], dim=1)
+    pool = LayerPool(
+        keys.view(blocks, HEADS, BLOCK, NOPE + ROPE).as_strided(
+            (blocks, HEADS, BLOCK, NOPE + ROPE), (heads.stride(0), BLOCK * (NOPE + ROPE), NOPE + ROPE, 1)
+        ),
+        values.as_strided(
+            (blocks, HEADS, BLOCK, V_DIM), (heads.stride(0), BLOCK * V_DIM, V_DIM, 1), values.storage_offset()
+        ),
+    )
+    spec = AttentionSpec(HEADS, HEADS, NOPE + ROPE, V_DIM, SCALE)
+    latent_spec = AttentionSpec(HEADS, 1, ROW, RANK, SCALE, latent=True)
+
+    def absorbed() -> torch.Tensor:
+        return attend_latent(backend, backend.prepare(batch), latent_spec, latent_pool, projections, (q, rows))
+
+    def expanded() -> torch.Tensor:
+        both = torch.nn.functional.linear(rows[:, :RANK], weight).view(total, HEADS, NOPE + V_DIM)
+        rotary = rows[:, None, RANK:].expand(-1, HEADS, -1)
+        k = torch.cat([both[..., :NOPE], rotary], dim=2)
+        return backend.run(backend.prepare(batch), spec, pool, q, k, both[..., NOPE:])
+
+    return {"absorbed": absorbed, "expanded": expanded}
+
+
+def measure(backend: CpuPagedAttention, repeats: int) -> dict[str, dict[str, float]]:
+    """Return the median ms of both ways per workload."""
+    found = {}
+    for name, sequences in WORKLOADS.items():
+        both = ways(backend, sequences)
+        seconds: dict[str, list[float]] = {way: [] for way in both}
+        for i in range(repeats + 1):
+            for way, run in both.items():
+                start = time.perf_counter()
+                run()
+                if i:  # the first one warms up
+                    seconds[way].append(time.perf_counter() - start)
+        found[name] = {way: round(1e3 * statistics.median(times), 3) for way, times in seconds.items()}
+    return found
+
+
+def main() -> None:
+    """Measure and print, or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    library = load_library(runnable_variants()[0])
+    with torch.inference_mode():
+        found = measure(CpuPagedAttention(library), args.repeats)
+    result: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "instructions": library.instructions,
+        "threads": args.threads,
+        "bytes_per_token_and_layer": {"absorbed": 2 * ROW, "expanded": 2 * HEADS * (NOPE + ROPE + V_DIM)},
+        "ms": found,
+    }
+    print(json.dumps(result, indent=2))
+    if args.write:
+        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
