@@ -128,3 +128,18 @@ def test_what_cannot_be_mapped_names_the_field(grid: ShardGrid, field: str) -> N
         assert refused.value.field == field
     with pytest.raises(ConfigError):
         head_range(4, 3, 0)
+
+
+def test_whole_blocks_fill_blocks_of_layer_groups_and_not_the_other_way() -> None:
+    geometry = KVGeometry((LayerShape(2, 4, 4),) * 3, "float32")
+    whole, grouped = ShardGrid(1, 1, 16), ShardGrid(1, 1, 16, (1, 0, 1))
+    each = LayerShape(2, 4, 4).elements_per_token * 16 * 4
+    found = {copy.group: merge_segments(copy.segments).tolist() for copy in reshard(geometry, whole, grouped).copies}
+    assert found == {0: [[each, 0, each]], 1: [[0, 0, each], [2 * each, each, each]]}
+    with pytest.raises(FingerprintMismatchError) as refused:
+        reshard(geometry, grouped, whole)
+    assert refused.value.field == "layer_groups"
+    for groups in ((0, 1), (0, -1, 1)):
+        with pytest.raises(FingerprintMismatchError) as refused:
+            reshard(geometry, whole, ShardGrid(1, 1, 16, groups))
+        assert refused.value.field == "layer_groups"
