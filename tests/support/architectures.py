@@ -286,7 +286,10 @@ def write_config(case: Case, folder: Path) -> None:
 
 
 def make_model(case: Case, folder: Path, *, seed: int = 0) -> Any:
-    """Write a checkpoint of random float32 weights without a tokenizer, and return its model in evaluation mode."""
+    """Write a checkpoint of random float32 weights without a tokenizer, and return the model that is loaded from it.
+
+    That may be another one than was written: Youtu, for one, loads the padding token's embedding as zeros.
+    """
     config = make_config(case)
     with torch.random.fork_rng(), quiet_transformers():
         torch.manual_seed(seed)
@@ -296,7 +299,10 @@ def make_model(case: Case, folder: Path, *, seed: int = 0) -> Any:
         model.save_pretrained(folder)
         if AutoModelForCausalLM._model_mapping.get(type(model.config), None) is None:
             config.save_pretrained(folder)
-    return model.eval()
+        loaded: Any = cast(Any, AutoModelForCausalLM).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+    return loaded.eval()
 
 
 def _randomize(model: torch.nn.Module) -> None:

@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 1
 _COUNTS = 5
 _Counts = tuple[int, int, int, int, int]
 """int64 at the beginning: tokens T, sequences S, width W of the block tables, rows R of the logits."""
-_LEAST_TOKENS, _LEAST_SEQUENCES = 64, 4
+_LEAST_TOKENS, _LEAST_SEQUENCES = 64, 8
 """Room for the steps of the self-check, whatever the configuration."""
 
 Message = dict[str, Any]

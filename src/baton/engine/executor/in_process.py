@@ -17,7 +17,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.executor.self_check import SLACK, TOLERANCE, SelfCheck
+from baton.engine.executor.self_check import TOLERANCE, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.loader import LoadedModel
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
@@ -98,11 +98,10 @@ class InProcessExecutor:
             else:
                 why = f"cannot be served: {check.explain(whole)}"
             raise ConfigError(f"{model.architecture} {why} ({figures})", field=field)
-        allowed = 2 * error + SLACK[model.dtype]
         linears, path = self._runner.linears, "transformers' modules"
-        if self.config.packed_linears and self._try(ExecutionPath.FUSED, check, allowed):
+        if self.config.packed_linears and self._try(ExecutionPath.FUSED, check):
             path = "fused decoder"
-        elif self._runner.packs and not self._try(ExecutionPath.PACKED, check, allowed):
+        elif self._runner.packs and not self._try(ExecutionPath.PACKED, check):
             linears = "torch"
         self.description = f"{path}, attention {self.attention_backend}, linears {linears}"
         if len(self.shards) > 1:
@@ -133,7 +132,7 @@ class InProcessExecutor:
                 field=self._refused_field,
             ) from failure
 
-    def _try(self, path: ExecutionPath, check: SelfCheck, allowed: float) -> bool:
+    def _try(self, path: ExecutionPath, check: SelfCheck) -> bool:
         """Run the model on another path, on all ranks, if that is possible and the results agree."""
         if path is ExecutionPath.FUSED and self._runner.may_fuse:
             check.keep_far(self._logits)
@@ -143,19 +142,15 @@ class InProcessExecutor:
             self._use(ExecutionPath.GENERIC)
             return False
         try:
-            error = check.fast_error(self._logits)
-            far_error = check.far_error(self._logits) if path is ExecutionPath.FUSED else 0.0
+            differs = check.agrees(self._logits)
         except ExecutorLostError:
             raise
         except (AttributeError, TypeError, RuntimeError, InternalError) as failure:
             log.warning("%s: %s is off: a module needs its weights as they are (%s)", self.architecture, path, failure)
         else:
-            if error <= allowed and far_error <= check.far_allowed(allowed):
+            if not differs:
                 return True
-            log.warning(
-                "%s: %s is off, its logits differ (relative error %.2g, at far positions %.2g)",
-                *(self.architecture, path, error, far_error),
-            )
+            log.warning("%s: %s is off, its logits differ (%s)", self.architecture, path, differs)
         self._use(ExecutionPath.GENERIC)
         return False
 

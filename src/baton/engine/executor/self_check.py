@@ -28,6 +28,8 @@ from baton.engine.runner.model_runner import WholeModel
 LENGTHS = (37, 9)
 SPLITS = (21, 8)
 FAR_TOKENS = 9
+FAR_ROWS = 3
+"""Single tokens at each far position."""
 TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 """Largest |difference| / |logits| of what is checked; a wrong attention gives about 1."""
 SLACK = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -68,13 +70,13 @@ class SelfCheck:
         starts = (original_length(model.text_config, max_len), last)
         self._far = sorted({_within_chunks(start, whole) for start in starts if 0 < start <= last})
         self._near, self._expected = near, [_reference(whole, tokens, 0) for tokens in near]
-        self._worst_offset = 0
+        self._worst_offset, self._near_error = 0, 0.0
         self._steps = _near_steps(near, self._expected, self._blocks_of)
         far_tokens = generator.integers(0, self._vocab_size, FAR_TOKENS)
         for start in self._far:
             batch = _batch([(far_tokens, 0, self._blocks_of[1])])
             self._steps.append(_Step(batch, start, [_reference(whole, far_tokens, start)]))
-        self.num_blocks = sum(map(len, self._blocks_of)) + len(self._far)
+        self.num_blocks = sum(map(len, self._blocks_of)) + FAR_ROWS * len(self._far)
         self._far_batch = self._far_rows(far_tokens, block_size)
         self._far_logits: torch.Tensor | None = None
 
@@ -82,24 +84,64 @@ class SelfCheck:
         """Single tokens at the far positions, whose context repeats the blocks of the first sequence."""
         filled, rows = self._blocks_of[0], []
         own = sum(map(len, self._blocks_of))
-        for index, start in enumerate(self._far):
-            position = start + FAR_TOKENS - 1
+        for index, position in enumerate(start + FAR_TOKENS - 1 - i for start in self._far for i in range(FAR_ROWS)):
             before = [filled[i % len(filled)] for i in range(position // block_size)]
             rows.append((tokens[index : index + 1], position, [*before, own + index]))
         return _batch(rows[::-1]) if rows else None
 
     def generic_error(self, forward: Forward) -> float:
-        """Return the error of transformers' modules over the paged pool; infinite if there are NaNs."""
-        return self._error(forward, self._steps)
+        """Return the error of transformers' modules over the paged pool; infinite if there are NaNs.
 
-    def fast_error(self, forward: Forward) -> float:
-        """Return the error of a faster path near position 0."""
-        return self._error(forward, [step for step in self._steps if not step.offset])
+        The largest one: of a token in float32; in 16 bits of the median token of a sequence's part in a step. There a
+        single token may differ by chance (near ties of a mixture's router), a whole part does not.
+        """
+        worst, near = 0.0, []
+        for step in self._steps:
+            parts = self._errors(forward, step)
+            near += [] if step.offset else parts
+            error = max(float(part.max() if self._dtype == "float32" else part.median()) for part in parts)
+            if error > worst:
+                worst, self._worst_offset = error, step.offset
+        self._near_error = self._overall(near)
+        return worst
 
-    def far_allowed(self, allowed: float) -> float:
-        """Return the error that a faster path may have at far positions, against the modules' own error there."""
-        # In 16 bits single tokens may differ by chance, and there is one at each position.
-        return 2 * allowed if self._dtype == "float32" else max(2 * allowed, TOLERANCE[self._dtype])
+    def agrees(self, forward: Forward) -> str:
+        """Say how a faster path's logits differ, nothing if they do not: from transformers', far out from the modules'.
+
+        Its errors may be twice those of the modules, in float32 of any token, in 16 bits of most.
+        """
+        near = self._overall([part for step in self._steps if not step.offset for part in self._errors(forward, step)])
+        allowed = 2 * self._near_error + SLACK[self._dtype]
+        if not near <= allowed:
+            return f"relative error {near:.2g}"
+        if self._far_batch is None or self._far_logits is None:
+            return ""
+        far = self._overall([_errors(self._run_far(forward, self._far_batch), self._far_logits)])
+        if not far <= (2 * allowed if self._dtype == "float32" else max(2 * allowed, TOLERANCE[self._dtype])):
+            return f"relative error {far:.2g} at far positions"
+        return ""
+
+    def keep_far(self, forward: Forward) -> None:
+        """Keep what the modules compute for single tokens at far positions, for :meth:`agrees`."""
+        if self._far_batch is not None:
+            for step in self._steps:
+                if not step.offset:  # fills the blocks that the rows' context is made of
+                    forward(step.batch, self.num_blocks, 0)
+            self._far_logits = self._run_far(forward, self._far_batch)
+
+    def _run_far(self, forward: Forward, batch: ForwardBatch) -> torch.Tensor:
+        return forward(batch, self.num_blocks, 0).float().cpu()
+
+    def _errors(self, forward: Forward, step: _Step) -> list[torch.Tensor]:
+        """Run a step and return the errors of the tokens of each sequence."""
+        logits = forward(step.batch, self.num_blocks, step.offset).float().cpu()
+        starts = step.batch.query_starts
+        return [_errors(logits[starts[row] : starts[row + 1]], want) for row, want in enumerate(step.expected)]
+
+    def _overall(self, parts: list[torch.Tensor]) -> float:
+        """The largest of all tokens' errors in float32, the (upper) median in 16 bits."""
+        errors = torch.cat(parts).sort().values
+        return float(errors[-1 if self._dtype == "float32" else len(errors) // 2])
 
     def explain(self, whole: WholeModel) -> str:
         """Say why the modules' logits are others over the paged pool; the model is of no use afterwards."""
@@ -110,42 +152,6 @@ class SelfCheck:
             if float(_errors(_reference(whole, tokens, 0, explicit=True), expected).median()) > TOLERANCE[self._dtype]:
                 return "it counts positions by itself, and not from 0"
         return "over a paged KV cache its logits differ from its own"
-
-    def keep_far(self, forward: Forward) -> None:
-        """Keep what the modules compute for single tokens at far positions, for :meth:`far_error`."""
-        if self._far_batch is not None:
-            self._run_near(forward)
-            self._far_logits = forward(self._far_batch, self.num_blocks, 0).float().cpu()
-
-    def far_error(self, forward: Forward) -> float:
-        """Return how far a faster path is from what was kept."""
-        if self._far_batch is None or self._far_logits is None:
-            return 0.0
-        self._run_near(forward)
-        got = forward(self._far_batch, self.num_blocks, 0).float().cpu()
-        return float(_errors(got, self._far_logits).max())
-
-    def _run_near(self, forward: Forward) -> None:
-        """Fill the blocks that the far rows' context is made of."""
-        for step in self._steps:
-            if not step.offset:
-                forward(step.batch, self.num_blocks, 0)
-
-    def _error(self, forward: Forward, steps: Sequence[_Step]) -> float:
-        """The largest error: of a token in float32; in 16 bits of the median token of a sequence's part in a step.
-
-        There a single token may differ by chance (near ties of a mixture's router), a whole part does not.
-        """
-        worst = 0.0
-        for step in steps:
-            logits = forward(step.batch, self.num_blocks, step.offset).float().cpu()
-            starts = step.batch.query_starts
-            for row, expected in enumerate(step.expected):
-                errors = _errors(logits[starts[row] : starts[row + 1]], expected)
-                error = float(errors.max() if self._dtype == "float32" else errors.median())
-                if error > worst:
-                    worst, self._worst_offset = error, step.offset
-        return worst
 
 
 def _within_chunks(start: int, whole: WholeModel) -> int:
