@@ -32,8 +32,8 @@ FAR_ROWS = 3
 """Single tokens at each far position."""
 TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 """Largest |difference| / |logits| of what is checked; a wrong attention gives about 1."""
-SLACK = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-"""How much more than twice the generic path's error the fast path may have."""
+SLACK = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 1e-2}
+"""How much more than twice the generic path's error the fast path may have; rounding grows to that in some tokens."""
 
 Forward = Callable[[ForwardBatch, int, int], torch.Tensor]
 """Runs a step over scratch memory of so many blocks, with an offset of the modules' positions; returns its logits."""
