@@ -38,6 +38,8 @@ class Trace:
     ttft_us: int = 0
     failed_prefills: tuple[str, ...] = ()
     num_preemptions: int = 0
+    reloaded_tokens: int = 0
+    repeated_tokens: int = 0
     local_reason: str = ""
     num_migrations: int = 0
     router_queue_us: int = 0

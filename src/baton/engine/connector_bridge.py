@@ -48,13 +48,13 @@ class ConnectorBridge:
 
     def may_load(self, sequence: Sequence) -> bool:
         """Whether :meth:`plan` would ask the connector for a sequence."""
-        asked = sequence.admitted or sequence.index or sequence.wants_prompt_logprobs
-        return self._connector is not None and not asked
+        alone = sequence.index or sequence.wants_prompt_logprobs
+        return self._connector is not None and not alone
 
     def plan(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
         """Ask how much of a sequence could come from outside.
 
-        Asked once per request, at its first admission: what is preempted later is computed again here. A connector
+        Asked at each admission: who computed the prompt of what was preempted may still have its blocks. A connector
         that fails costs a local prefill, and the request's metrics say so.
         """
         if self._connector is None or not self.may_load(sequence):
@@ -170,18 +170,22 @@ class ConnectorBridge:
     def _load_request(self, sequence: Sequence) -> LoadRequest:
         group = sequence.group
         request = group.request
+        prefilled, candidates = request.prefilled, request.candidates
+        if sequence.admitted and prefilled is not None:  # that was claimed, and can be computed again where it was
+            where, prefilled = prefilled.address, None
+            candidates = (where, *(address for address in candidates if address != where))
         return LoadRequest(
             request_id=request.request_id,
             token_ids=sequence.tokens.tolist(),
             num_output_tokens=sequence.num_output,
             sampling=group.sampling,
             hashes=tuple(sequence.hash_blocks(sequence.num_tokens, self._block_size)),
-            candidates=request.candidates,
+            candidates=candidates,
             threshold=request.threshold,
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=request.tenant,
-            prefilled=request.prefilled,
+            prefilled=prefilled,
             adapter=request.adapter,
         )
 

@@ -370,7 +370,8 @@ class EngineCore:
             self._bridge.finish(sequence)
             return
         group = sequence.group
-        group.transfer = update.stats
+        again = sequence.num_preemptions > 0
+        group.transfer = group.transfer.then(update.stats) if again else update.stats
         if update.error is not None:
             _log.warning("load of request %s fell short: %s", update.request_id, update.error)
             if self._config.kv_load_failure == "fail":
@@ -388,7 +389,11 @@ class EngineCore:
         if sequence.windows and came < sequence.num_tokens - 1:
             came = local  # of windows only what is seen after all tokens was loaded
         valid = max(local, min(came, most))
-        sequence.num_transferred = max(0, min(came, sequence.num_tokens) - local)
+        moved = max(0, min(came, sequence.num_tokens) - local)
+        if again:
+            sequence.num_reloaded += moved
+        else:
+            sequence.num_transferred = moved
         sequence.skip_to(valid)
         if valid > local:
             self._scheduler.give_back(sequence)  # first, as these were not loaded: they must not be found

@@ -58,6 +58,10 @@ class RequestMetrics:
     queue_us: int = 0
     ttft_us: int = 0
     num_preemptions: int = 0
+    reloaded_tokens: int = 0
+    """Of prompt and output, came from outside once more after a preemption."""
+    repeated_tokens: int = 0
+    """Of prompt and output, were computed once more after a preemption."""
     transfer: TransferStats = field(default_factory=TransferStats)
 
 

@@ -125,10 +125,13 @@ class Sequence:
         "num_cached",
         "num_committed",
         "num_computed",
+        "num_lost",
         "num_passed",
         "num_preemptions",
         "num_prompt",
         "num_prompt_computed",
+        "num_reloaded",
+        "num_repeated",
         "num_tokens",
         "num_transferred",
         "sampler",
@@ -170,6 +173,7 @@ class Sequence:
         self.num_prompt_computed = 0
         self.high_water = 0
         self.num_preemptions = 0
+        self.num_lost = self.num_reloaded = self.num_repeated = 0
         self.num_passed = 0
 
     @property
@@ -263,6 +267,7 @@ class Sequence:
     def take_blocks(self) -> list[BlockId]:
         """Remove and return all its blocks: its KV is gone."""
         blocks, self.block_ids, self.windows = self.all_blocks, [], []
+        self.num_lost = max(self.num_lost, self.num_computed)
         self.num_computed = self.num_committed = 0
         return blocks
 
@@ -311,6 +316,7 @@ class Sequence:
         """Note that the KV of ``count`` more tokens is in the pool."""
         start, end = self.num_computed, self.num_computed + count
         self.num_computed = end
+        self.num_repeated += max(0, min(end, self.num_lost) - start)
         if start < self.num_prompt:
             # What was computed before a preemption counts once.
             self.num_prompt_computed += max(0, min(end, self.num_prompt) - max(start, self.high_water))
@@ -360,6 +366,8 @@ class Sequence:
             queue_us=_microseconds(group.arrived_ns, group.admitted_ns),
             ttft_us=_microseconds(group.arrived_ns, group.first_token_ns),
             num_preemptions=self.num_preemptions,
+            reloaded_tokens=self.num_reloaded,
+            repeated_tokens=self.num_repeated,
             transfer=group.transfer,
         )
 

@@ -31,7 +31,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.errors import InternalError
 from baton.types import BlockHash, BlockId, PrefillPath, RequestId, SamplingParams, Tenant, TokenLogprob
@@ -63,6 +63,15 @@ class TransferStats:
     """Sources that were tried in vain: ``"instance: reason"``."""
     local_reason: str = ""
     """Why nothing came from outside."""
+
+    def then(self, later: TransferStats) -> TransferStats:
+        """Return these with what a later load of the same request took; how its prompt came stays as it was."""
+        return replace(
+            self,
+            kv_bytes=self.kv_bytes + later.kv_bytes,
+            transfer_us=self.transfer_us + later.transfer_us,
+            failures=self.failures + later.failures,
+        )
 
 
 @dataclass(frozen=True, slots=True)

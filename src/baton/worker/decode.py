@@ -132,6 +132,8 @@ class DecodeRole(InstanceRole):
             ttft_us=metrics.ttft_us,
             failed_prefills=transfer.failures,
             num_preemptions=metrics.num_preemptions,
+            reloaded_tokens=metrics.reloaded_tokens,
+            repeated_tokens=metrics.repeated_tokens,
             local_reason=reason if transfer.path is PrefillPath.LOCAL else "",
         )
 

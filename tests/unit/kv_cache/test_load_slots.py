@@ -127,3 +127,52 @@ def test_limits_of_loads_are_checked(field: str, value: float) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def test_what_was_preempted_is_loaded_again_and_its_trace_tells() -> None:
+    decode = engine(9, policy="priority", prefix_caching=False)
+    decode.link.threshold = 5
+    decode.add("loads", PROMPT, GREEDY.replace(max_tokens=12), priority=1)
+    decode.step()
+    decode.link.finish("loads")
+    decode.link.source.run()  # lets go of it
+    for _ in range(4):
+        decode.step()
+    before = len(decode.tokens("loads"))
+    decode.add("grows", SHORT, GREEDY.replace(max_tokens=30))
+    for _ in range(200):
+        decode.step()
+        for name in list(decode.link.loads):
+            decode.link.finish(name)
+            decode.link.source.run()
+        if len(decode.ends) == 2:
+            break
+    assert decode.tokens("grows") == decode.runner.greedy(SHORT, 30)
+    assert decode.tokens("loads") == decode.runner.greedy(PROMPT, 12)
+    metrics = decode.ends["loads"].metrics
+    assert metrics is not None
+    assert metrics.num_preemptions > 0
+    assert metrics.transferred_tokens == len(PROMPT)
+    assert metrics.reloaded_tokens >= len(PROMPT) + before
+    assert (metrics.computed_tokens, metrics.repeated_tokens) == (0, 0)
+    decode.assert_empty()
+
+
+def test_what_is_computed_again_after_a_preemption_is_told_too() -> None:
+    decode = engine(9, policy="priority", prefix_caching=False)
+    decode.link.threshold = 5
+    decode.add("loads", PROMPT, GREEDY.replace(max_tokens=12), priority=1)
+    decode.step()
+    decode.link.finish("loads")
+    decode.link.source.run()  # lets go of it
+    for _ in range(4):
+        decode.step()
+    decode.link.threshold = 1000  # nothing is asked for any more
+    decode.add("grows", SHORT, GREEDY.replace(max_tokens=30))
+    decode.run()
+    assert decode.tokens("loads") == decode.runner.greedy(PROMPT, 12)
+    metrics = decode.ends["loads"].metrics
+    assert metrics is not None
+    assert (metrics.transferred_tokens, metrics.reloaded_tokens) == (len(PROMPT), 0)
+    assert metrics.repeated_tokens >= len(PROMPT)
+    decode.assert_empty()

@@ -41,7 +41,10 @@ _BROKEN = frozenset({"unavailable", "cancelled", "broken", "lost", "short", "dra
 _ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
 _END_GRACE_S = 1.0
 """How long an instance may take to end its call after the last token."""
-_SUMS = ("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens", "num_preemptions")
+_SUMS = (
+    *("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens"),
+    *("num_preemptions", "reloaded_tokens", "repeated_tokens"),
+)
 
 
 class WorkerStreams:

@@ -499,6 +499,8 @@ class RequestTrace(_message.Message):
     PIPE_FALLBACK_FIELD_NUMBER: _builtins.int
     ROUTER_QUEUE_US_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
+    RELOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
     path: Global___PrefillPath.ValueType
     prefill_instance: _builtins.str
     """empty where the path is local"""
@@ -535,6 +537,9 @@ class RequestTrace(_message.Message):
     """waiting in the router's queue; set by the router"""
     order: _builtins.str
     """of serving: "decode_first" or "prefill_first"; set by the router"""
+    reloaded_tokens: _builtins.int
+    """After preemptions: tokens of prompt and output whose KV came from outside once more, and those that were computed once more."""
+    repeated_tokens: _builtins.int
     @_builtins.property
     def failed_prefills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """candidates that were tried in vain: "instance: reason" """
@@ -563,10 +568,12 @@ class RequestTrace(_message.Message):
         pipe_fallback: _builtins.str = ...,
         router_queue_us: _builtins.int = ...,
         order: _builtins.str = ...,
+        reloaded_tokens: _builtins.int = ...,
+        repeated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "exposed_us", b"exposed_us", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "order", b"order", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "router_queue_us", b"router_queue_us", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "exposed_us", b"exposed_us", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "order", b"order", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "reloaded_tokens", b"reloaded_tokens", "repeated_tokens", b"repeated_tokens", "router_queue_us", b"router_queue_us", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

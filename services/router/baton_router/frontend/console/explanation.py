@@ -135,6 +135,8 @@ def _trace(trace: common_pb2.RequestTrace) -> dict[str, Any]:
         "queue_ms": trace.queue_us / 1000,
         "decode_ttft_ms": trace.ttft_us / 1000,
         "preemptions": trace.num_preemptions,
+        "reloaded_tokens": trace.reloaded_tokens,
+        "repeated_tokens": trace.repeated_tokens,
         "migrations": trace.num_migrations,
         "failed_prefills": list(trace.failed_prefills),
     }

@@ -166,13 +166,13 @@ class P2PConsumer(LoadingConnector):
         missing = len(request.token_ids) - num_local_tokens
         threshold = self._threshold if request.threshold is None else request.threshold
         if not request.candidates:
-            self._local_reasons[request.request_id] = "no_candidates"
+            self._local_reasons.setdefault(request.request_id, "no_candidates")
             return None
         if request.adapter is not None:  # the call to prefill does not name one
-            self._local_reasons[request.request_id] = "adapter"
+            self._local_reasons.setdefault(request.request_id, "adapter")
             return None
         if missing < threshold:
-            self._local_reasons[request.request_id] = "short" if num_local_tokens == 0 else "cached"
+            self._local_reasons.setdefault(request.request_id, "short" if num_local_tokens == 0 else "cached")
             return None
         return LoadPlan(num_tokens=len(request.token_ids), with_first_token=True)
 
