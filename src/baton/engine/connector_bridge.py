@@ -171,7 +171,7 @@ class ConnectorBridge:
         group = sequence.group
         request = group.request
         prefilled, candidates = request.prefilled, request.candidates
-        if sequence.admitted and prefilled is not None:  # that was claimed, and can be computed again where it was
+        if sequence.num_preemptions and prefilled is not None:  # claimed before: it is computed again there
             where, prefilled = prefilled.address, None
             candidates = (where, *(address for address in candidates if address != where))
         return LoadRequest(
