@@ -33,7 +33,7 @@ WORKDIR /build
 RUN python -m venv /opt/baton
 COPY requirements requirements
 COPY scripts/install_requirements.sh scripts/install_requirements.sh
-RUN scripts/install_requirements.sh /opt/baton/bin/python base
+RUN scripts/install_requirements.sh /opt/baton/bin/python base otel
 
 FROM dependencies AS light
 COPY --from=wheel /wheels /wheels
