@@ -171,7 +171,11 @@ async def serve(role: Role) -> tuple[GrpcServer, str, SimulatedEngine]:
         tiers=[],
         arena=SimpleNamespace(epoch=epoch, num_blocks=NUM_BLOCKS),
         executor=SimpleNamespace(
-            fingerprint=FINGERPRINT, attention_backend="none", eos_token_ids=frozenset({0}), vocab_size=32000
+            layout=SimpleNamespace(num_groups=1),
+            fingerprint=FINGERPRINT,
+            attention_backend="none",
+            eos_token_ids=frozenset({0}),
+            vocab_size=32000,
         ),
         engine_config=SimpleNamespace(max_num_seqs=64, model_name="simulated", model="", device="cpu"),
         block_server=SimpleNamespace(endpoints=()),
