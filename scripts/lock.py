@@ -14,7 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
-SETS: dict[str, tuple[str, ...]] = {"base": (), "otel": ("otel",), "engine": ("otel", "engine", "nixl"), "dev": ("dev",)}
+SETS: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "otel": ("otel",),
+    "engine": ("otel", "engine", "nixl"),
+    "dev": ("dev",),
+}
 """By file the extras; each file has what those before it have not."""
 OWN = ("build", "fuzz", "tools")
 """Environments of their own, each from what its ``.in`` asks for."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+import hashlib
 import math
 import operator
 import re
@@ -23,6 +25,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_START_TOKEN_IDS = 64
 
 
 _TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
@@ -109,6 +113,48 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be, in the one form that instances know; :mod:`baton.grammar` makes it of schemas and others.
+
+    Attributes:
+        kind: What it was made of, for metrics and people: ``json_schema``, ``regex``, ...
+        text: llguidance's grammar: Lark, or JSON with several grammars.
+        start_token_ids: It applies to what follows these tokens in the output (the end of reasoning); empty: to all.
+    """
+
+    kind: str
+    text: str
+    start_token_ids: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the text, hexadecimal."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """Kind and digest: what logs and traces show."""
+        return f"{self.kind} sha256:{self.digest[:12]}"
+
+    def validate(self, *, vocab_size: int | None = None, field: str = "grammar") -> None:
+        """Check the sizes; what the text says is checked by who compiles it.
+
+        Raises:
+            InvalidRequestError: The text is none or too long, or a token id is not in the vocabulary; names ``field``.
+        """
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"{field} has lone surrogates", field=field) from error
+        if not 0 < size <= MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(f"{field} must have 1 to {MAX_GRAMMAR_BYTES} bytes, got {size}", field=field)
+        tokens = self.start_token_ids
+        wrong = [token for token in tokens if token < 0 or (vocab_size is not None and token >= vocab_size)]
+        if wrong or len(tokens) > MAX_START_TOKEN_IDS:
+            message = f"{field}.start_token_ids must be at most {MAX_START_TOKEN_IDS} ids of the vocabulary"
+            raise InvalidRequestError(message, field=f"{field}.start_token_ids")
+
+
 @dataclass(slots=True)  # not frozen: a frozen one takes six times as long to make, and requests make two
 class SamplingParams:
     """How tokens are chosen; the same fields, defaults and meaning everywhere. Requests may share one: change a copy.
@@ -135,6 +181,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    grammar: Grammar | None = None
+    """What the answer must be; a token that it forbids has probability 0."""
 
     @property
     def greedy(self) -> bool:
@@ -185,6 +233,8 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"stop_token_ids has {token}, which is not in the vocabulary", field=f"{prefix}stop_token_ids"
                 )
+        if self.grammar is not None:
+            self.grammar.validate(vocab_size=vocab_size, field=f"{prefix}grammar")
 
 
 def _out_of_range(name: str, what: str, value: object, prefix: str) -> InvalidRequestError:

@@ -134,6 +134,8 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int
     _check_tokens(request.prompt_token_ids, vocab_size, "prompt")
     _check_tokens(request.output_token_ids, vocab_size, "output_token_ids")
     sampling.validate(vocab_size=vocab_size)
+    if sampling.grammar is not None:
+        raise InvalidRequestError("this instance has no support for grammars", field="grammar")
     num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
     if request.prefill_only:
         sampling = sampling.replace(n=1)

@@ -8,7 +8,7 @@ from baton.api.v1 import common_pb2, router_pb2
 from baton.errors import InternalError, InvalidRequestError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
-from baton.types import FinishReason, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
+from baton.types import FinishReason, Grammar, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
 
 if TYPE_CHECKING:  # services without text load no tokenizer
     from baton.tokenizer import TextDelta
@@ -35,7 +35,7 @@ _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
 _PLAIN = tuple(
     field.name
     for field in common_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.name not in {*_OPTIONAL, *_WITH_DEFAULT, "n", "stop_token_ids", "logit_bias"}
+    if field.name not in {*_OPTIONAL, *_WITH_DEFAULT, "n", "stop_token_ids", "logit_bias", "grammar"}
 )
 """Sampling fields whose default is 0 on both sides: all that are not named elsewhere."""
 
@@ -117,7 +117,19 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         message.logprobs = params.logprobs
     if params.prompt_logprobs is not None:
         message.prompt_logprobs = params.prompt_logprobs
+    if params.grammar is not None:
+        message.grammar.CopyFrom(grammar_to_pb(params.grammar))
     return message
+
+
+def grammar_to_pb(grammar: Grammar) -> common_pb2.Grammar:
+    """Grammar to the wire."""
+    return common_pb2.Grammar(kind=grammar.kind, text=grammar.text, start_token_ids=grammar.start_token_ids)
+
+
+def grammar_from_pb(message: common_pb2.Grammar) -> Grammar:
+    """Grammar from the wire, not validated yet."""
+    return Grammar(message.kind, message.text, tuple(message.start_token_ids))
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams, *, stop: tuple[str, ...] = ()) -> SamplingParams:
@@ -134,6 +146,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams, *, stop: tuple[str, ...
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias={token: _clean(bias) for token, bias in message.logit_bias.items()},
         n=message.n or 1,
+        grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
         **values,  # type: ignore[arg-type]
     )
 

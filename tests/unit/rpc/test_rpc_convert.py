@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import sampling_from_pb, sampling_to_pb
-from baton.types import SamplingParams
+from baton.types import Grammar, SamplingParams
 
 FEW: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.none() | st.integers(1, 2**31),
@@ -30,6 +30,7 @@ FEW: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.none() | st.integers(0, 20),
     "prompt_logprobs": st.none() | st.integers(0, 20),
     "n": st.integers(1, 128),
+    "grammar": st.none() | st.builds(Grammar, st.just("regex"), st.just("start: /a/"), st.sampled_from([(), (7, 8)])),
 }
 
 

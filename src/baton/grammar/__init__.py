@@ -1,0 +1,33 @@
+"""What an answer must be: JSON schemas, regular expressions, choices and others become one form, llguidance's.
+
+Routers, clients and offline users make it; instances know no other. Nothing here needs a tokenizer.
+"""
+
+from baton.grammar.json_schema import check_schema, json_rule
+from baton.grammar.normal_form import (
+    choice_grammar,
+    ebnf_or_lark_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    lark_string,
+    regex_grammar,
+    structural_tag_grammar,
+)
+from baton.grammar.structured_outputs import StructuredOutputs
+from baton.grammar.validation import check_grammar
+
+__all__ = [
+    "StructuredOutputs",
+    "check_grammar",
+    "check_schema",
+    "choice_grammar",
+    "ebnf_or_lark_grammar",
+    "json_object_grammar",
+    "json_rule",
+    "json_schema_grammar",
+    "lark_grammar",
+    "lark_string",
+    "regex_grammar",
+    "structural_tag_grammar",
+]

@@ -1,0 +1,100 @@
+"""Whether a grammar can be compiled, and what its first steps cost: found out without the model's tokenizer.
+
+A trial over a tokenizer of bytes generates a few of them, so that grammars which no text satisfies, or whose masks cost
+too much, are refused before a request is placed. What the real vocabulary adds is bounded by :data:`LIMITS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from baton.errors import InvalidRequestError
+from baton.grammar.regex_cost import check_repeats
+from baton.types import Grammar
+
+LIMITS = LLParserLimits(
+    max_grammar_size=200_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    verbose_errors=False,
+)
+"""Of the work and memory of one grammar, at compilation and per step."""
+MAX_TRIAL_S = 0.3
+"""CPU time that compilation and trial may take."""
+TRIAL_BYTES = 12
+
+_REGEX = re.compile(r"/((?:\\.|[^/\\\n])+)/")
+_EOS = 256
+_SPECIAL = "can't validate <special_token>"
+
+
+def check_grammar(grammar: Grammar, field: str) -> Grammar:
+    """Return a grammar if it can be compiled, satisfied and afforded.
+
+    Releases the interpreter's lock while it compiles.
+
+    Args:
+        grammar: A grammar in the normal form.
+        field: What errors call it.
+
+    Raises:
+        InvalidRequestError: It cannot; names ``field`` and, where the compiler says it, the place.
+    """
+    grammar.validate(field=field)
+    started = time.thread_time()
+    if grammar.kind in ("regex", "grammar", "structural_tag"):
+        for found in _REGEX.finditer(grammar.text):
+            check_repeats(found[1], field)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar.text, limits=LIMITS)
+    unknown = [message for message in messages if _SPECIAL not in message]
+    if failed or unknown:
+        raise InvalidRequestError(f"{field}: {plain_error(unknown[0])}", field=field)
+    if not messages:  # else it names special tokens of the model, which bytes have none of
+        _try(grammar, field, started)
+    return grammar
+
+
+def _try(grammar: Grammar, field: str, started: float) -> None:
+    matcher = LLMatcher(_bytes_tokenizer(), grammar.text, log_level=0, limits=LIMITS)
+    for _ in range(TRIAL_BYTES):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << _EOS) - 1)
+        if time.thread_time() - started > MAX_TRIAL_S:
+            raise InvalidRequestError(f"{field} costs too much: a step of it takes too long", field=field)
+        if not mask:
+            break
+        matcher.consume_token((mask & -mask).bit_length() - 1)
+    if matcher.is_error():
+        error = matcher.get_error()
+        reason = "no text satisfies it" if error.startswith("NoExtension") else plain_error(error)
+        raise InvalidRequestError(f"{field}: {reason}", field=field)
+
+
+def plain_error(message: str) -> str:
+    """Return a compiler's message in few lines, without its state."""
+    message = message.partition("<state>")[0].partition("<non-verbose/>")[0]
+    return message.strip().replace("\n", " | ")[:400]
+
+
+class _Bytes:
+    """A vocabulary of the 256 bytes and an end."""
+
+    eos_token_id = _EOS
+    bos_token_id = None
+    tokens = (*(bytes([value]) for value in range(_EOS)), b"<eos>")
+    special_token_ids = (_EOS,)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@functools.cache
+def _bytes_tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
