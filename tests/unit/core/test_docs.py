@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -103,8 +104,8 @@ def test_configuration_names_the_flags_of_help(command, flags_of):
     assert documented_flags(command) == flags_of(command)
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gen_config_docs", ROOT / "scripts" / "gen_config_docs.py")
+def load_generator(name: str = "gen_config_docs") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -118,6 +119,14 @@ def test_flag_tables_are_what_the_code_says():
     assert generator.render(text.replace("`4096`", "`4097`")) == text
     with pytest.raises(ValueError, match="kvstore"):
         generator.render(text.replace("<!-- flags: kvstore -->", ""))
+
+
+def test_the_charts_schema_and_its_table_of_values_are_what_the_code_says():
+    generator, text = load_generator("gen_helm"), read("helm/baton/README.md")
+    assert json.loads(read("helm/baton/values.schema.json")) == generator.schema(), "run scripts/gen_helm.py"
+    assert generator.readme(text) == text, "run scripts/gen_helm.py"
+    with pytest.raises(ValueError, match="no place"):
+        generator.readme("")
 
 
 def shell_commands(text: str) -> list[list[str]]:
