@@ -1,4 +1,4 @@
-"""Absorbed attention over latents is attention over the keys and values that they expand to."""
+"""Attention over latents, absorbed or expanded, is attention over the keys and values that they expand to."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from baton_kernels.paged_attention import (
     TorchPagedAttention,
     attend_latent,
     paged_attention_reference,
+    torch_backend,
 )
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -32,25 +33,36 @@ SHAPES = (
     (3, 5, 2, 7, 9, 5),
     (20, 8, 8, 8, 32, 64),
 )
+WIDE = ((2, 128, 64, 128, 512, 16), (3, 70, 10, 100, 90, 16))
+"""Keys, values and latents of more than one tile; the first is DeepSeek's."""
+LONG = ((1500, 1400), (900, 1), (1100, 600))
+"""Chunks that threads share."""
+Sequences = tuple[tuple[int, int], ...]
 
 
-def make_batch(size: int, seed: int = 0) -> tuple[RaggedBatch, int]:
+def make_batch(size: int, sequences: Sequences = SEQUENCES, seed: int = 0) -> tuple[RaggedBatch, int]:
     generator = np.random.default_rng(seed)
-    widths = [-(-context // size) for context, _ in SEQUENCES]
+    widths = [-(-context // size) for context, _ in sequences]
     num_blocks = sum(widths) + 3
     order, at = generator.permutation(num_blocks).astype(np.int32), 0
-    tables = np.zeros((len(SEQUENCES), max(widths)), np.int32)
+    tables = np.zeros((len(sequences), max(widths)), np.int32)
     for row, width in enumerate(widths):
         tables[row, :width] = order[at : at + width]
         at += width
-    starts = np.concatenate([[0], np.cumsum([new for _, new in SEQUENCES])]).astype(np.int32)
-    positions = np.concatenate([np.arange(context - new, context) for context, new in SEQUENCES])
-    return RaggedBatch(positions, starts, np.array([c for c, _ in SEQUENCES], np.int32), tables, size), num_blocks
+    starts = np.concatenate([[0], np.cumsum([new for _, new in sequences])]).astype(np.int32)
+    positions = np.concatenate([np.arange(context - new, context) for context, new in sequences])
+    return RaggedBatch(positions, starts, np.array([c for c, _ in sequences], np.int32), tables, size), num_blocks
 
 
-def check(backend: PagedAttention, dtype: torch.dtype, shape: tuple[int, ...], window: int = 0) -> None:
+def check(
+    backend: PagedAttention,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    window: int = 0,
+    sequences: Sequences = SEQUENCES,
+) -> None:
     heads, nope, rope, v_dim, rank, size = shape
-    batch, num_blocks = make_batch(size)
+    batch, num_blocks = make_batch(size, sequences)
     generator = torch.Generator().manual_seed(1)
 
     def normal(*dims: int) -> torch.Tensor:
@@ -82,7 +94,7 @@ def check(backend: PagedAttention, dtype: torch.dtype, shape: tuple[int, ...], w
 
     written = torch.zeros(num_blocks, size, dtype=torch.bool)
     at = 0
-    for seq, (context, new) in enumerate(SEQUENCES):
+    for seq, (context, new) in enumerate(sequences):
         for position in range(context - new, context):
             block, offset = int(batch.block_tables[seq, position // size]), position % size
             written[block, offset] = True
@@ -94,6 +106,16 @@ def check(backend: PagedAttention, dtype: torch.dtype, shape: tuple[int, ...], w
     assert torch.equal(keys[:, 0][~written], stale[~written])
 
 
+@pytest.fixture(params=["absorbed", "expanded", "mixed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All sequences one way, or each the one that takes fewer operations."""
+    chosen: str = request.param
+    if chosen != "mixed":
+        monkeypatch.setattr(LatentProjections, "expanding_pays", lambda *_: chosen == "expanded")
+    return chosen
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
 def test_cpp_equals_attention_over_expanded_keys(
@@ -102,10 +124,27 @@ def test_cpp_equals_attention_over_expanded_keys(
     check(CpuPagedAttention(library), dtype, shape)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("shape", SHAPES[::2], ids=str)
 @pytest.mark.parametrize("window", [0, 24])
 def test_torch_equals_attention_over_expanded_keys(shape: tuple[int, ...], window: int) -> None:
     check(TorchPagedAttention(), torch.float32, shape, window)
+
+
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+def test_wide_heads(library: CpuLibrary, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check(CpuPagedAttention(library), dtype, shape, sequences=((300, 300), (150, 1)))
+    check(TorchPagedAttention(), dtype, shape, sequences=((300, 300), (150, 1)))
+
+
+def test_long_chunks(library: CpuLibrary, threads: int) -> None:
+    check(CpuPagedAttention(library), torch.float32, SHAPES[0], sequences=LONG)
+
+
+def test_the_fall_back_expands_a_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "GATHER_BYTES", 3 * 130 * (32 + 32 + 32) * 4)
+    check(TorchPagedAttention(), torch.float32, SHAPES[1])
 
 
 def test_cpp_in_float32_without_tiles(library: CpuLibrary) -> None:
@@ -113,6 +152,26 @@ def test_cpp_in_float32_without_tiles(library: CpuLibrary) -> None:
     backend._amx = backend._pairs = False
     for shape in SHAPES:
         check(backend, torch.bfloat16, shape, window=33)
+
+
+@pytest.mark.parametrize(
+    ("new", "context", "window", "expands"),
+    [
+        (1, 1, 0, True),
+        (1, 4096, 0, False),
+        (2, 2, 0, True),
+        (512, 512, 0, True),
+        (128, 4096, 0, False),
+        (192, 4096, 0, True),
+        (64, 256, 0, False),
+        (64, 4096, 64, True),
+        (16, 4096, 512, False),
+    ],
+)
+def test_what_takes_fewer_operations(new: int, context: int, window: int, expands: bool) -> None:
+    """DeepSeek's shape: from about 160 tokens on, or a prompt from its beginning."""
+    projections = LatentProjections(torch.zeros(256, 512), 1, 128)
+    assert projections.expanding_pays(new, context, window) == expands
 
 
 def test_a_latent_with_several_heads_is_refused(library: CpuLibrary) -> None:

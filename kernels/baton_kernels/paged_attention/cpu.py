@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch
+from baton_kernels.paged_attention.latent import LatentProjections
 
 
 class AttentionCall(ctypes.Structure):
@@ -18,13 +20,13 @@ class AttentionCall(ctypes.Structure):
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pool", "v_pool", "out", "sinks")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "q_norm", "k_norm", "key_up", "value_up")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         *((name, ctypes.c_int64) for name in ("block_stride", "table_stride")),
         *((name, ctypes.c_int32) for name in ("dtype", "num_seqs", "num_heads", "kv_heads", "k_dim", "v_dim")),
         *((name, ctypes.c_int32) for name in ("block_size", "window", "rotary", "threads", "pairs")),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")),
-        *((name, ctypes.c_int32) for name in ("amx", "latent", "rotate_pairs")),
+        *((name, ctypes.c_int32) for name in ("amx", "latent", "rotate_pairs", "nope", "up_dim")),
     ]
 
 
@@ -33,12 +35,29 @@ class CpuPlan:
     """A batch's arrays, contiguous, with the part of the call that all layers share.
 
     ``tables`` is where the first group's block tables begin, ``table_bytes`` from one group's to the next one's.
+    ``parts``: of the batch, for attention over latents of some shape.
     """
 
     batch: RaggedBatch
     call: AttentionCall
     tables: int
     table_bytes: int
+    parts: dict[tuple[int, ...], tuple[LatentPart, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPart:
+    """The sequences of a batch that attend over latents in one way.
+
+    Attributes:
+        expanded: Whether as keys and values of heads.
+        rows: Their tokens in the batch, a slice or int64 [T].
+        plan: Of them alone.
+    """
+
+    expanded: bool
+    rows: slice | torch.Tensor
+    plan: CpuPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +133,81 @@ class CpuPagedAttention:
         fill_rotation(call, rotation)
         self._run(ctypes.byref(call))
         return out
+
+    def run_latent(
+        self,
+        plan: CpuPlan,
+        spec: AttentionSpec,
+        pool: LayerPool,
+        projections: LatentProjections,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """See :class:`LatentPagedAttention`."""
+        parts = plan.parts.get(projections.shape)
+        if parts is None:
+            parts = plan.parts[projections.shape] = self._divide(plan, projections, spec.window)
+        if len(parts) == 1:
+            return self._run_part(parts[0], spec, pool, projections, inputs)
+        q, rows = inputs
+        out = q.new_empty(*q.shape[:2], projections.v_dim)
+        for part in parts:
+            out[part.rows] = self._run_part(part, spec, pool, projections, (q[part.rows], rows[part.rows]))
+        return out
+
+    def _run_part(
+        self,
+        part: LatentPart,
+        spec: AttentionSpec,
+        pool: LayerPool,
+        projections: LatentProjections,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        q, rows = inputs
+        keys = rows[:, None]
+        if not part.expanded:
+            values = keys[..., : spec.v_dim]
+            return projections.outputs(self.run(part.plan, spec, pool, projections.queries(q), keys, values))
+        call = part.plan.call
+        q = q if q.stride(2) == 1 else q.contiguous()
+        keys = keys if keys.stride(2) == 1 else keys.contiguous()
+        out = q.new_empty(len(q), spec.num_heads, projections.v_dim)
+        fill_layer(call, spec, pool)
+        call.block_tables = part.plan.tables + pool.group * part.plan.table_bytes
+        call.q, call.k, call.out = q.data_ptr(), keys.data_ptr(), out.data_ptr()
+        call.q_token, call.q_head, _ = q.stride()
+        call.k_token, call.k_head, _ = keys.stride()
+        call.key_up, call.value_up = projections.key_up.data_ptr(), projections.value_up.data_ptr()
+        call.nope, call.up_dim = projections.nope, projections.v_dim
+        self._run(ctypes.byref(call))
+        return out
+
+    def _divide(self, plan: CpuPlan, projections: LatentProjections, window: int) -> tuple[LatentPart, ...]:
+        """Divide a batch into the sequences whose keys and values are expanded, and the others."""
+        batch = plan.batch
+        starts = batch.query_starts.tolist()
+        counts = np.diff(batch.query_starts).tolist()
+        expanded = [
+            projections.expanding_pays(new, context, window)
+            for new, context in zip(counts, batch.context_lens.tolist(), strict=True)
+        ]
+        if len(set(expanded)) <= 1:
+            return (LatentPart(any(expanded), slice(None), plan),)
+        parts = []
+        for way in (False, True):
+            chosen = [seq for seq, mine in enumerate(expanded) if mine == way]
+            rows = np.concatenate([np.arange(starts[seq], starts[seq + 1]) for seq in chosen])
+            part = RaggedBatch(
+                positions=batch.positions[rows],
+                query_starts=np.cumsum([0, *(counts[seq] for seq in chosen)], dtype=np.int32),
+                context_lens=batch.context_lens[chosen],
+                block_tables=batch.block_tables[chosen],
+                block_size=batch.block_size,
+                groups=batch.groups,
+            )
+            first, last = int(rows[0]), int(rows[-1]) + 1
+            where = slice(first, last) if last - first == len(rows) else torch.from_numpy(rows)
+            parts.append(LatentPart(way, where, self.prepare(part)))
+        return tuple(parts)
 
 
 def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> None:

@@ -6,7 +6,7 @@ pool is and copied to the queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch
+from baton_kernels.paged_attention.latent import LatentProjections
 
 GATHER_BYTES = 1 << 28
-"""Bytes of K and V that one group of decodes may gather at a time."""
+"""Bytes of K and V that one group of decodes may gather, or some heads of a prompt chunk expand, at a time."""
 SCORE_ELEMENTS = 1 << 24
 """Elements of a materialized score matrix, where SDPA cannot be used (soft cap, sinks)."""
 
@@ -80,6 +81,36 @@ class TorchPagedAttention:
             self._chunk(chunk, spec, pool, q, out)
         return out
 
+    def run_latent(
+        self,
+        plan: tuple[TorchPlan, ...],
+        spec: AttentionSpec,
+        pool: LayerPool,
+        projections: LatentProjections,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """See :class:`LatentPagedAttention`."""
+        q, rows = inputs
+        mine = plan[pool.group]
+        pool.k[mine.blocks, :, mine.offsets] = rows[:, None].to(pool.k.device, pool.k.dtype)
+        out = q.new_empty(*q.shape[:2], projections.v_dim)
+        if count := len(mine.decode_rows):
+            at = mine.decode_rows.to(q.device)
+            latents = q.new_empty(count, spec.num_heads, spec.v_dim)
+            decodes = replace(mine, decode_rows=torch.arange(count))
+            self._decode(decodes, spec, pool, projections.queries(q[at]), latents)
+            out[at] = projections.outputs(latents)
+        for chunk in mine.chunks:
+            span, count = slice(chunk.first, chunk.last), chunk.last - chunk.first
+            alone = replace(chunk, first=0, last=count)
+            if projections.expanding_pays(count, chunk.context, spec.window):
+                self._chunk_expanded(alone, spec, pool, projections, (q[span], out[span]))
+            else:
+                latents = q.new_empty(count, spec.num_heads, spec.v_dim)
+                self._chunk(alone, spec, pool, projections.queries(q[span]), latents)
+                out[span] = projections.outputs(latents)
+        return out
+
     def _decode(
         self, plan: TorchPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -99,7 +130,46 @@ class TorchPagedAttention:
 
     def _chunk(self, chunk: Chunk, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, out: torch.Tensor) -> None:
         keys, values = _gather(pool, chunk.blocks[None], q)
-        keys, values = keys[:, :, : chunk.context], values[:, :, : chunk.context]
+        self._chunk_over(chunk, spec, (keys[:, :, : chunk.context], values[:, :, : chunk.context]), q, out)
+
+    def _chunk_expanded(
+        self,
+        chunk: Chunk,
+        spec: AttentionSpec,
+        pool: LayerPool,
+        projections: LatentProjections,
+        q_and_out: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Attend over a few heads' keys and values at a time."""
+        q, out = q_and_out
+        rows = _gather(pool, chunk.blocks[None], q)[0][0, 0, : chunk.context]
+        per_head = chunk.context * (q.shape[2] + projections.v_dim) * q.element_size()
+        step = max(1, GATHER_BYTES // per_head)
+        for first in range(0, spec.num_heads, step):
+            heads = slice(first, min(first + step, spec.num_heads))
+            count = heads.stop - heads.start
+            some = replace(
+                spec,
+                num_heads=count,
+                kv_heads=count,
+                k_dim=q.shape[2],
+                v_dim=projections.v_dim,
+                sinks=None if spec.sinks is None else spec.sinks[heads],
+                latent=False,
+            )
+            keys, values = (x.transpose(0, 1)[None] for x in projections.expand(rows, heads))
+            self._chunk_over(chunk, some, (keys, values), q[:, heads], out[:, heads])
+
+    def _chunk_over(
+        self,
+        chunk: Chunk,
+        spec: AttentionSpec,
+        context: tuple[torch.Tensor, torch.Tensor],
+        q: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend over keys and values [1, kv_heads, context, dim]."""
+        keys, values = context
         key_positions = torch.arange(chunk.context, device=q.device)
         step = max(1, SCORE_ELEMENTS // (chunk.context * spec.num_heads)) if _needs_scores(spec) else 1024
         start = chunk.context - (chunk.last - chunk.first)

@@ -2,7 +2,7 @@
 // embedding), then attend, prompt chunks and decodes in one parallel loop.
 #include "decode.h"
 #include "decode_amx.h"
-#include "tile.h"
+#include "latent_tile.h"
 
 namespace baton {
 namespace {
@@ -53,6 +53,18 @@ void add_tiles(const Attention& a, int seq, int tokens, int rows, Plan& plan) {
     }
 }
 
+// Heads whose keys and values are made on the way: as many rows to an item as leave work for all threads.
+void add_expanded(const Attention& a, int seq, int tokens, Plan& plan) {
+  const int start = a.context_lens[seq] - tokens;
+  const int pieces = a.threads > 1 ? (ITEMS_PER_THREAD * a.threads + a.num_heads - 1) / a.num_heads : 1;
+  const int step = std::min(MOST_ROWS, std::max(LEAST_ROWS, (tokens + pieces - 1) / pieces));
+  for (int head = 0; head < a.num_heads; ++head)
+    for (int at = 0; at < tokens; at += step) {
+      const int until = std::min(tokens, at + step);
+      plan.items.push_back({seq, head, 1, at, until, 0, 0, -1, true, (long)(start + until) * (until - at + LEAST_ROWS)});
+    }
+}
+
 // `rows`: about as many (token, head) rows make a tile.
 void make_plan(const Attention& a, int rows, Plan& plan) {
   plan.items.clear(), plan.splits.clear(), plan.parts = 0;
@@ -64,7 +76,9 @@ void make_plan(const Attention& a, int rows, Plan& plan) {
   const long wanted = a.threads > 1 ? decode_keys * a.kv_heads / (a.threads * ITEMS_PER_THREAD) : decode_keys * a.kv_heads;
   for (int seq = 0; seq < a.num_seqs; ++seq) {
     const int tokens = a.query_starts[seq + 1] - a.query_starts[seq];
-    if (tokens == 1 && group <= MAX_GROUP)
+    if (a.key_up)
+      add_expanded(a, seq, tokens, plan);
+    else if (tokens == 1 && group <= MAX_GROUP)
       add_decode(a, seq, std::max(1l, wanted), plan);
     else if (tokens > 0)
       add_tiles(a, seq, tokens, rows, plan);
@@ -147,6 +161,7 @@ void attend(const Attention& a, const Plan& plan, size_t i, Scratch& scratch, fl
   const Item& item = plan.items[i];
   const int group = a.num_heads / a.kv_heads;
   float* partial = item.part < 0 ? nullptr : partials + (long)item.part * group * (a.v_dim + 2);
+  if (a.key_up) return Tile<C, T, ExpandedRows<C, T>>(a, item, scratch).run();
   if (item.end == 0) return Tile<C, T>(a, item, scratch).run();
   const size_t after = i + a.threads;
   const Item* next = after < plan.items.size() && plan.items[after].end > 0 ? &plan.items[after] : nullptr;

@@ -1,4 +1,4 @@
-// Attention of a ragged batch over a paged KV pool: what the two kernels (tile.h, decode.h) share.
+// Attention of a ragged batch over a paged KV pool: what the kernels (tile.h, decode.h) share.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -19,6 +19,9 @@ struct Attention {
   const int32_t *query_starts, *context_lens, *block_tables;
   const float *cos, *sin;        // [positions, rotary / 2] or null: q and k are rotated already
   const void *q_norm, *k_norm;   // [k_dim] or null: RMS norm of each head before the rotation
+  // Null, or what heads' keys and values are made of out of latents: [num_heads][nope][v_dim], [num_heads][v_dim][up_dim].
+  // Queries are those of expanded heads then, and the results too: [tokens][num_heads][up_dim].
+  const void *key_up, *value_up;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
   int64_t block_stride, table_stride;
   int32_t dtype, num_seqs, num_heads, kv_heads, k_dim, v_dim, block_size, window, rotary, threads;
@@ -27,6 +30,7 @@ struct Attention {
   int32_t amx;     // multiply bfloat16 in AMX's tiles
   int32_t latent;  // one KV head whose values are the first v_dim elements of its keys: v_pool is k_pool, v is not read
   int32_t rotate_pairs;  // neighbours are turned against each other, not the two halves of the rotary dims
+  int32_t nope, up_dim;  // of expanded heads: elements of a key before its rotary part, and of a value
 
   // Elements from a value to the next one of its head.
   long v_row() const { return latent ? k_dim : v_dim; }

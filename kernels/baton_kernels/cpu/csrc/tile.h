@@ -263,18 +263,31 @@ inline void soften(const float* s, float unit, RowStates state, typename C::elem
   }
 }
 
-template <class C, class T>
+// Keys and values as they lie in the pool.
+template <class T>
+struct PoolRows {
+  const int group, key_dim, value_dim;  // query heads per KV head; elements
+  Head<T> head;
+
+  PoolRows(const Attention& a, const Item& item)
+      : group(a.num_heads / a.kv_heads), key_dim(a.k_dim), value_dim(a.v_dim), head(a, item.seq, item.head) {}
+
+  void rows(long j, int n, const T** keys, const T** values) { head.rows(j, n, keys, values); }
+};
+
+// Rows: where keys and values come from.
+template <class C, class T, class Rows = PoolRows<T>>
 class Tile {
  public:
   typedef typename C::elem elem;
 
-  Tile(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item), head(args, item.seq, item.head) {
-    group = a.num_heads / a.kv_heads;
+  Tile(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item), source(args, item) {
+    group = source.group;
     count = (item.q1 - item.q0) * group;
     padded_count = (int)round_up(count, ROWS);
-    steps = (int)round_up((a.k_dim + C::PAIR - 1) / C::PAIR, Products<C>::STEPS);
+    steps = (int)round_up((source.key_dim + C::PAIR - 1) / C::PAIR, Products<C>::STEPS);
     width = (int)round_up(steps, 16);
-    padded = (int)round_up(a.v_dim, VL);
+    padded = (int)round_up(source.value_dim, VL);
     const size_t sizes[] = {(size_t)padded_count * width * 4, (size_t)steps * KB * 4, (size_t)KB / C::PAIR * padded * 4,
                             (size_t)padded_count * padded * 4, padded_count * sizeof(vf), padded_count * sizeof(float)};
     size_t bytes = 0;
@@ -282,7 +295,7 @@ class Tile {
     char* at = scratch.get<char>(bytes);
     void* parts[6];
     for (int i = 0; i < 6; ++i) parts[i] = at, at += round_up(sizes[i], 64);
-    if (Products<C>::STEPS > 1) std::memset(parts[1], 0, sizes[1]);  // packing leaves the steps beyond k_dim alone
+    if (Products<C>::STEPS > 1) std::memset(parts[1], 0, sizes[1]);  // packing leaves the steps beyond key_dim alone
     q = (elem*)parts[0], keys = (elem*)parts[1], values = (elem*)parts[2], out = (float*)parts[3];
     state = {(float*)parts[5], (vf*)parts[4]};
     start = a.context_lens[item.seq] - (a.query_starts[item.seq + 1] - a.query_starts[item.seq]);
@@ -296,9 +309,9 @@ class Tile {
     for (long j = low / KB * KB; j <= last; j += KB) {
       const int n = (int)std::min<long>(KB, last + 1 - j);
       const T *key_rows[KB], *value_rows[KB];
-      head.rows(j, n, key_rows, value_rows);
-      C::pack_keys(key_rows, n, a.k_dim, keys);
-      C::pack_values(value_rows, n, a.v_dim, padded, values);
+      source.rows(j, n, key_rows, value_rows);
+      C::pack_keys(key_rows, n, source.key_dim, keys);
+      C::pack_values(value_rows, n, source.value_dim, padded, values);
       for (int r = 0; r < padded_count; r += ROWS) rows_of(r, j);
     }
     finish();
@@ -309,7 +322,7 @@ class Tile {
 
   const Attention& a;
   const Item& item;
-  Head<T> head;
+  Rows source;
   int group, count, padded_count, steps, width, padded;
   long start;  // position of the sequence's first new token
   elem *q, *keys, *values;
@@ -323,7 +336,7 @@ class Tile {
       if (r < count) {
         const long token = a.query_starts[item.seq] + item.q0 + r / group;
         const T* x = (const T*)a.q + token * a.q_token + (long)(item.head * group + r % group) * a.q_head;
-        C::pack_row(x, a.k_dim, q + (long)r * width, width);
+        C::pack_row(x, source.key_dim, q + (long)r * width, width);
       } else {
         std::memset(q + (long)r * width, 0, width * sizeof(elem));
       }
@@ -357,9 +370,9 @@ class Tile {
     for (int r = 0; r < count; ++r) {
       const float total = sum(state.sum[r]), inverse = total > 0 ? 1.0f / total : 0.0f;
       const long token = a.query_starts[item.seq] + item.q0 + r / group;
-      T* to = (T*)a.out + (token * a.num_heads + item.head * group + r % group) * a.v_dim;
-      for (int d = 0; d < a.v_dim; d += VL)
-        store_upto(to + d, *(const vf*)(out + (long)r * padded + d) * inverse, a.v_dim - d);
+      T* to = (T*)a.out + (token * a.num_heads + item.head * group + r % group) * source.value_dim;
+      for (int d = 0; d < source.value_dim; d += VL)
+        store_upto(to + d, *(const vf*)(out + (long)r * padded + d) * inverse, source.value_dim - d);
     }
   }
 };
