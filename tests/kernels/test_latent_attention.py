@@ -164,7 +164,8 @@ def test_cpp_in_float32_without_tiles(library: CpuLibrary) -> None:
         (128, 4096, 0, False),
         (192, 4096, 0, True),
         (64, 256, 0, False),
-        (64, 4096, 64, True),
+        (64, 4096, 64, False),
+        (256, 4096, 64, True),
         (16, 4096, 512, False),
     ],
 )
