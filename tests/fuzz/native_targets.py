@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).with_name("native")
 BUILT = ROOT / "build/fuzz"
 HELPERS = ("table", "hashing", "blocks", "mover")
-OPERATORS = "operators"
-TARGETS = (*HELPERS, OPERATORS)
+OPERATORS = ("operators", "mixtures")
+TARGETS = (*HELPERS, *OPERATORS)
 SANITIZE = ("-g1", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "UBSAN_OPTIONS": "print_stacktrace=1"}
 """Operators run in teams of two threads."""
@@ -86,13 +86,14 @@ def build(targets: Sequence[str], *, guided: bool) -> dict[str, Path]:
     helpers, best, *_ = builder.libraries(every=False)
     programs: dict[str, Path] = {}
     for target in targets:
-        library = best if target == OPERATORS else helpers
+        library = best if target in OPERATORS else helpers
         includes = sorted({path.parent for path in library.includes} | {SOURCES, builder.HELPERS})
         flags = [*_flags(guided=guided), *(f"-I{each}" for each in includes), "-DXXH_NAMESPACE=baton_"]
         flags += ['-DBATON_DIGEST="fuzz"', *builder.Compilers({}).target(library)]
         mark = hashlib.sha256(repr((tools, flags)).encode() + library.mark()).hexdigest()[:16]
         ours = [SOURCES / f"{target}.cpp", *([] if guided else [SOURCES / "main.cpp"])]
-        digest = hashlib.sha256(b"".join(each.read_bytes() for each in (*ours, SOURCES / "choices.h"))).hexdigest()
+        read = (*ours, *sorted(SOURCES.glob("*.h")))
+        digest = hashlib.sha256(b"".join(each.read_bytes() for each in read)).hexdigest()
         programs[target] = BUILT / f"{library.language}-{mark}" / f"{target}-{digest[:16]}"
         if programs[target].exists():
             continue
@@ -107,7 +108,7 @@ def build(targets: Sequence[str], *, guided: bool) -> dict[str, Path]:
         jobs = {**theirs, **{source: [*flags, "-Wall", "-Wextra", "-std=c++20"] for source in ours}}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: _compile(tools, job, folder), jobs.items()))  # noqa: B023  runs to its end here
-        openmp = ["-l:libgomp.so.1"] if target == OPERATORS else []
+        openmp = ["-l:libgomp.so.1"] if target in OPERATORS else []
         _run([tools[1], *_flags(guided=guided), *objects, *openmp, "-o", str(programs[target])])
     return programs
 

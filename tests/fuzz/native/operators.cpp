@@ -6,17 +6,18 @@
 #include "choices.h"
 #include "linear.h"
 #include "paged_attention.h"
+#include "tensors.h"
 
 using namespace baton;
 
 namespace {
 
 struct RowOp {  // as row_wise.cpp has it
-    const void *x, *weight;
+    const void *x, *weight, *residual;
     void *out;
     int64_t rows, dim, x_stride;
-    int32_t dtype, threads;
-    float eps, offset;
+    int32_t dtype, threads, activation;
+    float eps, offset, alpha, limit;
 };
 
 }  // namespace
@@ -30,38 +31,11 @@ int64_t baton_linear_amx_packed_size(int64_t out_features, int64_t in_features);
 void baton_linear_amx_pack(const uint16_t *weight, uint16_t *packed, int64_t out_features, int64_t in_features);
 void baton_linear_amx(const Linear *a);
 void baton_rms_norm(const RowOp *a);
-void baton_silu_mul(const RowOp *a);
+void baton_gated_mul(const RowOp *a);
 int baton_paged_attention(const Attention *a);
 }
 
 namespace {
-
-size_t width_of(int dtype) { return dtype ? 2 : 4; }
-
-// Numbers of a dtype (0 float32, 1 bfloat16, 2 float16) between -1 and 1.
-Buffer<uint8_t> tensor(Choices &from, size_t count, int dtype) {
-    Buffer<uint8_t> made(count * width_of(dtype));
-    from.fill(made.get(), made.bytes());
-    for (size_t i = 0; i < count; i++) {
-        if (!dtype) {
-            const float value = static_cast<int8_t>(made[4 * i]) / 128.0f;
-            std::memcpy(&made[4 * i], &value, 4);
-        } else {  // small exponents, any sign
-            made[2 * i + 1] = (made[2 * i + 1] & 0x80) | (dtype == 1 ? 0x3e : 0x34);
-        }
-    }
-    return made;
-}
-
-bool finite(Buffer<uint8_t> &numbers, int dtype) {
-    for (size_t i = 0; i < numbers.size() / width_of(dtype); i++) {
-        uint32_t bits = 0;
-        std::memcpy(&bits, &numbers[i * width_of(dtype)], width_of(dtype));
-        const uint32_t all = dtype == 0 ? 0x7f800000u : dtype == 1 ? 0x7f80u : 0x7c00u;
-        if ((bits & all) == all) return false;
-    }
-    return true;
-}
 
 void rows(Choices &from) {
     const int dtype = static_cast<int>(from.number(0, 2));
@@ -69,9 +43,14 @@ void rows(Choices &from) {
     const bool norm = from.flag();
     const int64_t wide = norm ? dim : 2 * dim, stride = wide + static_cast<int64_t>(from.number(0, 9));
     auto x = tensor(from, count ? (count - 1) * stride + wide : 0, dtype), weight = tensor(from, dim, dtype);
+    auto residual = tensor(from, count * dim, dtype);
     Buffer<uint8_t> out(count * dim * width_of(dtype));
-    const RowOp call = {x.get(), weight.get(), out.get(), count, dim, stride, dtype, static_cast<int32_t>(from.number(1, 2)), 1e-5f, from.flag() ? 1.0f : 0.0f};
-    norm ? baton_rms_norm(&call) : baton_silu_mul(&call);
+    RowOp call = {};
+    call.x = x.get(), call.weight = weight.get(), call.out = out.get(), call.residual = from.flag() ? residual.get() : nullptr;
+    call.rows = count, call.dim = dim, call.x_stride = stride, call.dtype = dtype;
+    call.threads = static_cast<int32_t>(from.number(1, 2)), call.activation = static_cast<int32_t>(from.number(0, 2));
+    call.eps = 1e-5f, call.offset = from.flag() ? 1.0f : 0.0f, call.alpha = 1.702f, call.limit = 7.0f;
+    norm ? baton_rms_norm(&call) : baton_gated_mul(&call);
     REQUIRE(finite(out, dtype));
 }
 
@@ -105,6 +84,8 @@ void attention(Choices &from) {
     a.k_dim = 2 * static_cast<int32_t>(from.number(1, 40)), a.v_dim = from.flag() ? a.k_dim : static_cast<int32_t>(from.number(1, 80));
     a.block_size = static_cast<int32_t>(from.number(1, 32)), a.window = from.flag() ? static_cast<int32_t>(from.number(1, 80)) : 0;
     a.threads = static_cast<int32_t>(from.number(1, 2)), a.pairs = from.flag(), a.amx = from.flag() && baton_amx_ready();
+    if ((a.latent = from.byte() % 4 == 0)) a.kv_heads = 1, a.v_dim = std::min(a.v_dim, a.k_dim), a.num_heads = std::max(a.num_heads, 1);
+    a.rotate_pairs = from.flag();
     a.scale = 0.1f, a.softcap = from.flag() ? 20.0f : 0.0f, a.norm_eps = 1e-6f, a.norm_offset = from.flag() ? 1.0f : 0.0f;
     std::vector<int32_t> starts = {0}, lens;
     int32_t longest = 1;
@@ -124,15 +105,15 @@ void attention(Choices &from) {
         for (int32_t b = 0; b < width; b++)
             tables[i * width + b] = b * a.block_size < lens[i] ? (i * width + b + turn) % blocks : INT32_MAX / 2;
     const size_t tokens = static_cast<size_t>(starts.back());
-    const int64_t keys = int64_t{a.kv_heads} * a.block_size * a.k_dim, values = int64_t{a.kv_heads} * a.block_size * a.v_dim;
+    const int64_t keys = int64_t{a.kv_heads} * a.block_size * a.k_dim, values = a.latent ? 0 : int64_t{a.kv_heads} * a.block_size * a.v_dim;
     auto pool = tensor(from, blocks * (keys + values), a.dtype), q = tensor(from, tokens * a.num_heads * a.k_dim, a.dtype);
-    auto k = tensor(from, tokens * a.kv_heads * a.k_dim, a.dtype), v = tensor(from, tokens * a.kv_heads * a.v_dim, a.dtype);
+    auto k = tensor(from, tokens * a.kv_heads * a.k_dim, a.dtype), v = tensor(from, a.latent ? 0 : tokens * a.kv_heads * a.v_dim, a.dtype);
     auto sinks = tensor(from, a.num_heads, 0), q_norm = tensor(from, a.k_dim, a.dtype), k_norm = tensor(from, a.k_dim, a.dtype);
     a.rotary = 2 * static_cast<int32_t>(from.number(1, a.k_dim / 2));
     auto cos = tensor(from, static_cast<size_t>(longest) * a.rotary / 2, 0), sin = tensor(from, static_cast<size_t>(longest) * a.rotary / 2, 0);
     Buffer<uint8_t> out(tokens * a.num_heads * a.v_dim * width_of(a.dtype));
     a.q = q.get(), a.k = k.get(), a.v = v.get(), a.out = out.get();
-    a.k_pool = pool.get(), a.v_pool = pool.get() + keys * width_of(a.dtype), a.block_stride = keys + values;
+    a.k_pool = pool.get(), a.v_pool = pool.get() + (a.latent ? 0 : keys * width_of(a.dtype)), a.block_stride = keys + values;
     a.q_head = a.k_dim, a.q_token = int64_t{a.num_heads} * a.k_dim, a.k_head = a.k_dim, a.k_token = int64_t{a.kv_heads} * a.k_dim;
     a.v_head = a.v_dim, a.v_token = int64_t{a.kv_heads} * a.v_dim, a.table_stride = width;
     a.query_starts = query_starts.get(), a.context_lens = context_lens.get(), a.block_tables = tables.get();

@@ -1,0 +1,139 @@
+// From a router's logits to the outputs of the experts that were chosen, and from logits to tokens, over ragged shapes.
+#include <algorithm>
+#include <cmath>
+
+#include "tensors.h"
+
+namespace {
+
+struct Routing {  // as routing.cpp has it
+    const void *logits;
+    const float *bias;
+    int32_t *ids;
+    float *weights;
+    int64_t tokens;
+    int32_t experts, top_k, groups, top_groups, dtype, scoring, normalize, threads;
+    float scale;
+};
+
+struct Experts {  // as experts.cpp has it
+    const void *x;
+    const int32_t *ids;
+    const float *weights;
+    const void *gate_up, *down;
+    const float *gate_up_bias, *down_bias;
+    const void *residual;
+    void *out;
+    int64_t tokens, x_stride, residual_stride;
+    int32_t top_k, experts, hidden, inner, dtype, activation, pairs, threads;
+    float alpha, limit;
+};
+
+struct SampleOp {  // as sampling.cpp has it
+    const void *logits;
+    const float *temperature, *top_p, *min_p;
+    const int64_t *top_k;
+    const uint64_t *keys;
+    int64_t *tokens;
+    int64_t rows, vocab, stride;
+    int32_t dtype, threads;
+};
+
+}  // namespace
+
+extern "C" {
+int baton_pairs_are_faster();
+void baton_route(const Routing *a);
+void baton_experts_sizes(int64_t dtype, int64_t hidden, int64_t inner, int64_t *out);
+void baton_experts_pack(int64_t dtype, const void *gate_up, const void *down, uint32_t *to_gate_up, uint32_t *to_down, int64_t hidden, int64_t inner);
+void baton_experts(const Experts *a);
+void baton_sample(const SampleOp *a);
+}
+
+namespace {
+
+int32_t number(Choices &from, int least, int most) { return static_cast<int32_t>(from.number(least, most)); }
+
+const float *floats(Buffer<uint8_t> &buffer) { return reinterpret_cast<const float *>(buffer.get()); }
+
+void mixture(Choices &from) {
+    const int dtype = number(from, 0, 1);
+    const int64_t tokens = from.flag() ? number(from, 0, 9) : number(from, 0, 300);
+    Routing routing = {};
+    routing.groups = from.flag() ? number(from, 1, 4) : 1;
+    routing.experts = routing.groups * number(from, 2, 12), routing.top_groups = number(from, 1, routing.groups);
+    routing.top_k = number(from, 1, routing.experts / routing.groups * routing.top_groups);
+    auto logits = tensor(from, tokens * routing.experts, dtype), bias = tensor(from, routing.experts, 0);
+    Buffer<int32_t> ids(tokens * routing.top_k);
+    Buffer<float> weights(tokens * routing.top_k);
+    routing.logits = logits.get(), routing.bias = from.flag() ? floats(bias) : nullptr;
+    routing.ids = ids.get(), routing.weights = weights.get(), routing.tokens = tokens, routing.dtype = dtype;
+    routing.scoring = number(from, 0, 2), routing.normalize = from.flag(), routing.scale = 2.5f, routing.threads = number(from, 1, 2);
+    baton_route(&routing);
+    for (int64_t t = 0; t < tokens; t++) {
+        int32_t *chosen = ids.get() + t * routing.top_k;
+        for (int k = 0; k < routing.top_k; k++) {
+            REQUIRE(0 <= chosen[k] && chosen[k] < routing.experts && std::isfinite(weights[t * routing.top_k + k]));
+            REQUIRE(std::find(chosen, chosen + k, chosen[k]) == chosen + k);
+        }
+    }
+
+    Experts call = {};
+    call.hidden = number(from, 1, 90), call.inner = number(from, 1, 70), call.experts = routing.experts, call.top_k = routing.top_k;
+    const int64_t count = call.experts;
+    auto gate_up = tensor(from, 2 * call.inner * call.hidden, dtype), down = tensor(from, call.hidden * call.inner, dtype);
+    int64_t sizes[4];
+    baton_experts_sizes(dtype, call.hidden, call.inner, sizes);
+    Buffer<uint8_t> all_gate_up(count * sizes[0], true), all_down(count * sizes[1], true);
+    for (int64_t e = 0; e < count; e++)
+        baton_experts_pack(dtype, gate_up.get(), down.get(), reinterpret_cast<uint32_t *>(all_gate_up.get() + e * sizes[0]), reinterpret_cast<uint32_t *>(all_down.get() + e * sizes[1]), call.hidden, call.inner);
+    const bool biased = from.flag();
+    auto gate_up_bias = tensor(from, count * 2 * sizes[2], 0), down_bias = tensor(from, count * sizes[3], 0);
+    call.x_stride = call.hidden + number(from, 0, 5), call.residual_stride = call.hidden + number(from, 0, 5);
+    auto x = tensor(from, tokens ? (tokens - 1) * call.x_stride + call.hidden : 0, dtype);
+    auto residual = tensor(from, tokens ? (tokens - 1) * call.residual_stride + call.hidden : 0, dtype);
+    Buffer<uint8_t> out(tokens * call.hidden * width_of(dtype));
+    if (from.byte() % 4 == 0)  // what is no expert's number chooses none
+        for (size_t i = 0; i < ids.size(); i += number(from, 1, 5)) ids[i] = from.flag() ? -1 : call.experts + number(from, 0, 200);
+    call.x = x.get(), call.ids = ids.get(), call.weights = weights.get(), call.out = out.get();
+    call.gate_up = all_gate_up.get(), call.down = all_down.get();
+    if (biased) call.gate_up_bias = floats(gate_up_bias), call.down_bias = floats(down_bias);
+    if (from.flag()) call.residual = residual.get();
+    call.tokens = tokens, call.dtype = dtype, call.activation = number(from, 0, 2), call.pairs = from.flag() && baton_pairs_are_faster();
+    call.threads = number(from, 1, 2), call.alpha = 1.702f, call.limit = 7.0f;
+    baton_experts(&call);
+    REQUIRE(finite(out, dtype));
+}
+
+void sample(Choices &from) {
+    const int dtype = number(from, 0, 2);
+    const int64_t rows = number(from, 0, 6), vocab = from.flag() ? number(from, 1, 300) : number(from, 1, 5000), stride = vocab + number(from, 0, 9);
+    auto logits = tensor(from, rows ? (rows - 1) * stride + vocab : 0, dtype);
+    Buffer<float> temperature(rows), top_p(rows), min_p(rows);
+    Buffer<int64_t> top_k(rows), tokens(rows);
+    Buffer<uint64_t> keys(rows);
+    const bool damaged = rows && from.byte() % 8 == 0;
+    if (damaged) {  // infinite or not a number, in the first row
+        const uint32_t all = dtype == 0 ? 0x7f800000u : dtype == 1 ? 0x7f80u : 0x7c00u, bits = all | from.flag();
+        std::memcpy(logits.get() + from.number(0, vocab - 1) * width_of(dtype), &bits, width_of(dtype));
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        temperature[r] = from.flag() ? number(from, 1, 300) / 100.0f : 0.0f, top_p[r] = from.flag() ? number(from, 1, 100) / 100.0f : 1.0f;
+        min_p[r] = from.flag() ? number(from, 0, 100) / 100.0f : 0.0f, top_k[r] = from.flag() ? number(from, 0, 6000) : 0;
+        keys[r] = from.word();
+    }
+    SampleOp call = {};
+    call.logits = logits.get(), call.temperature = temperature.get(), call.top_p = top_p.get(), call.min_p = min_p.get();
+    call.top_k = top_k.get(), call.keys = keys.get(), call.tokens = tokens.get();
+    call.rows = rows, call.vocab = vocab, call.stride = stride, call.dtype = dtype, call.threads = number(from, 1, 2);
+    baton_sample(&call);
+    for (int64_t r = 0; r < rows; r++) REQUIRE(damaged && r == 0 ? tokens[r] == -1 : 0 <= tokens[r] && tokens[r] < vocab);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    Choices from(data, size);
+    from.byte() % 3 ? mixture(from) : sample(from);
+    return 0;
+}
