@@ -6,6 +6,8 @@ A config's fields are shrunk by their names; what a type needs beyond that stand
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 import socket
 from dataclasses import dataclass, field
@@ -21,11 +23,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from baton.config import EngineConfig
+from baton.engine.communicator import Communicator
 from baton.engine.executor import multiprocess
 from baton.engine.executor.base import load_executor
 from baton.engine.models.loader import quiet_transformers
+from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import unserved_layers
+from baton.engine.runner.model_runner import WholeModel, load_whole
 from baton.errors import ConfigError
+from baton.kv_cache.shards import shard_specs
 
 VOCAB = 512
 MAX_LEN = 384
@@ -134,6 +140,8 @@ VARIANTS = [
     Case("llama4_text", "scaled-queries", {"floor_scale": 64, "attn_scale": 1.0}),
     Case("llama4_text", "chunks", {"attention_chunk_size": 64}),
     Case("granite", "multipliers", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    Case("gemma4_text", "shared-kv", {"num_kv_shared_layers": 2}),
+    Case("gemma4_unified_text", "shared-kv", {"num_kv_shared_layers": 2}),
     Case("qwen2", "windows", {"use_sliding_window": True, "max_window_layers": 2}),
 ]
 """What a type's config can ask for beside its own defaults."""
@@ -186,11 +194,40 @@ def table_row(case: Case, folder: Path, starter: WarmStarter) -> str:
         return f"| `{case}` | {model_class} | refused | | | {found.refusal} |"
     with mock.patch.object(multiprocess, "start_follower", partial(_start_follower, starter)):
         refusals = {name: _refusal_on_two_ranks(folder, name) for name in ("tp", "pp")}
-    notes = [f"{name}: {why}" for name, why in refusals.items() if why]
+    notes = division_notes(refusals)
     if found.longest < MAX_LEN:
         notes.insert(0, f"sequences up to {found.longest} of {MAX_LEN} tokens")
     can = " | ".join("no" if why else "yes" for why in refusals.values())
     return f"| `{case}` | {model_class} | {found.path} | {can} | {'; '.join(notes)} |"
+
+
+def division_notes(refusals: dict[str, str]) -> list[str]:
+    """What a row's notes say of ``tp`` and ``pp``: why not."""
+    return [f"{name}: {why}" for name, why in refusals.items() if why]
+
+
+def refusals_of_two_ranks(folder: Path) -> dict[str, str]:
+    """Say for ``tp`` and ``pp`` why a model cannot be divided in two, by cutting it and running nothing."""
+    whole = load_whole(EngineConfig(model=str(folder), dtype="float32"))
+    return {"tp": _refusal_of_cut(whole, 2, 1), "pp": _refusal_of_cut(whole, 1, 2)}
+
+
+def _refusal_of_cut(whole: WholeModel, tp: int, pp: int) -> str:
+    for spec in shard_specs(tp, pp):
+        part = copy_of(whole)
+        try:
+            divide(part.model, part.specs, Communicator(spec))
+        except ConfigError as error:
+            return _division_reason(error, "tp" if tp > 1 else "pp")
+    return ""
+
+
+def copy_of(whole: WholeModel) -> WholeModel:
+    """Return a model with modules of its own, to be cut."""
+    names = {id(module): name for name, module in whole.model.module.named_modules()}
+    module = copy.deepcopy(whole.model.module)
+    specs = {id(module.get_submodule(names[key])): spec for key, spec in whole.specs.items()}
+    return dataclasses.replace(whole, model=dataclasses.replace(whole.model, module=module), specs=specs)
 
 
 def _start_follower(starter: WarmStarter, line: socket.socket) -> Any:
@@ -203,10 +240,15 @@ def _refusal_on_two_ranks(folder: Path, name: str) -> str:
     try:
         load_executor(config).close()
     except ConfigError as error:
-        text = error.message.partition(f"divided over {name}: ")[2] or error.message.partition(" stages: ")[2]
-        text = text or error.message.partition("cannot be ")[2] or error.message
-        return re.sub(r" \(attention[^)]*\)", "", text)
+        return _division_reason(error, name)
     return ""
+
+
+def _division_reason(error: ConfigError, name: str) -> str:
+    """What a refusal to divide a model over ``name`` says behind the class's name, without figures."""
+    text = error.message.partition(f"divided over {name}: ")[2] or error.message.partition(" stages: ")[2]
+    text = text or error.message.partition("cannot be ")[2] or error.message
+    return re.sub(r" \(attention[^)]*\)", "", text)
 
 
 def _reason(error: ConfigError, folder: Path) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import os
 import socket
 import threading
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.architectures import copy_of
 from tests.support.checkpoints import make_checkpoint
 
 from baton.cli import up
@@ -173,21 +172,11 @@ def parts(whole: WholeModel, tp: int) -> list[tuple[Any, dict[int, AttentionSpec
     """Return each rank's first layers' modules, cut, with sums left undone."""
     found = []
     for spec in shard_specs(tp, 1):
-        module = copy.deepcopy(whole.model.module)
-        attention = dict(zip(_attention_modules(whole, module), whole.specs.values(), strict=True))
-        model = _with_module(whole, module)
-        split_tensors(model, attention, spec, lambda partial: partial)
-        found.append((module, {key: rank_attention(value, spec) for key, value in attention.items()}))
+        part = copy_of(whole)
+        split_tensors(part.model, part.specs, spec, lambda partial: partial)
+        specs = {key: rank_attention(value, spec) for key, value in part.specs.items()}
+        found.append((part.model.module, specs))
     return found
-
-
-def _attention_modules(whole: WholeModel, module: Any) -> list[int]:
-    names = {id(child): name for name, child in whole.model.module.named_modules()}
-    return [id(module.get_submodule(names[key])) for key in whole.specs]
-
-
-def _with_module(whole: WholeModel, module: Any) -> Any:
-    return dataclasses.replace(whole.model, module=module)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "starcoder2"])
@@ -247,11 +236,9 @@ def test_heads_are_divided_and_shared_where_there_are_too_few(wholes: Any, name:
 def test_what_cannot_be_divided_is_refused_by_name(
     wholes: Any, name: str, tp: int, pp: int, field: str, words: str
 ) -> None:
-    whole = wholes(name)
-    module = copy.deepcopy(whole.model.module)
-    specs = dict(zip(_attention_modules(whole, module), whole.specs.values(), strict=True))
+    part = copy_of(wholes(name))
     with pytest.raises(ConfigError, match=words) as caught:
-        divide(_with_module(whole, module), specs, Communicator(shard_specs(tp, pp)[-1]))
+        divide(part.model, part.specs, Communicator(shard_specs(tp, pp)[-1]))
     assert caught.value.field == field
 
 

@@ -32,6 +32,7 @@ from baton.engine.models.quirks import (
     WHOLE_PROJECTIONS,
     WHOLE_STYLES,
     has_interleaved_experts,
+    needed_across_stages,
 )
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec, head_range, layer_range
@@ -368,12 +369,13 @@ def keep_stage(model: LoadedModel, layers: range, communicator: Communicator) ->
     Raises:
         ConfigError: The architecture cannot be cut into stages; names ``pp``.
     """
+    norm = "" if communicator.spec.pp_size == 1 else _check_plan(model)
     if not communicator.has_head:
         # A layer without weights: logits that are not asked for cost nothing.
         model.module.set_output_embeddings(_NoHead())
     if communicator.spec.pp_size == 1:
         return
-    base, norm = model.module.base_model, _check_plan(model)
+    base = model.module.base_model
     if not communicator.is_first_stage:
         model.module.set_input_embeddings(_NoEmbedding(model.text_config.hidden_size, model.module.dtype))
     if not communicator.is_last_stage:
@@ -403,12 +405,13 @@ def _check_plan(model: LoadedModel) -> str:
     known = {"hidden_states", "attention_mask"}
     base = model.module.base_model
     after = list(plan)[list(plan).index("layers") + 1 :] if layers else []
+    why = needed_across_stages(model.text_config)
     if not layers or not set(layers[0]) <= known or layers[1] != ["hidden_states"] or len(after) != 1:
-        raise ConfigError(
-            f"{model.architecture} cannot be divided into pp stages: transformers has no plan for it", field="pp"
-        )
-    if not isinstance(getattr(base, "layers", None), nn.ModuleList) or not hasattr(base, after[0]):
-        raise ConfigError(f"{model.architecture} cannot be divided into pp stages: no list of layers", field="pp")
+        why = "transformers has no plan for it"
+    elif not isinstance(getattr(base, "layers", None), nn.ModuleList) or not hasattr(base, after[0]):
+        why = why or "no list of layers"
+    if why:
+        raise ConfigError(f"{model.architecture} cannot be divided into pp stages: {why}", field="pp")
     return str(after[0])
 
 

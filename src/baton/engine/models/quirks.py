@@ -204,6 +204,18 @@ def unserved_layers(config: Any) -> str:
     return f"Baton knows no layers of type {', '.join(other)}" if other else ""
 
 
+def needed_across_stages(config: Any) -> str:
+    """Say what a model's layers take that the layer before does not give them; else nothing.
+
+    Stages of a pipeline send each other hidden states alone, whatever transformers' plan for them says.
+    """
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        return "its layers take inputs made of the token embeddings (hidden_size_per_layer_input)"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "its last layers attend over keys and values of earlier ones (num_kv_shared_layers)"
+    return ""
+
+
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """The rope parameters, of which some models have one set per type of layer."""
     value = getattr(config, "rope_parameters", None)
